@@ -47,11 +47,15 @@ class GrammarError(RequestError):
 class Matcher:
     """Follows one output token by token.
 
-    There are no copies: those of llguidance share what their lexer learned, and with it the limits.
+    Copies share what their lexer learned, and with it the limits.
     """
 
     def __init__(self, raw: llguidance.LLMatcher) -> None:
         self._raw = raw
+
+    def copy(self) -> Matcher:
+        """Return a matcher that stands where this one does."""
+        return Matcher(self._raw.deep_copy())
 
     def consume(self, token_id: int) -> None:
         """Append a token. Raises GrammarError if it does not match."""

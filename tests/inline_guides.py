@@ -37,9 +37,9 @@ class InlineGuideProcess(GuideProcess):
     - While it `is_stuck`, it answers nothing.
     """
 
-    def __init__(self, model_dir: str, vocab_size: int, max_rows: int) -> None:
+    def __init__(self, model_dir: str, vocab_size: int, max_rows: int, max_drafts: int = 0) -> None:
         self._start = model_dir, vocab_size
-        self.shared = SharedMasks(-1, max_rows, vocab_size)
+        self.shared = SharedMasks(-1, max_rows, vocab_size, max_drafts)
         self.deaths: deque[Death] = deque()
         self.is_stuck = False
         self.walls = NoWalls()

@@ -28,11 +28,16 @@ async def read_drafts(target: Target) -> Counter[str | int] | None:
         return None
     finally:
         http.close()
+    return parse_drafts(body.decode(errors="replace")) if status == 200 else None
+
+
+def parse_drafts(metrics: str) -> Counter[str | int] | None:
+    """Return the counters of drafts in the text of /metrics, over all engines; None if it has none."""
     found: Counter[str | int] = Counter()
-    for line in body.decode(errors="replace").splitlines() if status == 200 else ():
+    for line in metrics.splitlines():
         if match := _LINE.match(line):
             found[match[1] if match[2] is None else int(match[2])] += int(float(match[3]))
-    return found if "num_drafts" in found else None
+    return found if _DRAFTS[0] in found else None
 
 
 def summarize_drafts(before: Counter[str | int] | None, after: Counter[str | int] | None) -> dict[str, Any]:

@@ -54,9 +54,9 @@ def allow_drafts(step: Step, most: int, num_decodes: int, prompt_waits: bool) ->
 def num_drafts(config: EngineConfig, step: Step, request: Request) -> int:
     """Return how many drafts a decode may verify beside its own token, within draft budget and longest length.
 
-    A guide tells what may follow the last token only, so its request has no drafts.
+    A device that samples learns what a guide says before it knows its own drafts, so guided requests have none there.
     """
-    if request.has_guide:
+    if request.has_guide and config.traits.samples_on_device:
         return 0
     room = request.max_tokens - 2 - request.num_computed_tokens
     return max(0, min(config.num_drafts, step.draft_budget, step.draft_share, room))

@@ -46,6 +46,14 @@ class Dispatch(NamedTuple):
         """Return `num_drafts` int32 [n], with zeros if it is None."""
         return np.zeros(len(self.rows), np.int32) if self.num_drafts is None else self.num_drafts
 
+    def drafts(self, i: int) -> list[int]:
+        """Return the drafts of the i-th row that samples."""
+        if self.num_drafts is None:
+            return []
+        end = int(self.inputs.query_start[self.owners[i] + 1])
+        drafts: list[int] = self.inputs.token_ids[end - self.num_drafts[i] : end].tolist()
+        return drafts
+
 
 class RowBatch:
     """Owns the state of a worker's rows: tokens, how many are computed, block tables, sampling parameters.
@@ -82,7 +90,8 @@ class RowBatch:
         self.drafts = None if drafter is None else Drafts(drafter, self.tokens)
         self.samplers = RowSamplers(self.tokens, vocab_size, traits.max_drafts)
         self.scoring = PromptScoring()
-        self.guides = RowGuides(partial(guide_process, model_dir, vocab_size, rows), self.samplers.masks)
+        processes = partial(guide_process, model_dir, vocab_size, rows, traits.max_drafts)
+        self.guides = RowGuides(processes, self.samplers.masks)
         self._lives: Int32Array = np.zeros(rows, dtype=np.int32)
         self._ones = pack_ids([1] * rows)
         self._every: Int32Array = np.arange(rows, dtype=np.int32)
@@ -197,9 +206,12 @@ class RowBatch:
             return most
         assert self.drafts is not None, "the Runner refuses drafts of the host without a drafter"
         drafts = np.zeros(len(rows), dtype=np.int32)
-        written = self.drafts.write(rows[samples], known[samples], most[samples], int(counts.sum()))
+        sampling, ends = rows[samples], known[samples]
+        expected = self.guides.expected(sampling)
+        written = self.drafts.write(sampling, ends, most[samples], int(counts.sum()), expected)
         if written is None:
             return None
+        self.guides.draft(sampling, ends, written, self.tokens)
         drafts[samples] = written
         return drafts
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -42,8 +43,17 @@ class Chosen(NamedTuple):
         return np.zeros(num_rows, np.int32) if self.accepted is None else self.accepted
 
 
-def from_logits(dispatch: Dispatch, logits: Float32Array, samplers: RowSamplers, sampler: Sampler) -> Chosen:
-    """Sample on the host: one token for each row of `logits` [s, vocab]. Keep tokens up to the first wrong draft."""
+def from_logits(
+    dispatch: Dispatch,
+    logits: Float32Array,
+    samplers: RowSamplers,
+    sampler: Sampler,
+    limits: Mapping[int, int] = MappingProxyType({}),
+) -> Chosen:
+    """Sample on the host: one token for each row of `logits` [s, vocab]. Keep tokens up to the first wrong draft.
+
+    Row i keeps at most one more than `limits[i]`, if it is there: those behind were sampled without their mask.
+    """
     rows, positions, drafts = dispatch.rows, dispatch.positions, dispatch.num_drafts
     if not len(rows):
         return Chosen(np.empty(0, np.int32), None, [], [])
@@ -56,6 +66,8 @@ def from_logits(dispatch: Dispatch, logits: Float32Array, samplers: RowSamplers,
     owner = rows.repeat(widths)
     tokens, values = samplers.sample(logits, owner, positions.repeat(widths) + offsets, sampler)
     counts = accepted(tokens, _drafted(dispatch, len(logits)), first, widths)
+    for i, limit in limits.items():
+        counts[i] = min(counts[i], 1 + limit)
     kept = offsets < counts.repeat(widths)
     logprobs = [_logprobs(int(owner[i]), value) for i, value in values.items() if kept[i]]
     return _chosen(dispatch, tokens[kept], counts, logprobs)
@@ -113,10 +125,14 @@ def _logprobs(row: int, values: SampledLogprobs) -> RowLogprobs:
     return RowLogprobs(row, values.logprob, values.rank, pack_ids(values.top_ids), top)
 
 
-def guided(rows: Int32Array, chosen: Chosen, told: Told) -> Chosen:
-    """Return what `rows` [n] append by what their guides told: nothing, forced tokens, or what was chosen."""
+def guided(dispatch: Dispatch, chosen: Chosen, told: Told) -> Chosen:
+    """Return what rows append by what their guides told: nothing, forced tokens, or what was chosen.
+
+    Drafts are computed as far as they are the forced tokens, but for the last of these.
+    """
     if not (told.withheld or told.forced or told.faults):
         return chosen
+    rows, right = dispatch.rows, chosen.each_accepted(len(dispatch.rows)).copy()
     counts = chosen.each(len(rows)).copy()
     pieces = np.split(chosen.token_ids, counts.cumsum()[:-1])
     silent = told.withheld | told.faults.keys()
@@ -125,6 +141,7 @@ def guided(rows: Int32Array, chosen: Chosen, told: Told) -> Chosen:
     for i, forced in told.forced.items():
         if counts[i]:
             pieces[i] = np.array(forced, np.int32)
+            right[i] = _num_equal(dispatch.drafts(i), forced[:-1])
     dropped = {int(rows[i]) for i in silent}
     faults = [
         RowFault(int(rows[i]), error.error_code, str(error), error.status, error.param)
@@ -133,6 +150,13 @@ def guided(rows: Int32Array, chosen: Chosen, told: Told) -> Chosen:
     return chosen._replace(
         token_ids=np.concatenate(pieces, dtype=np.int32),
         counts=np.array([len(piece) for piece in pieces], np.int32),
+        accepted=right if dispatch.num_drafts is not None else None,
         logprobs=[entry for entry in chosen.logprobs if entry.row not in dropped],
         faults=chosen.faults + faults,
     )
+
+
+def _num_equal(drafts: Sequence[int], tokens: Sequence[int]) -> int:
+    """Return how many drafts are the first of `tokens`."""
+    pairs = enumerate(zip(drafts, tokens, strict=False))
+    return next((i for i, (draft, token) in pairs if draft != token), min(len(drafts), len(tokens)))

@@ -13,10 +13,18 @@ from pypto_serving.guidance import GrammarError
 from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.guide import Grammar, Guide
 from pypto_serving.types.tokens import pack_ids
-from pypto_serving.worker.guided_row import GuidedRow
+from pypto_serving.worker.guided_row import NOTHING, GuidedRow
 from pypto_serving.worker.guiding.process import Death, GuideProcess
 from pypto_serving.worker.guiding.turns import SLOW_S
-from pypto_serving.worker.guiding.wire import AppendTokens, DropRow, OpenRow, RowChoice, RowRefusal
+from pypto_serving.worker.guiding.wire import (
+    AppendTokens,
+    DraftTokens,
+    DropRow,
+    OpenRow,
+    RowAhead,
+    RowChoice,
+    RowRefusal,
+)
 from pypto_serving.worker.row_guide import Choice
 
 MAX_STRIKES = 3
@@ -79,10 +87,11 @@ class Follower:
         self._known = known
         self._left: OrderedDict[int, Guide] = OrderedDict()
         self._appended: list[tuple[int, Int32Array]] = []
+        self._drafted: list[tuple[int, Int32Array]] = []
 
     def open(self, guided: GuidedRow) -> None:
         """Follow a row from its first token on."""
-        guided.choice, guided.life = None, next(self._lives)
+        guided.choice, guided.ahead, guided.life = None, NOTHING, next(self._lives)
         self.rows[guided.life] = guided
         is_quick, output = guided.pace == "quick", pack_ids(guided.output)
         opened = OpenRow(guided.life, guided.row, guided.guide, guided.eos_ids, guided.jumps, output, is_quick)
@@ -102,13 +111,20 @@ class Follower:
         if guided.life in self.rows:
             self._appended.append((guided.life, token_ids))
 
+    def draft(self, guided: GuidedRow, token_ids: Int32Array) -> None:
+        """Ask with the next `flush` what may follow behind each draft of a row."""
+        if guided.life in self.rows:
+            guided.ahead = None
+            self._drafted.append((guided.life, token_ids))
+
     def flush(self) -> None:
-        """Tell the process what rows appended."""
+        """Tell the process what rows appended, and what they draft behind that."""
         if self._appended:
-            lives, pieces = zip(*self._appended, strict=True)
-            joined = np.concatenate(pieces, dtype=np.int32).tobytes()
-            self.process.send(AppendTokens(list(lives), [len(piece) for piece in pieces], joined))
+            self.process.send(AppendTokens(*_packed(self._appended)))
             self._appended = []
+        if self._drafted:
+            self.process.send(DraftTokens(*_packed(self._drafted)))
+            self._drafted = []
 
     def receive(self, timeout_s: float) -> bool:
         """Take in what the process found out of its rows; return False for nothing. If it died, start over."""
@@ -122,6 +138,8 @@ class Follower:
         while answers is not None:
             for choice in answers.choices:
                 self._take(choice)
+            for ahead in answers.aheads:
+                self._take_ahead(ahead)
             for refusal in answers.refusals:
                 if (guided := self.rows.pop(refusal.life, None)) is not None:
                     guided.fail(_refused(refusal))
@@ -131,10 +149,15 @@ class Follower:
     def _take(self, choice: RowChoice) -> None:
         guided = self.rows.get(choice.life)
         if guided is not None and choice.num_tokens == len(guided.output):
-            mask = self.process.shared.masks[guided.row] if choice.is_masked else None
-            guided.choice, guided.pace = Choice(choice.forced, mask, choice.is_done), choice.pace
+            mask = self.process.shared.masks[guided.row, 0] if choice.is_masked else None
+            guided.choice, guided.pace = Choice(choice.forced, mask, choice.is_done, choice.expected), choice.pace
         elif choice.pace == "slow" and (guide := self._left.get(choice.life)) is not None:
             self._known.set_slow(guide, True)
+
+    def _take_ahead(self, ahead: RowAhead) -> None:
+        guided = self.rows.get(ahead.life)
+        if guided is not None and guided.ahead is None and ahead.num_tokens == len(guided.output):
+            guided.ahead = self.process.shared.masks[guided.row, 1 : 1 + ahead.num_drafts]
 
     def _bury(self, death: Death) -> None:
         """Find out who is to blame for the death of the process, and let another one follow the rows."""
@@ -161,6 +184,12 @@ class Follower:
     def _fail(self, guided: GuidedRow, error: RequestError) -> None:
         self.rows.pop(guided.life, None)
         guided.fail(error)
+
+
+def _packed(pieces: list[tuple[int, Int32Array]]) -> tuple[list[int], list[int], bytes]:
+    """Return the lives of rows, how many tokens each has, and all of them."""
+    lives, tokens = zip(*pieces, strict=True)
+    return list(lives), [len(each) for each in tokens], np.concatenate(tokens, dtype=np.int32).tobytes()
 
 
 def _refused(refusal: RowRefusal) -> RequestError:

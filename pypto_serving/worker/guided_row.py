@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from http import HTTPStatus
 
+import numpy as np
+
 from pypto_serving.errors import RequestError
+from pypto_serving.types.adjustments import MaskArray
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.worker.guiding.wire import Pace
 from pypto_serving.worker.row_guide import Choice
+
+NOTHING: MaskArray = np.empty((0, 0), np.uint32)
+"""No mask behind a draft."""
 
 
 class GuidedRow:
@@ -16,6 +22,8 @@ class GuidedRow:
 
     - `life`: names it to the process that follows it; 0 if none does yet.
     - `choice`: what the row may append next; None while that is found out.
+    - `ahead` [n, words]: what may follow behind the first n of its drafts; None while that is found out.
+    - `expected`: what must follow the last token, as far as that was known before it.
     - `fault`: why it cannot go on, or None.
     - `pace`: what its process said of its grammar last.
     - `unwaited`: no step waits for this many of its tokens, counted from the next one on.
@@ -31,6 +39,8 @@ class GuidedRow:
         self.jumps = sampling.num_logprobs < 0
         self.output = list(output)
         self.choice: Choice | None = None
+        self.ahead: MaskArray | None = NOTHING
+        self.expected: tuple[int, ...] = ()
         self.fault: RequestError | None = None
         self.pace: Pace = "new"
         self.unwaited = 1
@@ -39,12 +49,19 @@ class GuidedRow:
 
     @property
     def is_busy(self) -> bool:
-        return self.choice is None and self.fault is None
+        return (self.choice is None or self.ahead is None) and self.fault is None
 
     @property
     def is_waited_for(self) -> bool:
         """Return whether a step with other rows waits for the choice."""
         return not self.unwaited and self.pace != "slow"
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Append what the row appended: nothing is known of what follows but the rest of forced tokens."""
+        expected, count = () if self.choice is None else self.choice.expected, len(token_ids)
+        self.expected = expected[count:] if expected[:count] == tuple(token_ids) else ()
+        self.choice, self.ahead = None, NOTHING
+        self.output += token_ids
 
     def fail(self, error: RequestError) -> None:
         """Fail the row. If that is due to its grammar, name the field of the request that it is from."""

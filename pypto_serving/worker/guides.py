@@ -11,7 +11,7 @@ from pypto_serving.errors import RequestError
 from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.worker.follower import Follower, KnownGrammars
-from pypto_serving.worker.guided_row import GuidedRow
+from pypto_serving.worker.guided_row import NOTHING, GuidedRow
 from pypto_serving.worker.guiding.process import GuideProcess
 from pypto_serving.worker.masks import RowMasks
 
@@ -29,6 +29,7 @@ class Told(NamedTuple):
     - `guides`: of the rows that have one.
     - `withheld`: rows that cannot sample yet.
     - `forced`: what a row appends in place of a sampled token.
+    - `limits`: behind how many drafts it is known what may follow.
     - `faults`: why a row cannot go on.
     """
 
@@ -36,6 +37,7 @@ class Told(NamedTuple):
     withheld: set[int]
     forced: dict[int, tuple[int, ...]]
     faults: dict[int, RequestError]
+    limits: dict[int, int]
 
 
 class RowGuides:
@@ -86,10 +88,26 @@ class RowGuides:
             follower.process.close()
         self._followers = ()
 
-    def tell(self, rows: Int32Array) -> Told | None:
+    def expected(self, rows: Int32Array) -> dict[int, tuple[int, ...]]:
+        """Return what must follow the last token of `rows` [n], by index, where that is known already."""
+        if not self._rows:
+            return {}
+        found = ((i, self._rows.get(row)) for i, row in enumerate(rows.tolist()))
+        return {i: guided.expected for i, guided in found if guided is not None and guided.expected}
+
+    def draft(self, rows: Int32Array, known: Int32Array, counts: Int32Array, tokens: Int32Array) -> None:
+        """Let guides know that `rows` [n] verify `counts` [n] drafts, behind their `known` [n] of `tokens`."""
+        for i, row in enumerate(rows.tolist()) if self._rows else ():
+            if counts[i] and (guided := self._rows.get(row)) is not None:
+                for follower in self._followers:
+                    follower.draft(guided, tokens[row, known[i] : known[i] + counts[i]])
+        for follower in self._followers:
+            follower.flush()
+
+    def tell(self, rows: Int32Array, num_drafts: Int32Array | None = None) -> Told | None:
         """Say what `rows` [n], which sample now, may choose, and set their masks. Wait a little for the processes.
 
-        A row of -1 has none. None if no row has a guide.
+        A row of -1 has no guide. Row i verifies `num_drafts[i]` drafts. None if no row has a guide.
         """
         if not self._rows:
             return None
@@ -97,7 +115,7 @@ class RowGuides:
         if not found:
             return None
         self._wait({guided for guided in found.values() if guided.is_busy}, len(rows))
-        told = Told(found, set(), {}, {})
+        told = Told(found, set(), {}, {}, {})
         for i, guided in found.items():
             mask = None
             if guided.fault is not None:
@@ -110,8 +128,18 @@ class RowGuides:
                 mask = guided.choice.mask
             self._masks.put(guided.row, 0, mask)
             if guided.choice is not None and guided.choice.is_done:
+                self._masks.lift(guided.row)
                 self.clear(guided.row)
+            elif num_drafts is not None:
+                told.limits[i] = self._put_ahead(guided, int(num_drafts[i]))
         return told
+
+    def _put_ahead(self, guided: GuidedRow, num_drafts: int) -> int:
+        """Set the masks behind the drafts of a row; return behind how many it is known what may follow."""
+        ahead = NOTHING if guided.ahead is None else guided.ahead[:num_drafts]
+        for draft, mask in enumerate(ahead):
+            self._masks.put(guided.row, 1 + draft, mask)
+        return len(ahead)
 
     def _wait(self, wanted: set[GuidedRow], num_rows: int) -> None:
         """Take in what was found out, and wait for `wanted`: longer if the step has no other row to sample.
@@ -149,9 +177,8 @@ class RowGuides:
             if not counts[i] or self._rows.get(guided.row) is not guided:
                 continue
             new = token_ids[ends[i] - counts[i] : ends[i]]
-            guided.choice = None
+            guided.append(new.tolist())
             guided.unwaited = max(0, guided.unwaited - 1)
-            guided.output += new.tolist()
             is_here = guided.life in self._followers[0].rows
             if guided.pace == "slow" and guided.guide.grammar is not None and is_here:
                 self._known.set_slow(guided.guide, True)

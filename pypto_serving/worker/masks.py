@@ -32,8 +32,7 @@ class RowMasks:
         flags[token_ids] = 1
         self._allowed[row] = np.packbits(flags, bitorder="little").view("<u4")
         self._masked.add(row)
-        for draft in range(self._width):
-            self.put(row, draft, None)
+        self.lift(row)
 
     def put(self, row: int, draft: int, mask: MaskArray | None) -> None:
         """Set the mask of the token that `row` samples behind `draft` drafts; None allows all but what `allow` said.
@@ -51,6 +50,11 @@ class RowMasks:
             self._masked.add(row)
         elif row in self._masked and (self._index[row] < 0).all():
             self._masked.discard(row)
+
+    def lift(self, row: int) -> None:
+        """Allow all at every position of `row` from now on but what `allow` said."""
+        for draft in range(self._width):
+            self.put(row, draft, None)
 
     def clear(self, row: int) -> None:
         """Forget the masks of `row`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Sequence
 from typing import Literal
@@ -56,6 +57,12 @@ class ReasoningState:
         self._num_tokens = 0
         self._tail: deque[tuple[int, bytes]] = deque(maxlen=max(map(len, self._marks)))
         """The last tokens of the reasoning; as many as a mark has bytes hold all of it."""
+
+    def copy(self) -> ReasoningState:
+        """Return a state that stands where this one does."""
+        copied = copy.copy(self)
+        copied._tail = self._tail.copy()
+        return copied
 
     def push(self, token_id: int) -> None:
         """Append a token."""

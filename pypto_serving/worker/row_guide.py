@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -22,6 +23,7 @@ class Choice(NamedTuple):
     """What a row may append next.
 
     - `forced`: tokens that must follow, to be appended without sampling.
+    - `expected`: tokens that must follow, to be sampled one by one.
     - `mask`: the tokens that may be chosen, or None for all. It is only valid until its owner works for another row.
     - `is_done`: whether nothing is restricted any more.
     """
@@ -29,6 +31,13 @@ class Choice(NamedTuple):
     forced: tuple[int, ...] = ()
     mask: MaskArray | None = None
     is_done: bool = False
+    expected: tuple[int, ...] = ()
+
+    def allows(self, token_id: int) -> bool:
+        """Return whether `token_id` may be appended."""
+        if self.forced:
+            return token_id == self.forced[0]
+        return self.mask is None or bool(self.mask[token_id // 32] >> np.uint32(token_id % 32) & np.uint32(1))
 
 
 class RowGuide:
@@ -93,8 +102,42 @@ class RowGuide:
         if self._stage == "content" and self._compile is None:
             return Choice(is_done=True)
         if self._forced:
-            return Choice(tuple(self._forced)) if self._jumps else Choice(mask=self._only([self._forced[0]]))
+            forced = tuple(self._forced)
+            return Choice(forced) if self._jumps else Choice(mask=self._only(forced[:1]), expected=forced)
         return Choice(mask=self._mask)
+
+    def look_ahead(self, drafts: Sequence[int], masks: MaskArray) -> int:
+        """Write to masks[i + 1] what may follow behind drafts[: i + 1]; return for how many, as far as they match.
+
+        masks[0] is that of the last choice, if it has one. The guide stays where it is. Takes time.
+        """
+        if self._ended or self._stage == "opening":
+            return 0
+        choice, copied = self.choice(), self._copy()
+        if choice.mask is not None:
+            choice = Choice(mask=masks[0])
+        for i, token_id in enumerate(drafts):
+            if not choice.allows(token_id):
+                return i
+            try:
+                copied.append(token_id)
+            except RequestError:  # a limit, which the row itself may never meet
+                return i
+            choice = copied.choice()
+            if choice.forced:
+                choice = Choice(mask=copied._only(choice.forced[:1]))
+            masks[i + 1] = 0xFFFFFFFF if choice.mask is None else choice.mask[: masks.shape[1]]
+            if copied._ended:
+                return i + 1
+        return len(drafts)
+
+    def _copy(self) -> RowGuide:
+        """Return a guide that stands where this one does, with the same memory for masks."""
+        copied = copy.copy(self)
+        copied._forced = self._forced.copy()
+        copied._state = None if self._state is None else self._state.copy()
+        copied._matcher = None if self._matcher is None else self._matcher.copy()
+        return copied
 
     def _push(self, token_id: int) -> None:
         """Append one token. An output that may open with reasoning is followed as content too, while it matches."""

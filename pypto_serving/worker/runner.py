@@ -134,7 +134,7 @@ class Runner:
                 self._submit(step, dispatch)
             output = self.program.collect()
             if not self._on_device:
-                step.told.append(self.batch.guides.tell(self.batch.still(dispatch)))
+                step.told.append(self.batch.guides.tell(self.batch.still(dispatch), dispatch.num_drafts))
             chosen = self._choose(dispatch, output, step.told[i])
             self.batch.advance(dispatch, chosen.counts, chosen.token_ids, chosen.accepted)
             found.append((dispatch, chosen))
@@ -162,18 +162,19 @@ class Runner:
             chosen = from_device(dispatch, output.sampled)
         else:
             assert output.logits is not None
-            chosen = self._choose_here(dispatch, output.logits)
+            chosen = self._choose_here(dispatch, output.logits, told)
         if told is not None:
-            chosen = guided(dispatch.rows, chosen, told)
+            chosen = guided(dispatch, chosen, told)
             self.batch.guides.follow(dispatch.rows, told, chosen.each(len(dispatch.rows)), chosen.token_ids)
         return chosen
 
-    def _choose_here(self, dispatch: Dispatch, logits: Float32Array) -> Chosen:
+    def _choose_here(self, dispatch: Dispatch, logits: Float32Array, told: Told | None) -> Chosen:
         """Sample on the host; score the prompt tokens whose logits come behind those of the rows that sample."""
+        samplers, limits = self.batch.samplers, {} if told is None else told.limits
         if not dispatch.scored:
-            return from_logits(dispatch, logits, self.batch.samplers, self._sampler)
+            return from_logits(dispatch, logits, samplers, self._sampler, limits)
         sampling = len(logits) - num_logits(dispatch.scored)
-        chosen = from_logits(dispatch, logits[:sampling], self.batch.samplers, self._sampler)
+        chosen = from_logits(dispatch, logits[:sampling], samplers, self._sampler, limits)
         found, faults = score(dispatch.scored, logits[sampling:], self._sampler)
         return chosen._replace(prompt_logprobs=found, faults=chosen.faults + faults)
 

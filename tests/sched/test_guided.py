@@ -17,6 +17,7 @@ from pypto_serving.backend.null.pages import next_digest
 from pypto_serving.backend.null.sampler import SAMPLER, logits_of
 from pypto_serving.backend.philox import uniforms
 from pypto_serving.guidance import Compiler
+from pypto_serving.types.drafts import NgramConfig
 from pypto_serving.types.draws import DRAW
 from pypto_serving.types.guide import Grammar, Guide, Reasoning
 from pypto_serving.types.sampling import SamplingParams
@@ -57,6 +58,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "pipeline": {"traits": BackendTraits(stages=3), "depth": 3},
     "split steps": {"traits": BackendTraits(mixed_steps=False, padded_rows=(2, 8)), "depth": 2},
     "drafts of the host": {"traits": BackendTraits(max_drafts=2), "num_drafts": 2},
+    "drafts that are looked up": {
+        "traits": BackendTraits(max_drafts=4),
+        "num_drafts": 4,
+        "ngram": NgramConfig(shortest=1),
+        "depth": 2,
+    },
     "device": {"traits": BackendTraits(samples_on_device=True)},
     "device ahead": {"traits": BackendTraits(samples_on_device=True, mixed_steps=False, chunk_tokens=8), "depth": 3},
     "device drafts": {"traits": BackendTraits(samples_on_device=True, max_drafts=3), "num_drafts": 3, "depth": 2},
@@ -142,6 +149,8 @@ def churn(simulation: Simulation, rng: random.Random, compiler: Compiler, count:
         assert answer == (right[: len(answer)] if last.finish_reason == "abort" else right), request_id
     found["preempted"] = simulation.counters.num_preemptions
     found["deaths"] = executor.num_deaths
+    found["accepted"] = simulation.counters.num_accepted
+    found["rejected"] = simulation.counters.num_drafts - simulation.counters.num_accepted
     return found
 
 
@@ -154,6 +163,31 @@ def test_guided_answers_depend_on_no_schedule(model: Path, compiler: Compiler, s
         )
         found += churn(Simulation(config), random.Random(seed), compiler, 40)
     assert min(found[name] for name in ("guided", "stopped", "preempted", "deaths")) > 0, found
+    if "num_drafts" in SHAPES[shape]:
+        assert min(found["accepted"], found["rejected"]) > 0, found
+
+
+@pytest.mark.soak
+def test_many_guided_answers_with_drafts(model: Path, compiler: Compiler) -> None:
+    """500 schedules; drafts are forced tokens, looked up, or those of a program."""
+    found: Counter[str] = Counter()
+    for seed in range(500):
+        rng = random.Random(seed)
+        ngram = rng.choice((None, NgramConfig(shortest=1)))
+        config = null_config(
+            num_blocks=14,
+            model=str(model),
+            vocab_size=VOCAB_SIZE,
+            max_num_seqs=6,
+            max_model_len=160,
+            traits=BackendTraits(max_drafts=5),
+            num_drafts=rng.randint(1, 5),
+            ngram=ngram,
+            depth=rng.randint(1, 3),
+        )
+        found += churn(Simulation(config), rng, compiler, 20)
+    names = ("guided", "stopped", "preempted", "deaths", "accepted", "rejected")
+    assert min(found[name] for name in names) > 0, found
 
 
 @pytest.mark.parametrize("shape", ["host", "host ahead", "device ahead"])
@@ -166,9 +200,9 @@ def test_a_row_that_waits_is_computed_again(
     withheld = 0
     tell = guides.RowGuides.tell
 
-    def counting(self: guides.RowGuides, rows: Any) -> guides.Told | None:
+    def counting(self: guides.RowGuides, rows: Any, num_drafts: Any = None) -> guides.Told | None:
         nonlocal withheld
-        told = tell(self, rows)
+        told = tell(self, rows, num_drafts)
         withheld += 0 if told is None else len(told.withheld)
         return told
 
@@ -179,9 +213,16 @@ def test_a_row_that_waits_is_computed_again(
 
 
 def test_forced_tokens_take_no_steps_of_their_own(model: Path) -> None:
+    """With log-probabilities each is sampled, but forced tokens are drafts that are always right."""
     steps = {}
-    for logprobs in (None, 0):
-        config = null_config(model=str(model), vocab_size=VOCAB_SIZE, traits=BackendTraits())
+    for logprobs, num_drafts in ((None, 0), (0, 0), (0, 4)):
+        config = null_config(
+            model=str(model),
+            vocab_size=VOCAB_SIZE,
+            traits=BackendTraits(max_drafts=4),
+            num_drafts=num_drafts,
+            ngram=NgramConfig(),
+        )
         simulation = Simulation(config)
         text = "a text that leaves no choice"
         params = SamplingParams(
@@ -190,8 +231,9 @@ def test_forced_tokens_take_no_steps_of_their_own(model: Path) -> None:
         request_id = simulation.add([1, 2, 3], params=params, eos_token_ids=(END,))
         simulation.run()
         assert len(simulation.tokens[request_id]) == len(text) + 2
-        steps[logprobs] = simulation.counters.num_steps
-    assert steps[None] < 8 < len(text) < steps[0]
+        steps[logprobs, num_drafts] = simulation.counters.num_steps
+        assert simulation.counters.num_accepted == simulation.counters.num_drafts
+    assert steps[None, 0] < 8 <= steps[0, 4] < 12 < len(text) < steps[0, 0]
 
 
 @pytest.mark.parametrize(("shape", "depth"), [("host ahead", 3), ("device ahead", 1)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from pypto_serving.backend.base import Drafter
 from pypto_serving.types.arrays import Int32Array
 from pypto_serving.worker.draft.pacing import Pacing
@@ -19,12 +21,23 @@ class Drafts:
         """Begin anew with `row`, which has other tokens now."""
         self._drafter.start(row)
 
-    def write(self, rows: Int32Array, known: Int32Array, most: Int32Array, num_tokens: int) -> Int32Array | None:
+    def write(
+        self,
+        rows: Int32Array,
+        known: Int32Array,
+        most: Int32Array,
+        num_tokens: int,
+        expected: Mapping[int, Sequence[int]],
+    ) -> Int32Array | None:
         """Write drafts behind the `known` [n] tokens of `rows` [n], and return how many; None if no row has any.
 
-        A row has at most `most` [n]. `num_tokens` other tokens are in the step.
+        A row has at most `most` [n]. `num_tokens` other tokens are in the step. Of rows in `expected`, by index, the
+        next tokens are known.
         """
         counts, odds = self._drafter.propose(self._tokens, rows, known, most)
+        for i, tokens in expected.items():
+            counts[i], odds[i] = min(len(tokens), most[i]), 1.0
+            self._tokens[rows[i], known[i] : known[i] + counts[i]] = tokens[: counts[i]]
         if not counts.any():
             return None
         counts = self.pacing.paying(counts, odds, num_tokens)

@@ -25,7 +25,7 @@ def main() -> int:
     if start.cpus:
         os.sched_setaffinity(0, start.cpus)
     channel: SocketChannel[ToGuides] = SocketChannel(socket.socket(fileno=start.channel), ToGuides)
-    shared = SharedMasks(start.memory, start.max_rows, start.vocab_size)
+    shared = SharedMasks(start.memory, start.max_rows, start.vocab_size, start.max_drafts)
     following = Following(channel, shared, Walls(), start.model_dir, start.vocab_size)
     while not channel.gone:
         following.turn(IDLE_S)

@@ -20,8 +20,10 @@ from pypto_serving.worker.guiding.turns import FollowedRow, Turns
 from pypto_serving.worker.guiding.walls import OPEN_S, ROW_BYTES, ROW_S, ROW_TOKEN_S, TOKEN_S, TRIM_BYTES, WAIT_S, Walls
 from pypto_serving.worker.guiding.wire import (
     AppendTokens,
+    DraftTokens,
     GuideAnswers,
     OpenRow,
+    RowAhead,
     RowChoice,
     RowRefusal,
     SharedMasks,
@@ -59,7 +61,7 @@ class Following:
         self._waiting: list[FollowedRow] = []
         self._resident_bytes = 0
         self._held_bytes = 0
-        self._answers = GuideAnswers([], [])
+        self._answers = GuideAnswers([], [], [])
         self._answered_s = 0.0
 
     @property
@@ -84,12 +86,11 @@ class Following:
             self._answer()
 
     def _take(self, message: ToGuides) -> None:
-        if isinstance(message, AppendTokens):
+        if isinstance(message, AppendTokens | DraftTokens):
             token_ids, start = unpack_ids(message.token_ids).tolist(), 0
             for life, count in zip(message.lives, message.counts, strict=True):
                 if (row := self._rows.get(life)) is not None:
-                    row.todo.extend(token_ids[start : start + count])
-                    self._turns.add(row)
+                    self._add(row, token_ids[start : start + count], isinstance(message, DraftTokens))
                 start += count
         elif isinstance(message, OpenRow):
             cost, output = self._turns.cost(message.guide), deque(unpack_ids(message.output).tolist())
@@ -99,6 +100,15 @@ class Following:
             self._turns.add(row)
         elif (row := self._rows.get(message.life)) is not None:
             self._forget(row)
+
+    def _add(self, row: FollowedRow, token_ids: list[int], are_drafts: bool) -> None:
+        """Give a row tokens to follow, behind which drafts from before say nothing, or new drafts."""
+        if are_drafts:
+            row.drafts = tuple(token_ids)
+        else:
+            row.todo.extend(token_ids)
+            row.drafts = ()
+        self._turns.add(row)
 
     def _work(self, row: FollowedRow) -> None:
         """Compile the grammar of a row, or follow one of its tokens; then answer, or give it another turn."""
@@ -122,7 +132,7 @@ class Following:
         self._measure(row)
 
     def _step(self, row: FollowedRow) -> None:
-        """Compile the grammar of a row, or follow one of its tokens, within the walls."""
+        """Compile the grammar of a row, or follow one of its tokens, or all drafts, within the walls."""
         if row.guide is None:
             compiler, bits, texts = self._prepare(row.source.eos_ids)
             grammar = row.source.guide.grammar
@@ -137,9 +147,28 @@ class Following:
             self._within(row, append, compiles=row.guide.may_compile)
             if row.used_s > ROW_S + ROW_TOKEN_S * row.num_tokens:
                 raise GrammarError("the grammar takes too long to follow; simplify it, or make it less ambiguous")
+        elif row.drafts:
+            self._look_ahead(row, row.guide)
 
-    def _within(self, row: FollowedRow, work: Callable[[], None], compiles: bool) -> None:
-        """Do `work` for a row, and count its CPU time; more than it may take ends the process."""
+    def _look_ahead(self, row: FollowedRow, guide: RowGuide) -> None:
+        """Find out what may follow behind the drafts of a row, as far as they match."""
+        drafts, row.drafts = row.drafts, ()
+        masks, found = self._shared.masks[row.source.row], 0
+
+        def look() -> None:
+            nonlocal found
+            found = guide.look_ahead(drafts[: len(masks) - 1], masks)
+
+        before_s = row.used_s
+        self._within(row, look, compiles=False, count=len(drafts))
+        row.used_s = before_s  # what its own tokens may take depends on no drafts
+        self._answers.aheads.append(RowAhead(row.source.life, row.num_tokens, found))
+
+    def _within(self, row: FollowedRow, work: Callable[[], None], compiles: bool, count: int = 1) -> None:
+        """Do `work` for a row, for `count` tokens if it compiles nothing, and count its CPU time.
+
+        More than it may take ends the process.
+        """
         started_s = time.process_time()
         self._walls.allow(OPEN_S if compiles else TOKEN_S)
         try:
@@ -149,7 +178,7 @@ class Following:
             used_s = time.process_time() - started_s
             row.used_s += 0.0 if compiles else used_s
             row.share_s += used_s
-            row.cost.add(used_s, is_token=not compiles)
+            row.cost.add(used_s / count, is_token=not compiles)
 
     def _prepare(self, eos_ids: bytes) -> tuple[Compiler, MaskArray, TokenTexts]:
         """Return the compiler for outputs that end with one of `eos_ids`, masks to write, and texts of tokens."""
@@ -161,15 +190,19 @@ class Following:
 
     def _say(self, row: FollowedRow) -> None:
         assert row.guide is not None
-        if row.todo:
+        if row.todo or row.drafts:
             self._turns.add(row)
+        if row.todo or row.num_said == row.num_tokens:
             return
+        row.num_said = row.num_tokens
         choice = row.guide.choice()
         if choice.mask is not None:
-            mask = self._shared.masks[row.source.row]
+            mask = self._shared.masks[row.source.row, 0]
             mask[:] = choice.mask[: len(mask)]
         is_masked, pace = choice.mask is not None, row.cost.pace
-        said = RowChoice(row.source.life, row.num_tokens, choice.forced, is_masked, pace, choice.is_done)
+        said = RowChoice(
+            row.source.life, row.num_tokens, choice.forced, is_masked, pace, choice.is_done, choice.expected
+        )
         self._answers.choices.append(said)
 
     def _refuse(self, row: FollowedRow, error: RequestError) -> None:
@@ -207,9 +240,9 @@ class Following:
 
     def _answer(self) -> None:
         """Send what was found out since the last answer."""
-        if self._answers.choices or self._answers.refusals:
+        if self._answers.choices or self._answers.refusals or self._answers.aheads:
             self._channel.send(self._answers)
-            self._answers = GuideAnswers([], [])
+            self._answers = GuideAnswers([], [], [])
         self._answered_s = time.monotonic()
 
 

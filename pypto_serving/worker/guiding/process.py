@@ -43,11 +43,11 @@ class GuideProcess:
     later and later while they end for no row and without an answer.
     """
 
-    def __init__(self, model_dir: str, vocab_size: int, max_rows: int) -> None:
+    def __init__(self, model_dir: str, vocab_size: int, max_rows: int, max_drafts: int = 0) -> None:
         self._memory = os.memfd_create("pypto-masks")
-        os.ftruncate(self._memory, SharedMasks.num_bytes(max_rows, vocab_size))
-        self.shared = SharedMasks(self._memory, max_rows, vocab_size)
-        self._start = GuideStart(-1, self._memory, model_dir, vocab_size, max_rows, CPUS)
+        os.ftruncate(self._memory, SharedMasks.num_bytes(max_rows, vocab_size, max_drafts))
+        self.shared = SharedMasks(self._memory, max_rows, vocab_size, max_drafts)
+        self._start = GuideStart(-1, self._memory, model_dir, vocab_size, max_rows, CPUS, max_drafts)
         self._child: Child | None = None
         self._channel: SocketChannel[GuideAnswers] | None = None
         self._unsent: list[msgspec.Struct] = []
@@ -134,5 +134,5 @@ class GuideProcess:
         os.close(self._memory)
 
 
-MakeGuideProcess = Callable[[str, int, int], GuideProcess]
-"""Makes a guide process of a checkpoint's folder, a vocabulary size and a number of rows."""
+MakeGuideProcess = Callable[[str, int, int, int], GuideProcess]
+"""Makes a guide process of a checkpoint's folder, a vocabulary size, and numbers of rows and drafts of each."""

@@ -66,7 +66,9 @@ class FollowedRow:
     """A row that a guide process follows.
 
     - `guide`: None until its grammar is compiled.
-    - `num_tokens`: how many tokens the guide has; `todo`: those that it has yet to append.
+    - `num_tokens`: how many tokens the guide has; `todo`: those that it has yet to append; `drafts`: what is to be
+      verified behind all of them.
+    - `num_said`: how many tokens it had when its choice was said last.
     - `is_busy`: whether it has a turn to come, or waits for memory.
     - `is_gone`: whether it was dropped.
     - `num_bytes`, `used_s`: memory and CPU time that its guide took.
@@ -79,6 +81,8 @@ class FollowedRow:
     todo: deque[int]
     guide: RowGuide | None = None
     num_tokens: int = 0
+    drafts: tuple[int, ...] = ()
+    num_said: int = -1
     is_busy: bool = False
     is_gone: bool = False
     num_bytes: int = 0

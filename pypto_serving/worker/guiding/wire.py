@@ -30,6 +30,7 @@ class GuideStart(msgspec.Struct, frozen=True):
     vocab_size: int
     max_rows: int
     cpus: tuple[int, ...]
+    max_drafts: int = 0
 
 
 class OpenRow(msgspec.Struct, frozen=True, array_like=True, tag="open"):
@@ -55,6 +56,14 @@ class AppendTokens(msgspec.Struct, frozen=True, array_like=True, tag="append", g
     token_ids: bytes
 
 
+class DraftTokens(msgspec.Struct, frozen=True, array_like=True, tag="draft", gc=False):
+    """Rows `lives[i]` verify `counts[i]` of `token_ids`, row after row, behind all that they appended."""
+
+    lives: list[int]
+    counts: list[int]
+    token_ids: bytes
+
+
 class DropRow(msgspec.Struct, frozen=True, array_like=True, tag="drop", gc=False):
     """A row needs no guide any more."""
 
@@ -62,7 +71,7 @@ class DropRow(msgspec.Struct, frozen=True, array_like=True, tag="drop", gc=False
 
 
 class RowChoice(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a row of `num_tokens` output tokens may append next: see Choice.
+    """What a row of `num_tokens` output tokens may append next: see Choice, also for `forced` and `expected`.
 
     `is_masked`: whether its mask is in the shared memory; `pace`: of its grammar.
     """
@@ -73,6 +82,18 @@ class RowChoice(msgspec.Struct, frozen=True, array_like=True, gc=False):
     is_masked: bool
     pace: Pace
     is_done: bool
+    expected: tuple[int, ...] = ()
+
+
+class RowAhead(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What may follow behind each of the first `num_drafts` drafts of a row of `num_tokens` output tokens.
+
+    Its masks are in the shared memory. Further drafts do not match, or nothing is known of them.
+    """
+
+    life: int
+    num_tokens: int
+    num_drafts: int
 
 
 class RowRefusal(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -89,27 +110,29 @@ class GuideAnswers(msgspec.Struct, frozen=True, array_like=True):
 
     choices: list[RowChoice]
     refusals: list[RowRefusal]
+    aheads: list[RowAhead] = []
 
 
-ToGuides = OpenRow | AppendTokens | DropRow
+ToGuides = OpenRow | AppendTokens | DraftTokens | DropRow
 
 
 class SharedMasks:
     """Memory that a worker and a guide process share.
 
-    - `masks` [R, words]: what each row may choose. Written by the process before it answers, then read by the worker.
+    - `masks` [R, 1 + D, words]: what each row may choose next, and behind each of D drafts. Written by the process
+      before it answers, then read by the worker.
     - `num_beats` [1]: how many turns the process began. It is alive while they become more.
     - `at_work` [1]: the life of the row that the process works for; 0 for none. It tells who ended the process.
     """
 
-    def __init__(self, fd: int, max_rows: int, vocab_size: int) -> None:
-        words = -(-vocab_size // 32)
-        memory = mmap.mmap(fd, HEAD_BYTES + 4 * max_rows * words)
+    def __init__(self, fd: int, max_rows: int, vocab_size: int, max_drafts: int = 0) -> None:
+        shape = max_rows, 1 + max_drafts, -(-vocab_size // 32)
+        memory = mmap.mmap(fd, self.num_bytes(max_rows, vocab_size, max_drafts))
         self.at_work: NDArray[np.int64] = np.frombuffer(memory, np.int64, 1)
         self.num_beats: NDArray[np.int64] = np.frombuffer(memory, np.int64, 1, offset=8)
-        self.masks: MaskArray = np.frombuffer(memory, np.uint32, offset=HEAD_BYTES).reshape(max_rows, words)
+        self.masks: MaskArray = np.frombuffer(memory, np.uint32, offset=HEAD_BYTES).reshape(shape)
 
     @staticmethod
-    def num_bytes(max_rows: int, vocab_size: int) -> int:
+    def num_bytes(max_rows: int, vocab_size: int, max_drafts: int = 0) -> int:
         """Return the size of the memory."""
-        return HEAD_BYTES + 4 * max_rows * -(-vocab_size // 32)
+        return HEAD_BYTES + 4 * max_rows * (1 + max_drafts) * -(-vocab_size // 32)

@@ -1,0 +1,191 @@
+"""Measure what drafts add to the speed: two servers of one model, with and without them, answer the same load in turns.
+
+    python benchmarks/make_copier.py COPIER
+    python benchmarks/make_checkpoint.py 0.6b RANDOM
+    python benchmarks/speculation.py COPIER RANDOM
+
+| load | model | prompt | answer |
+|---|---|---|---|
+| edit | COPIER | a file of 1,500 tokens | the file again, with five names changed |
+| random | RANDOM | 128 random tokens | 128 tokens, greedy: nothing is to be guessed |
+| misses | RANDOM | 128 random tokens | 128 of four tokens, at random: all seem to come again, and 1 of 4 does |
+
+Each is asked alone and with `--at-once` others. Answers of both servers must be the same, and those of `edit` right.
+Ratios are of tokens per second behind the first token, and of whole requests; both servers are up all the time.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import httpx
+import typer
+from make_copier import PROMPT, RENAMED
+from pairs import FIRST_ID, LAST_ID, served
+from tokenizers import Tokenizer
+
+WORDS = (
+    "for", "def", "let", "end", "int", "key", "map", "set", "get", "put", "add", "row", "col", "sum", "max", "min",
+    "box", "dot", "gap", "hex", "ink", "job", "kit", "lap", "mix", "new", "old", "pin", "run", "sub", "tag", "use",
+)  # fmt: skip
+MARKS = ("(", ")", " = ", "\n", ": ", " + ", "[", "]", ", ", ".", "\n\n")
+EDIT_SHARE = 0.03
+"""Share of the words that are renamed ones."""
+
+Body = dict[str, Any]
+
+
+class Answer(NamedTuple):
+    """What a request was answered with, seconds to the first token and to the last, and its drafts."""
+
+    text: str
+    first_s: float
+    last_s: float
+    num_tokens: int
+    accepted: int
+    rejected: int
+
+
+def make_file(tokenizer: Tokenizer, rng: random.Random) -> list[int]:
+    """Return PROMPT tokens of what looks like a program: lines come again with other words, as they do in programs."""
+    ids: list[int] = []
+    shapes = [[rng.choice(MARKS) for _ in range(rng.randint(3, 8))] for _ in range(12)]
+    while len(ids) < PROMPT:
+        words = [rng.choice(tuple(RENAMED)) if rng.random() < EDIT_SHARE else rng.choice(WORDS) for _ in range(9)]
+        line = "".join(word + mark for word, mark in zip(words, rng.choice(shapes), strict=False)) + "\n"
+        ids += tokenizer.encode(line, add_special_tokens=False).ids
+    return ids[:PROMPT]
+
+
+def edited(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    """Return the right answer to a file."""
+    names = {tokenizer.token_to_id(old): tokenizer.token_to_id(new) for old, new in RENAMED.items()}
+    return [names.get(token, token) for token in ids]
+
+
+def ask(client: httpx.Client, body: Body) -> Answer:
+    """Send a request and follow its stream."""
+    start, first_s, text, usage = time.perf_counter(), 0.0, "", {}
+    with client.stream("POST", "/v1/completions", json=body | STREAMED) as reply:
+        reply.raise_for_status()
+        for line in reply.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            usage = event.get("usage") or usage
+            for choice in event["choices"]:
+                first_s = first_s or time.perf_counter() - start
+                text += choice["text"]
+    details = usage["completion_tokens_details"]
+    return Answer(
+        text,
+        first_s,
+        time.perf_counter() - start,
+        usage["completion_tokens"],
+        details["accepted_prediction_tokens"],
+        details["rejected_prediction_tokens"],
+    )
+
+
+STREAMED: Body = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+
+
+def ask_all(client: httpx.Client, bodies: list[Body]) -> list[Answer]:
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        return list(pool.map(lambda body: ask(client, body), bodies))
+
+
+def speeds(answers: list[Answer]) -> tuple[float, float]:
+    """Return tokens per second behind the first tokens, and in all."""
+    last_s = max(answer.last_s for answer in answers)
+    first_s = statistics.mean(answer.first_s for answer in answers)
+    num_tokens = sum(answer.num_tokens for answer in answers)
+    return (num_tokens - len(answers)) / (last_s - first_s), num_tokens / last_s
+
+
+class Load(NamedTuple):
+    """`body` makes one request of a load; `right` says what its text must be, or nothing."""
+
+    model: Path
+    body: Callable[[random.Random], Body]
+    right: Callable[[Body], str] = lambda body: ""
+
+
+def loads(copier: Path, plain: Path, output: int) -> dict[str, Load]:
+    tokenizer = Tokenizer.from_file(str(copier / "tokenizer.json"))
+
+    def edit(rng: random.Random) -> Body:
+        return {"prompt": make_file(tokenizer, rng), "max_tokens": output, "temperature": 0}
+
+    def drawn(rng: random.Random) -> Body:
+        return {"prompt": rng.choices(range(FIRST_ID, LAST_ID), k=128), "max_tokens": 128, "temperature": 0}
+
+    def missing(rng: random.Random) -> Body:
+        few = rng.sample(range(FIRST_ID, LAST_ID), 4)
+        return drawn(rng) | {"temperature": 3.0, "seed": rng.getrandbits(30), "allowed_token_ids": few}
+
+    return {
+        "edit": Load(copier, edit, lambda body: tokenizer.decode(edited(tokenizer, body["prompt"])[:output])),
+        "random": Load(plain, drawn),
+        "misses": Load(plain, missing),
+    }
+
+
+def main(
+    copier: Annotated[Path, typer.Argument(help="What make_copier.py wrote.")],
+    plain: Annotated[Path, typer.Argument(help="What make_checkpoint.py wrote in the shape 0.6b.")],
+    only: Annotated[str, typer.Option(help="Loads to measure, separated by commas.")] = "edit,random,misses",
+    drafts: Annotated[int, typer.Option(help="Most drafts of a step.")] = 8,
+    at_once: Annotated[int, typer.Option(help="Requests at once, beside one alone.")] = 8,
+    output: Annotated[int, typer.Option(help="Tokens of the file that are written again.")] = 512,
+    rounds: Annotated[int, typer.Option(min=2, help="Pairs of each load.")] = 5,
+) -> None:
+    """Print the speeds, and the ratio of each pair: median and range."""
+    print("| load | at once | without tok/s | with | speed-up | range | of whole requests | accepted of drafts |")
+    print("|---|---|---|---|---|---|---|---|")
+    every, options = loads(copier, plain, output), f"--spec-method ngram --spec-tokens {drafts}"
+    for name in only.split(","):
+        load = every[name]
+        with ExitStack() as stack:
+            command = f"pypto-serving serve {load.model}"
+            clients = [stack.enter_context(served(each)) for each in (command, f"{command} {options}")]
+            for count in dict.fromkeys((1, at_once)):
+                print(row(name, count, load, clients, rounds), flush=True)
+
+
+def row(name: str, count: int, load: Load, clients: list[httpx.Client], rounds: int) -> str:
+    """Measure a load in pairs, in which the first server is another one each time; the first pair is not counted."""
+    rng, pairs, answers = random.Random(f"{name} {count}"), [], []
+    for i in range(1 + rounds):
+        bodies = [load.body(rng) for _ in range(count)]
+        found: dict[int, list[Answer]] = {}
+        for which in (0, 1) if i % 2 == 0 else (1, 0):
+            found[which] = ask_all(clients[which], bodies)
+        for body, plain, guessed in zip(bodies, found[0], found[1], strict=True):
+            assert plain.text == guessed.text, "drafts changed an answer"
+            assert plain.text == (load.right(body) or plain.text), "the model does not edit"
+        if i:
+            pairs.append((speeds(found[0]), speeds(found[1])))
+            answers += found[1]
+    ratios = sorted(b[0] / a[0] for a, b in pairs)
+    whole = statistics.median(b[1] / a[1] for a, b in pairs)
+    before, after = (statistics.median(pair[i][0] for pair in pairs) for i in (0, 1))
+    accepted = sum(answer.accepted for answer in answers)
+    verified = accepted + sum(answer.rejected for answer in answers)
+    cells = (
+        f"{name} | {count} | {before:.1f} | {after:.1f} | {statistics.median(ratios):.2f}",
+        f"{ratios[0]:.2f} to {ratios[-1]:.2f} | {whole:.2f} | {accepted} of {verified}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,75 @@
+"""Which drafts are made, from the options that users give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pypto_serving.errors import ConfigError
+from pypto_serving.setup.host import HostFacts
+from pypto_serving.setup.resolver import Resolved
+from pypto_serving.types.drafts import DEFAULT_DRAFTS, MAX_DRAFTS, NgramConfig
+from tests.setup.small import HOST, WITH_KERNELS, make_resolved, setting
+
+
+def resolved_with(facts: HostFacts = WITH_KERNELS, **options: Any) -> Resolved:
+    return make_resolved(None, facts, **options)
+
+
+JSON = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 3}'
+GIVEN = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 3}
+
+
+@pytest.mark.parametrize(
+    ("options", "num_drafts", "ngram"),
+    [
+        ({}, 0, None),
+        ({"spec_method": "off"}, 0, None),
+        ({"spec_method": "ngram"}, DEFAULT_DRAFTS, NgramConfig()),
+        ({"spec_method": "ngram", "spec_tokens": "7"}, 7, NgramConfig()),
+        ({"speculative_config": JSON}, 5, NgramConfig(shortest=3, longest=4)),
+        ({"speculative_config": GIVEN}, 5, NgramConfig(shortest=3, longest=4)),
+        ({"speculative_config": {"method": "ngram", "prompt_lookup_max": 1}}, 4, NgramConfig(shortest=1, longest=1)),
+    ],
+)
+def test_what_is_given(options: dict[str, Any], num_drafts: int, ngram: NgramConfig | None) -> None:
+    resolved = resolved_with(**options)
+    assert (resolved.engine.num_drafts, resolved.engine.ngram) == (num_drafts, ngram)
+    assert resolved.engine.limits.traits.max_drafts == num_drafts
+    assert setting(resolved, "spec-tokens")[0] == (num_drafts or DEFAULT_DRAFTS)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"spec_tokens": 3}, "nothing makes drafts"),
+        ({"spec_method": "off", "spec_tokens": 3}, "nothing makes drafts"),
+        ({"spec_method": "ngram", "spec_tokens": MAX_DRAFTS + 1}, "spec.tokens"),
+        ({"spec_method": "eagle"}, "one of off, ngram"),
+        ({"spec_method": "ngram", "speculative_config": JSON}, "keep one"),
+        ({"speculative_config": '{"method": "eagle"}'}, "must be a mapping or JSON"),
+        ({"speculative_config": "{"}, "must be a mapping or JSON"),
+        ({"speculative_config": 5}, "must be a mapping or JSON"),
+        ({"speculative_config": GIVEN | {"prompt_lookup_min": 9}}, "must be a mapping or JSON"),
+        ({"speculative_config": GIVEN | {"draft_tensor_parallel_size": 1}}, "must be a mapping or JSON"),
+        ({"spec_method": "ngram", "backend": "null"}, "verify at most 0"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolved_with(**options)
+
+
+def test_an_installation_without_kernels_looks_nothing_up() -> None:
+    with pytest.raises(ConfigError, match="needs the CPU kernels"):
+        resolved_with(HOST, spec_method="ngram")
+
+
+def test_logits_of_drafts_and_their_index_are_planned() -> None:
+    plain, drafting = resolved_with(max_num_seqs=8), resolved_with(max_num_seqs=8, spec_method="ngram")
+    engine = drafting.engine
+    logits = 2 * 4 * engine.vocab_size * 8 * DEFAULT_DRAFTS
+    assert engine.limits.max_logits == plain.engine.limits.max_logits + 8 * DEFAULT_DRAFTS
+    index = 16 * 8 * engine.max_model_len
+    assert drafting.memory.workspace_bytes == plain.memory.workspace_bytes + logits + index
