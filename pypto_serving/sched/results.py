@@ -9,7 +9,7 @@ from pypto_serving.sched.request import Request, Status
 from pypto_serving.sched.step import Counters, RowResult, Scheduled, Step, plain_tokens, rows_of
 from pypto_serving.types.request import RequestFault, RequestOutput
 from pypto_serving.types.step import NOT_FINITE, RowFault, StepResult
-from pypto_serving.types.tokens import id_list
+from pypto_serving.types.tokens import ID_BYTES
 
 
 class Results:
@@ -115,7 +115,7 @@ class Results:
         if num_tokens > 2 * len(step.scheduled):
             self._kv.record_prefill(num_tokens, result.elapsed_s)
         else:
-            self._counters.decode_rate.add(len(id_list(result.token_ids)), result.elapsed_s)
+            self._counters.decode_rate.add(len(result.token_ids) // ID_BYTES, result.elapsed_s)
 
 
 def _take_back(request: Request, count: int) -> None:
