@@ -155,9 +155,9 @@ class Replicas:
                     engine.clear_cache(tiers)
             except UnavailableError as refusal:
                 refusals.append(refusal)
+        self._router.clear_caches()
         if refusals:
             raise refusals[0]
-        self._router.clear_caches()
 
     def _on_milestone(self, output: RequestOutput) -> None:
         if output.finish_reason is None:
