@@ -11,7 +11,8 @@ namespace {
 constexpr int32_t kCandidates = 16;  // places that are compared for one proposal
 constexpr int32_t kFewestHeads = 256;
 constexpr int32_t kLong = 8;  // tokens of a match that is rarely by chance
-constexpr float kPriorSeen = 2, kKept = 0.9f, kKeptOfAll = 0.99f;
+constexpr float kPriorSeen = 4, kKeptOfAll = 0.99f;
+constexpr std::array<float, 2> kKept{0.97f, 0.9f};  // what a row did before; a short match tells little, so it needs more
 constexpr std::array<float, 2> kPriors{0.4f, 0.8f};  // odds of drafts of short and of long matches
 
 }  // namespace
@@ -60,7 +61,7 @@ void Ngrams::learn(Row& row, const int32_t* tokens, int32_t known) {
   while (right < added && tokens[row.known + right] == tokens[row.source + right]) right++;
   const bool kind = is_long(row.length);
   const int32_t seen = std::min(added, right + 1);
-  row.scores[kind].add(right, seen, kKept);
+  row.scores[kind].add(right, seen, kKept[kind]);
   scores_[kind].add(right, seen, kKeptOfAll);
   row.source = right == added ? row.source + added : 0;
   row.length = right == added ? row.length + added : 0;

@@ -10,8 +10,10 @@ KEPT = 0.95
 """Weight of a measured step when the next one is measured."""
 PRIOR_SLOPE = 0.1
 """What a token adds to the time of a step without tokens, as a share of it, before it is measured."""
-PRIOR_SPREAD = 1.0
+PRIOR_SPREAD = 0.25
 """Variance of the numbers of tokens from which on what was measured counts more than the prior."""
+LEAST_GAIN = 1.1
+"""How much more than it costs a draft must be expected to bring, since both are estimates."""
 MOST_LATE = 3.0
 """A step counts as at most this many times as long as expected."""
 
@@ -63,7 +65,7 @@ class Pacing:
         base_s, token_s = self.cost()
         seconds = base_s + token_s * (num_tokens + np.arange(len(falling)))
         expected = len(counts) + np.cumsum(falling) - falling
-        fails = np.flatnonzero(falling * seconds <= token_s * expected)
+        fails = np.flatnonzero(falling * seconds <= LEAST_GAIN * token_s * expected)
         taken = order[: fails[0] if len(fails) else len(order)]
         found: Int32Array = np.bincount(taken // max(1, len(ranks)), minlength=len(counts)).astype(np.int32)
         return np.minimum(found, counts)
