@@ -12,7 +12,7 @@ constexpr int32_t kCandidates = 16;  // places that are compared for one proposa
 constexpr int32_t kFewestHeads = 256;
 constexpr int32_t kLong = 8;  // tokens of a match that is rarely by chance
 constexpr float kPriorSeen = 4, kKeptOfAll = 0.99f;
-constexpr std::array<float, 2> kKept{0.97f, 0.9f};  // what a row did before; a short match tells little, so it needs more
+constexpr std::array<float, 2> kKept{0.97f, 0.9f};  // a short match tells less, so more of them count
 constexpr std::array<float, 2> kPriors{0.4f, 0.8f};  // odds of drafts of short and of long matches
 
 }  // namespace
