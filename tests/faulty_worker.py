@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from typing import Any
 
 from pypto_serving.backend import ranks
@@ -30,10 +31,12 @@ LINGER_S = 2.0
 
 
 class FaultyRunner:
-    """A Runner with a fate, which holds one step at a time."""
+    """A Runner with a fate."""
 
     def __init__(self, runner: Runner, point: str, step: int, poison: int | None) -> None:
-        self.runner, self.point, self.steps_left, self.poison = runner, point, step, poison
+        self.runner, self.point, self.step, self.poison = runner, point, step, poison
+        self.num_submitted = self.num_collected = 0
+        self.held = deque[list[tuple[int, int, int]]]()
 
     @property
     def num_in_flight(self) -> int:
@@ -41,12 +44,11 @@ class FaultyRunner:
 
     @property
     def is_full(self) -> bool:
-        return bool(self.runner.num_in_flight)
+        return self.runner.is_full
 
     def submit(self, plan: StepPlan) -> None:
-        self.plan = plan
-        self.steps_left -= 1
-        due = self.steps_left == 0
+        self.num_submitted += 1
+        due = self.num_submitted == self.step
         if due and self.point == "raise":
             raise RuntimeError("a kernel failed on purpose")
         if due and self.point == "hang":
@@ -56,21 +58,18 @@ class FaultyRunner:
         if due and self.point == "before":
             os.kill(os.getpid(), signal.SIGKILL)
         self.runner.submit(plan)
+        rows, counts = unpack_ids(plan.rows).tolist(), unpack_ids(plan.num_tokens).tolist()
+        ends = self.runner.batch.num_computed[rows].tolist()
+        self.held.append([(row, end - count, end) for row, count, end in zip(rows, counts, ends, strict=True)])
 
     def collect(self) -> StepResult:
         result = self.runner.collect()
-        if (self.steps_left == 0 and self.point == "after") or self._poisoned(self.plan):
+        self.num_collected += 1
+        due = self.num_collected == self.step and self.point == "after"
+        tokens, held = self.runner.batch.tokens, self.held.popleft()
+        if due or (self.poison is not None and any(self.poison in tokens[row, begin:end] for row, begin, end in held)):
             os.kill(os.getpid(), signal.SIGKILL)
         return result
-
-    def _poisoned(self, plan: StepPlan) -> bool:
-        """Whether the step just executed computed the poison token."""
-        batch = self.runner.batch
-        for row, count in zip(unpack_ids(plan.rows), unpack_ids(plan.num_tokens), strict=True):
-            end = batch.num_computed[row]
-            if self.poison is not None and self.poison in batch.tokens[row, end - count : end]:
-                return True
-        return False
 
 
 def linger() -> None:

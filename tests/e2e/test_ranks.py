@@ -109,9 +109,10 @@ def test_ranks_with_experts(tmp_path: Path, kind: str) -> None:
     assert answered(model, rank_config(model, Topology(tensor=2, pipeline=2, expert=2)))[0] == wanted
 
 
-def test_streams_survive_the_death_of_any_rank(model: Path, wanted: list[Reply]) -> None:
+@pytest.mark.parametrize("topology", [TWO, Topology(pipeline=2)], ids=["tp", "pp"])
+def test_streams_survive_the_death_of_any_rank(model: Path, wanted: list[Reply], topology: Topology) -> None:
     """Also of one that follows and loads."""
-    survive(model, TWO, wanted, kills=3, points={"2": ["rank", 0], "4": ["after", 3]})
+    survive(model, topology, wanted, kills=3, points={"2": ["rank", 0], "4": ["after", 3]})
 
 
 def test_a_rank_that_hangs_is_a_step_that_takes_too_long(model: Path, wanted: list[Reply]) -> None:
@@ -189,7 +190,7 @@ def test_a_rank_that_cannot_load_says_why(model: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "topology"),
     [(kind, TWO) for kind in ("qwen3", *EXPERTS)]
-    + [("qwen3", Topology(tensor=4))]
+    + [("qwen3", topology) for topology in (Topology(tensor=4), Topology(pipeline=2), Topology(tensor=2, pipeline=2))]
     + [(kind, topology) for kind in EXPERTS for topology in (Topology(tensor=4, expert=2), ROWS)],
 )
 def test_streams_survive_a_hundred_deaths(tmp_path: Path, kind: str, topology: Topology) -> None:
