@@ -186,12 +186,20 @@ GUESSES = '{"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min":
 
 
 @pytest.mark.parametrize(
-    "options", [("--num-threads", "2"), ("--tp", "2"), ("--pp", "2"), ("--max-num-batched-tokens", "20")]
+    "options",
+    [
+        ("--num-threads", "2"),
+        pytest.param(("--tp", "2"), marks=pytest.mark.soak),
+        ("--pp", "2"),
+        pytest.param(("--max-num-batched-tokens", "20"), marks=pytest.mark.soak),
+    ],
 )
 def test_with_drafts(case: Case, wanted: list[Choice], options: tuple[str, ...]) -> None:
     with case.server("--speculative-config", GUESSES, "--kv-memory", case.tight, *options) as server:
         budget, shared = (20, 2) if "20" in options else (512, 1)
-        assert together(case, server, budget, shared) == wanted
-        accepted = server.metric("vllm:spec_decode_num_accepted_tokens_total")
+        for _ in range(10):  # on a busy machine drafts may seem not to pay for a while
+            assert together(case, server, budget, shared) == wanted
+            if accepted := server.metric("vllm:spec_decode_num_accepted_tokens_total"):
+                break
         assert 0 < accepted < server.metric("vllm:spec_decode_num_draft_tokens_total")
         assert one_by_one(case, server)[-POSITIONS:] == wanted[-POSITIONS:]

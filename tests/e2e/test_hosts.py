@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 
 from pypto_serving.backend.greeting import CONTROL, connect
@@ -99,17 +98,20 @@ def test_a_host_that_hangs_is_left(model: Path, wanted: list[Reply], address: st
         async def scenario(engine: AsyncEngine) -> list[Reply]:
             hung = host.children()
 
-            def hang(output: RequestOutput) -> None:
-                if engine.stats.num_respawns == 0 and hung[0].status() != psutil.STATUS_STOPPED:
-                    for process in hung:
-                        stop(process)
-                    resume.start()
-
-            def start_again() -> None:
+            def resume() -> None:
+                while engine.stats.num_respawns == 0:
+                    time.sleep(0.01)
                 for process in hung:
                     process.resume()
 
-            resume = threading.Timer(4.0, start_again)
+            resuming = threading.Thread(target=resume, daemon=True)
+
+            def hang(output: RequestOutput) -> None:
+                if resuming.ident is None:
+                    for process in hung:
+                        stop(process)
+                    resuming.start()
+
             found = await replies(engine, *streams(model, 1, MAX_TOKENS), hang)
             assert engine.stats.num_respawns == 1
             assert_ended(hung)

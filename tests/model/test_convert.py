@@ -296,6 +296,7 @@ def test_ctrl_c_says_how_to_go_on(checkpoint: MakeCheckpoint, tmp_path: Path) ->
     sizes = {"num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 4096}
     source, target = checkpoint(dtype="bfloat16", **sizes), tmp_path / "target"
     command = [sys.executable, "-m", "pypto_serving", "convert", source, target, "--format", "mxfp4"]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell may have made its children ignore
     for _ in range(20):  # it may be faster than this process
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             while process.poll() is None and not list(target.glob("*.part")):
