@@ -133,6 +133,7 @@ class BackendTraits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     | adjusts_logits    | a device that samples applies LogitAdjustments                                         |
     | max_drafts        | draft tokens that it verifies for a row in one step                                    |
     | stages            | steps that a pipeline computes at once; a row decodes in one of them at a time         |
+    | scores_prompts    | it gives logits of any token, not only of the last one of a row                        |
     """
 
     mixed_steps: bool = True
@@ -144,6 +145,7 @@ class BackendTraits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     adjusts_logits: bool = True
     max_drafts: int = 0
     stages: int = 1
+    scores_prompts: bool = True
 
     def __post_init__(self) -> None:
         rows = self.padded_rows
@@ -166,8 +168,8 @@ class BackendLimits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def max_scored_tokens(self) -> int:
-        """Most prompt tokens of a step whose log-probabilities are returned: none if the device samples."""
-        if self.traits.samples_on_device:
+        """Most prompt tokens of a step whose log-probabilities are returned."""
+        if self.traits.samples_on_device or not self.traits.scores_prompts:
             return 0
         return max(self.traits.chunk_tokens, min(SCORED_TOKENS, self.max_num_batched_tokens))
 

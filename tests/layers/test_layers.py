@@ -47,11 +47,12 @@ TORCH_FREE = {
     "worker",
     *FLOOR,
 }
-TORCH_BACKENDS = {"cpu_torch"}
+TORCH_BACKENDS = {"cpu_torch", "npu"}
 TORCH_FREE_MODEL = {
     "checkpoint",
     "config",
     "contents",
+    "contract",
     "convert",
     "digests",
     "family",
@@ -65,6 +66,7 @@ TORCH_FREE_MODEL = {
     "packed",
     "packed_file",
     "parts",
+    "pypto",
     "registry",
     "released",
     "rope",
@@ -93,7 +95,7 @@ def is_torch_free(module: str) -> bool:
     """All but torch's own backend and the readable programs of the models."""
     layer = layer_of(module)
     if layer == "backend":
-        return module.split(".")[-1] not in TORCH_BACKENDS
+        return TORCH_BACKENDS.isdisjoint(module.split(".")[2:])
     return layer in TORCH_FREE or is_torch_free_model(module)
 
 

@@ -1,0 +1,122 @@
+"""Contracts: the arguments of a model's compiled PyPTO programs, and how a step becomes them. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from pypto_serving.model.tensors import StoredTensors
+from pypto_serving.types.arrays import Array, BFloat16Array, Int32Array
+from pypto_serving.types.kv import DTYPE_BYTES, Spans
+
+Role = Literal["input", "output", "weight", "cache"]
+StageName = Literal["prefill", "decode"]
+Sizes = Mapping[str, int]
+"""Values of the sizes that have a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument of a program. A size in `shape` that has a name is chosen by every dispatch, or by the pool of KV.
+
+    Inputs and outputs lie in shared memory; weights and caches on the device.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+    role: Role = "weight"
+
+    def resolve(self, sizes: Sizes) -> tuple[int, ...]:
+        """Return the shape for these sizes."""
+        return tuple(sizes[size] if isinstance(size, str) else size for size in self.shape)
+
+    def num_bytes(self, sizes: Sizes) -> int:
+        """Return the bytes for these sizes."""
+        return math.prod(self.resolve(sizes)) * DTYPE_BYTES[self.dtype]
+
+
+class StepArrays(Protocol):
+    """What a contract reads of a dispatch; StepInputs of the backends has it."""
+
+    @property
+    def token_ids(self) -> Int32Array: ...
+    @property
+    def positions(self) -> Int32Array: ...
+    @property
+    def query_start(self) -> Int32Array: ...
+    @property
+    def context_lens(self) -> Int32Array: ...
+    @property
+    def slot_mapping(self) -> tuple[Int32Array, ...]: ...
+    @property
+    def block_tables(self) -> tuple[Int32Array, ...]: ...
+
+
+class Contract(Protocol):
+    """What a family's programs take and return, in one revision of them.
+
+    revision, layout: names of the programs and of the order of dimensions in pages; parts of the fingerprint.
+    stages: arguments of each program, in order.
+    logits: the output that has the logits of each row's last token, float32 [rows, vocabulary with padding].
+    most: the largest values of the sizes that dispatches choose.
+    """
+
+    revision: str
+    layout: str
+    stages: Mapping[StageName, tuple[Argument, ...]]
+    logits: str
+    most: Sizes
+
+    def inputs(self, stage: StageName, step: StepArrays, embedding: BFloat16Array | None) -> dict[str, Array]:
+        """Return the values of a dispatch's inputs; `embedding` [vocab, hidden] where the host embeds."""
+
+    def embedding(self, tensors: StoredTensors) -> BFloat16Array | None:
+        """View the table by which the host embeds; None where the device does."""
+
+    def weights(self, tensors: StoredTensors) -> Iterator[tuple[str, Iterable[Array]]]:
+        """Yield each weight by its argument's name, in pieces along dimension 0; bfloat16 as uint16."""
+
+    def pages(self, num_pages: int, page: int) -> Mapping[str, Spans]:
+        """Return the bytes of a page in each cache; a KV block has them in this order."""
+
+
+def bind(arguments: Sequence[Argument], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Check that `shapes` are those of all arguments, and return the sizes they choose. Raises ValueError.
+
+    The runtime checks no shape of a tensor in shared memory: a wrong one gives NaN.
+    """
+    if surplus := shapes.keys() - {argument.name for argument in arguments}:
+        raise ValueError(f"there is no argument {', '.join(sorted(surplus))}")
+    sizes: dict[str, int] = {}
+    for argument in arguments:
+        shape = shapes.get(argument.name)
+        if shape is None:
+            raise ValueError(f"argument {argument.name} is missing")
+        if len(shape) != len(argument.shape):
+            raise ValueError(f"argument {argument.name} has the shape {shape}, but must have {argument.shape}")
+        for wanted, found in zip(argument.shape, shape, strict=True):
+            expected = sizes.setdefault(wanted, found) if isinstance(wanted, str) else wanted
+            if found != expected:
+                raise ValueError(
+                    f"argument {argument.name} has the shape {shape}, but must have {argument.shape}"
+                    + (f" with {wanted} = {expected}" if isinstance(wanted, str) else "")
+                )
+    return sizes
+
+
+def of_role(arguments: Iterable[Argument], *roles: Role) -> list[Argument]:
+    """Return the arguments of these roles, in order."""
+    return [argument for argument in arguments if argument.role in roles]
+
+
+def same_arguments(stages: Mapping[Any, Sequence[Argument]]) -> dict[str, Argument]:
+    """Return weights and caches by name. Raises ValueError where two stages disagree about one, since they share it."""
+    found: dict[str, Argument] = {}
+    for arguments in stages.values():
+        for argument in of_role(arguments, "weight", "cache"):
+            if found.setdefault(argument.name, argument) != argument:
+                raise ValueError(f"stages disagree about {argument.name}")
+    return found

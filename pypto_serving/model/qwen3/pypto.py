@@ -1,0 +1,216 @@
+"""pypto-lib's programs of dense Qwen3 models: arguments, weights and KV pages, in two revisions. Torch-free.
+
+| revision | embeds   | chooses greedy ids  | rows of a page              |
+|----------|----------|---------------------|-----------------------------|
+| 2026-06  | the host | no                  | layer, page, head, token    |
+| 2026-08  | device   | decode, beside logits | layer, page, token, head  |
+
+Sizes that a dispatch chooses: T tokens, B rows, BM entries of their block tables; ROWS are those of the KV pools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal
+
+import numpy as np
+
+from pypto_serving.model.contract import Argument, Sizes, StageName, StepArrays
+from pypto_serving.model.qwen3.config import Qwen3Config
+from pypto_serving.model.tensors import StoredTensors, bfloat16
+from pypto_serving.types.arrays import Array, BFloat16Array, Int32Array
+from pypto_serving.types.kv import Spans
+from pypto_serving.util import ceil_div
+
+Revision = Literal["2026-06", "2026-08"]
+PAGE_TOKENS, BATCH_ROWS, MAX_TOKENS = 128, 16, 4096
+VOCABULARY_MULTIPLE, IDS_PAD = 512, 8
+_TRANSPOSED = {
+    "wq": "self_attn.q_proj",
+    "wk": "self_attn.k_proj",
+    "wv": "self_attn.v_proj",
+    "wo": "self_attn.o_proj",
+    "w_gate": "mlp.gate_proj",
+    "w_up": "mlp.up_proj",
+    "w_down": "mlp.down_proj",
+}
+_NORMS = {
+    "input_rms_weight": "input_layernorm",
+    "q_norm_weight": "self_attn.q_norm",
+    "k_norm_weight": "self_attn.k_norm",
+    "post_rms_weight": "post_attention_layernorm",
+}
+
+
+class Qwen3Contract:
+    """The programs of one model, for sequences of up to `max_model_len` tokens. Implements Contract."""
+
+    logits = "out"
+
+    def __init__(self, model: Qwen3Config, revision: Revision, max_model_len: int, max_step_tokens: int) -> None:
+        self.model, self.revision = model, str(revision)
+        self.table_width = ceil_div(max_model_len, PAGE_TOKENS)
+        self.vocabulary = ceil_div(model.vocab_size, VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        self._ids_in = revision == "2026-08"
+        order = "token, head" if self._ids_in else "head, token"
+        self.layout = f"k or v, layer, page of {PAGE_TOKENS}, {order}"
+        self.most: Sizes = {"T": max_step_tokens, "B": BATCH_ROWS, "BM": BATCH_ROWS * self.table_width}
+        self.stages: Mapping[StageName, tuple[Argument, ...]] = {"prefill": self._prefill(), "decode": self._decode()}
+
+    @staticmethod
+    def obstacle(model: Qwen3Config) -> str:
+        """Say why the programs cannot serve a model; empty if they can."""
+        if model.experts is not None:
+            return "they have no experts"
+        if model.attention_bias:
+            return "their projections have no bias"
+        return "they take bfloat16 weights" if model.quantization is not None else ""
+
+    def _device(self) -> dict[str, Argument]:
+        """Return weights and caches by name."""
+        model, layers, hidden = self.model, self.model.num_layers, self.model.hidden_size
+        queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        inner, vocabulary = model.intermediate_size, self.vocabulary
+        arguments = [
+            Argument("input_rms_weight", "float32", (layers, hidden)),
+            Argument("wq", "bfloat16", (layers * hidden, queries)),
+            Argument("wk", "bfloat16", (layers * hidden, keys)),
+            Argument("wv", "bfloat16", (layers * hidden, keys)),
+            Argument("q_norm_weight", "float32", (layers, model.head_dim)),
+            Argument("k_norm_weight", "float32", (layers, model.head_dim)),
+            Argument("rope_cos", "float32", (MAX_TOKENS, model.head_dim)),
+            Argument("rope_sin", "float32", (MAX_TOKENS, model.head_dim)),
+            Argument("k_cache", "bfloat16", ("ROWS", model.head_dim), "cache"),
+            Argument("v_cache", "bfloat16", ("ROWS", model.head_dim), "cache"),
+            Argument("wo", "bfloat16", (layers * queries, hidden)),
+            Argument("post_rms_weight", "float32", (layers, hidden)),
+            Argument("w_gate", "bfloat16", (layers * hidden, inner)),
+            Argument("w_up", "bfloat16", (layers * hidden, inner)),
+            Argument("w_down", "bfloat16", (layers * inner, hidden)),
+            Argument("final_norm_weight", "float32", (1, hidden)),
+            Argument("lm_head_weight", "bfloat16", (vocabulary, hidden)),
+            Argument("embed_weight", "bfloat16", (vocabulary, hidden)),
+        ]
+        return {argument.name: argument for argument in arguments}
+
+    def _prefill(self) -> tuple[Argument, ...]:
+        device = self._device()
+        tokens = Argument("input_ids", "int32", ("T",), "input")
+        embed: tuple[Argument, ...] = (device["embed_weight"],)
+        if not self._ids_in:
+            tokens = Argument("hidden_states", "bfloat16", ("T", self.model.hidden_size), "input")
+            embed = ()
+        return (
+            tokens,
+            *(Argument(name, "int32", ("B",), "input") for name in ("seq_lens", "chunk_lens", "chunk_offsets")),
+            *(device[name] for name in ("input_rms_weight", "wq", "wk", "wv", "q_norm_weight", "k_norm_weight")),
+            *(device[name] for name in ("rope_cos", "rope_sin")),
+            Argument("block_table", "int32", ("BM",), "input"),
+            Argument("slot_mapping", "int32", ("T",), "input"),
+            *(device[name] for name in ("k_cache", "v_cache", "wo", "post_rms_weight", "w_gate", "w_up", "w_down")),
+            *(device[name] for name in ("final_norm_weight", "lm_head_weight")),
+            *embed,
+            Argument("out", "float32", ("B", self.vocabulary), "output"),
+        )
+
+    def _decode(self) -> tuple[Argument, ...]:
+        device, hidden = self._device(), self.model.hidden_size
+        common = (
+            *(device[name] for name in ("input_rms_weight", "wq", "wk", "wv", "q_norm_weight", "k_norm_weight")),
+            Argument("seq_lens", "int32", ("B",), "input"),
+            Argument("block_table", "int32", ("BM",), "input"),
+            Argument("slot_mapping", "int32", ("B",), "input"),
+            *(device[name] for name in ("rope_cos", "rope_sin", "k_cache", "v_cache", "wo")),
+            *(device[name] for name in ("w_gate", "w_up", "w_down", "post_rms_weight")),
+            *(device[name] for name in ("final_norm_weight", "lm_head_weight")),
+            Argument("out", "float32", ("B", self.vocabulary), "output"),
+        )
+        if not self._ids_in:
+            return (Argument("hidden_states", "bfloat16", ("B", hidden), "input"), *common)
+        return (
+            *common,
+            device["embed_weight"],
+            Argument("sampled_ids_in", "int32", ("B", IDS_PAD), "input"),
+            Argument("sampled_ids", "int32", ("B", IDS_PAD), "output"),
+            Argument("next_hidden", "bfloat16", ("B", hidden), "output"),
+        )
+
+    def inputs(self, stage: StageName, step: StepArrays, embedding: BFloat16Array | None) -> dict[str, Array]:
+        """As Contract says. Tokens of row i are [chunk_offsets[i], chunk_offsets[i] + chunk_lens[i])."""
+        values: dict[str, Array] = {
+            "seq_lens": step.context_lens,
+            "block_table": self._table(step.block_tables[0]),
+            "slot_mapping": step.slot_mapping[0],
+        }
+        if stage == "prefill":
+            values |= {"chunk_lens": np.diff(step.query_start), "chunk_offsets": step.query_start[:-1]}
+        if embedding is not None:
+            values["hidden_states"] = embedding[step.token_ids]
+        elif stage == "prefill":
+            values["input_ids"] = step.token_ids
+        else:
+            ids = np.zeros((len(step.token_ids), IDS_PAD), np.int32)
+            ids[:, 0] = step.token_ids
+            values["sampled_ids_in"] = ids
+        return values
+
+    def _table(self, tables: Int32Array) -> Int32Array:
+        """Return the flat block table: entry i * width + j is the page of tokens [128 j, 128 (j + 1)) of row i."""
+        rows, blocks = tables.shape
+        flat = np.zeros((rows, self.table_width), np.int32)
+        flat[:, :blocks] = tables
+        return flat.reshape(-1)
+
+    def embedding(self, tensors: StoredTensors) -> BFloat16Array | None:
+        """As Contract says."""
+        return None if self._ids_in else self._rows(tensors, "model.embed_tokens.weight")
+
+    def weights(self, tensors: StoredTensors) -> Iterator[tuple[str, Iterable[Array]]]:
+        """As Contract says. Matrices become [inputs, outputs], those of all layers one behind the other."""
+        model = self.model
+        for name, module in _NORMS.items():
+            yield name, (self._vector(tensors, f"model.layers.{i}.{module}") for i in range(model.num_layers))
+        for name, module in _TRANSPOSED.items():
+            yield name, (self._transposed(tensors, f"model.layers.{i}.{module}") for i in range(model.num_layers))
+        yield "final_norm_weight", (self._vector(tensors, "model.norm"),)
+        cos, sin = model.rope.tables(MAX_TOKENS)
+        yield "rope_cos", (np.concatenate([cos, cos], axis=1),)
+        yield "rope_sin", (np.concatenate([sin, sin], axis=1),)
+        head = self._rows(tensors, f"{model.head}.weight")
+        padding = self.vocabulary - model.vocab_size
+        yield "lm_head_weight", (head, np.broadcast_to(head[:1], (padding, model.hidden_size)))
+        if self._ids_in:
+            table = self._rows(tensors, "model.embed_tokens.weight")
+            yield "embed_weight", (table, np.zeros((padding, model.hidden_size), np.uint16))
+
+    def _vector(self, tensors: StoredTensors, module: str) -> Array:
+        """Read a norm as float32 [1, n], rounded to bfloat16, the serving dtype."""
+        stored = tensors[f"{module}.weight"]
+        exact = tensors.read(stored, 0, stored.shape[0])[None]
+        return (bfloat16(exact).astype("<u4") << 16).view("<f4")
+
+    def _transposed(self, tensors: StoredTensors, module: str) -> Array:
+        return np.ascontiguousarray(self._rows(tensors, f"{module}.weight").T)
+
+    def _rows(self, tensors: StoredTensors, name: str) -> BFloat16Array:
+        stored = tensors[name]
+        return tensors.read_bfloat16(stored, 0, stored.shape[0] * stored.shape[1]).reshape(stored.shape)
+
+    def pages(self, num_pages: int, page: int) -> Mapping[str, Spans]:
+        """As Contract says: in each pool, layer l has its rows of a page at l * pages + page."""
+        size = PAGE_TOKENS * self.model.num_kv_heads * self.model.head_dim * 2
+        firsts = [size * (layer * num_pages + page) for layer in range(self.model.num_layers)]
+        spans = tuple((first, first + size) for first in firsts)
+        return {"k_cache": spans, "v_cache": spans}
+
+    def rows(self, num_pages: int) -> int:
+        """Return the rows of each pool."""
+        return self.model.num_layers * num_pages * self.model.num_kv_heads * PAGE_TOKENS
+
+    def row(self, num_pages: int, layer: int, slot: int, head: int) -> int:
+        """Return the row of a pool that has a slot's key or value: slot = page * 128 + offset."""
+        heads, (page, offset) = self.model.num_kv_heads, divmod(slot, PAGE_TOKENS)
+        base = layer * num_pages * heads * PAGE_TOKENS
+        if self._ids_in:
+            return base + (page * PAGE_TOKENS + offset) * heads + head
+        return base + (page * heads + head) * PAGE_TOKENS + offset
