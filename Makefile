@@ -20,10 +20,10 @@ FAST := not e2e and not golden and not soak
 PARALLEL := -n 3 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help serve lint check test soak bench build wheel clean
+.PHONY: help serve lint check test test-npu soak bench build wheel clean
 
 help: ## Show these lines
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 serve: $(RUN) ## Serve MODEL=..., by default the bundled model; ARGS="--port 0"
 	@$(BIN)/pypto-serving serve $(MODEL) $(ARGS)
@@ -38,6 +38,11 @@ check: lint ## Everything that is quick: lint, layers, fast tests
 
 test: $(DEV) ## All tests but the soak tests; ARGS="-k name"
 	@$(BIN)/pytest $(PARALLEL) -m "not soak" $(ARGS)
+
+test-npu: $(DEV) ## The conformance suite on PyPTO's own runtime, where it is installed
+	@$(BIN)/python -c 'import pypto.runtime' 2>/dev/null || \
+		{ echo "skipped: PyPTO's runtime is not installed; docs/npu.md says where to get it" >&2; exit 0; }; \
+		$(BIN)/pytest -m npu tests/npu $(ARGS)
 
 soak: $(DEV) ## The long tests, at full counts
 	@$(BIN)/pytest -m soak $(ARGS)

@@ -19,6 +19,9 @@ class BackendDefaults(msgspec.Struct, frozen=True, kw_only=True):
     - cpu_kernels: it uses the CPU kernels for models that they serve.
     - in_host_memory: its device memory is host memory.
     - simulated: it has no weights and takes no memory.
+    - platforms: what its programs run on, first a device, last its simulator; the user may choose.
+    - own_memory: the device has memory of its own, whose size only its runtime knows.
+    - longest: tokens of the longest sequence that its programs take, 0 for any number.
     - splits: dimensions of a Topology in which its programs have ranks, with the CPU kernels where it uses them.
     """
 
@@ -30,6 +33,9 @@ class BackendDefaults(msgspec.Struct, frozen=True, kw_only=True):
     cpu_kernels: bool = False
     in_host_memory: bool = False
     simulated: bool = False
+    platforms: tuple[str, ...] = ()
+    own_memory: bool = False
+    longest: int = 0
     splits: tuple[str, ...] = ()
 
     def in_stages(self, stages: int) -> BackendDefaults:
@@ -46,6 +52,14 @@ BACKEND_DEFAULTS: Mapping[str, BackendDefaults] = {
         cpu_kernels=True,
         in_host_memory=True,
         splits=("tensor", "pipeline", "expert"),
+    ),
+    "npu": BackendDefaults(
+        target="pypto_serving.backend.npu.backend:NpuBackend",
+        max_num_seqs=16,
+        depth=2,
+        traits=BackendTraits(mixed_steps=False, padded_rows=(16,), page_tokens=128, scores_prompts=False),
+        platforms=("a2a3", "a5", "a5sim", "a2a3sim"),
+        longest=4096,
     ),
     "null": BackendDefaults(
         target="pypto_serving.backend.null.program:NullBackend",

@@ -173,6 +173,13 @@ FLAGS = (
     Flag("kv_events_replay", KV, "ENDPOINT", "Where routers ask for events that they missed.", "the next port"),
     Flag("backend", DEVICE, "NAME", f"{one_of([*BACKEND_DEFAULTS])} (no model, for tests).", alias="--device"),
     Flag(
+        "npu_platform",
+        DEVICE,
+        "NAME",
+        f"What the npu backend runs on: {one_of(BACKEND_DEFAULTS['npu'].platforms)}.",
+        "a2a3 with an Ascend device, else its simulator",
+    ),
+    Flag(
         "kernels",
         DEVICE,
         "NAME",

@@ -72,7 +72,7 @@ class MemoryPlanner:
     def model_len(self) -> tuple[int, str]:
         """Decide the length of the longest sequence in tokens, and say why."""
         self._check_room()
-        limit, reason = self.model.max_position_embeddings, "the model's longest sequence"
+        limit, reason = self._longest()
         given = self.options.max_model_len
         if given is not None:
             self._check_given_len(given)
@@ -86,8 +86,16 @@ class MemoryPlanner:
         if best < min(2, limit):
             raise self._too_little(min(2, limit), 0)
         if best < limit:
-            reason = f"the longest that fits the KV memory; the model allows {self.model.max_position_embeddings}"
+            allowed, whose = self._longest()
+            reason = f"the longest that fits the KV memory; {whose} is {allowed}"
         return best, reason
+
+    def _longest(self) -> tuple[int, str]:
+        """Return the longest sequence of the model, or of the backend's programs, and whose it is."""
+        longest, programs = self.model.max_position_embeddings, self.backend.longest
+        if programs and programs < longest:
+            return programs, "the programs' longest sequence"
+        return longest, "the model's longest sequence"
 
     def plan(self, model_len: int) -> tuple[MemoryPlan, str]:
         """Plan for sequences of up to `model_len` tokens, and say why KV gets its memory."""
@@ -150,7 +158,7 @@ class MemoryPlanner:
 
     def _room(self, model_len: int) -> int:
         """Return the bytes that weights, workspace and host tier leave for KV."""
-        if self.backend.simulated:
+        if self.backend.simulated or self.backend.own_memory:
             return MAX_KV_BYTES
         return self.available_bytes - self.weight_bytes - self._workspace(model_len) - self.host_bytes
 
@@ -220,9 +228,9 @@ class MemoryPlanner:
         return f"{smaller}choose a smaller {self.options.label('model')}, or free memory"
 
     def _check_given_len(self, given: int) -> None:
-        label, limit = self.options.label("max_model_len"), self.model.max_position_embeddings
+        label, (limit, whose) = self.options.label("max_model_len"), self._longest()
         if given > limit:
-            raise ConfigError(f"{label} is {given}, but the model's longest sequence is {limit}; give at most {limit}")
+            raise ConfigError(f"{label} is {given}, but {whose} is {limit}; give at most {limit}")
         budget = self.options.max_num_batched_tokens
         if not self.chunked and budget is not None and budget < given:
             chunked = self.options.giving("chunked_prefill", True)

@@ -45,6 +45,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: str | None = None
     trust_request_chat_template: bool | None = None
     backend: str | None = None
+    npu_platform: str | None = None
     dtype: str | None = None
     activations: str | None = None
     head: str | None = None

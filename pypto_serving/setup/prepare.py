@@ -18,7 +18,7 @@ from pypto_serving.model.family import Serving
 from pypto_serving.model.null.spec import NULL_MODELS, null_spec
 from pypto_serving.model.registry import CheckpointConfig, read_config
 from pypto_serving.setup.defaults import DEFAULTS
-from pypto_serving.setup.host import raise_file_limit, read_cache_dir, read_disk_facts, read_host_facts
+from pypto_serving.setup.host import has_npu, raise_file_limit, read_cache_dir, read_disk_facts, read_host_facts
 from pypto_serving.setup.locate import locate_model
 from pypto_serving.setup.options import Options
 from pypto_serving.setup.resolver import Resolved, resolve
@@ -39,15 +39,15 @@ def prepare(
     if template is not None and not _is_file(template):
         raise ConfigError(f"{options.label('chat_template')} is {template}, which is no file; give a Jinja file")
     kernels = runnable()
-    torch, mooncake = (importlib.util.find_spec(name) is not None for name in ("torch", "mooncake"))
+    installed = {name: importlib.util.find_spec(name) is not None for name in ("torch", "mooncake", "pypto")}
     backend = BACKEND_DEFAULTS[options.backend or defaults["backend"]]
-    if not kernels and torch and not model.needs_torch and backend.cpu_kernels:
+    if not kernels and installed["torch"] and not model.needs_torch and backend.cpu_kernels:
         logger.warning(
             "this installation has no CPU kernels, because there was no C++ compiler: torch computes, several times "
             "slower; with a compiler, install again (after `make clean` in a checkout)"
         )
     kv_disk = read_disk_facts(Path(options.kv_disk)) if options.kv_disk else None
-    facts = {"kernels": kernels, "torch": torch, "mooncake": mooncake, "kv_disk": kv_disk}
+    facts = {**installed, "kernels": kernels, "npu": has_npu(), "kv_disk": kv_disk}
     host = msgspec.structs.replace(read_host_facts(), cache_dir=read_cache_dir(), **facts)
     resolved = resolve(options, model, host, defaults, serves)
     for warning in resolved.warnings:

@@ -18,6 +18,7 @@ from pypto_serving.setup.host import HostFacts, is_loopback
 from pypto_serving.setup.kernels import choose_kernels, choose_packed_cache, choose_threads
 from pypto_serving.setup.kv_shares import MemoryPlan, plan_tier
 from pypto_serving.setup.memory_planner import MemoryPlanner
+from pypto_serving.setup.npu import choose_platform
 from pypto_serving.setup.options import ENVIRONMENT, Options
 from pypto_serving.setup.precision import choose_precision
 from pypto_serving.setup.rank_plan import RankPlan, plan_ranks
@@ -69,6 +70,7 @@ def resolve(
     machine, host = host, host_share(host, num_replicas)
     name = settings.pick_fixed("backend")
     backend = BACKEND_DEFAULTS[name]
+    platform, backend = choose_platform(settings, model, host, backend)
     kernels, model = _as_served(settings, model, host, backend)
     topology, model = _over_ranks(settings, model, host, backend, kernels)
     backend = backend.in_stages(topology.pipeline)
@@ -89,6 +91,7 @@ def resolve(
             num_drafts=drafts.num_drafts,
             ngram=drafts.ngram,
             kernels=kernels,
+            backend_options={"platform": platform} if platform else {},
             cache_dir=host.cache_dir,
             packed_cache=choose_packed_cache(settings, host, kernels),
             num_threads=num_threads,

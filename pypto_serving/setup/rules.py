@@ -320,6 +320,7 @@ RULES: dict[str, Rule] = {
     "reasoning_parser": Choice(REASONING_PARSERS),
     "trust_request_chat_template": Switch(),
     "backend": Choice(tuple(BACKEND_DEFAULTS)),
+    "npu_platform": Choice(BACKEND_DEFAULTS["npu"].platforms),
     "dtype": Choice(DTYPES),
     "activations": Choice(("auto", *get_args(Activations))),
     "head": Choice(get_args(Head)),

@@ -1,0 +1,115 @@
+"""NpuBackend: prepare a model on a device, in the order that the runtime's fork needs."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import subprocess
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from pypto_serving.backend.base import Backend, Fault, Program, Progress
+from pypto_serving.backend.native import check_groups
+from pypto_serving.backend.npu.device import STAGING_BYTES, Buffers, Device
+from pypto_serving.backend.npu.keeper import keep_group
+from pypto_serving.backend.npu.library import Library, find_library
+from pypto_serving.backend.npu.pages import DevicePages
+from pypto_serving.backend.npu.program import NpuProgram
+from pypto_serving.backend.npu.programs import Programs
+from pypto_serving.backend.npu.runtime import Runtime
+from pypto_serving.errors import ConfigError, ModelError
+from pypto_serving.kernels import Engine, NativeSampler
+from pypto_serving.kernels.library import runnable
+from pypto_serving.model.contract import StageName, of_role, same_arguments
+from pypto_serving.model.fingerprint import checkpoint_state, program_fingerprint
+from pypto_serving.model.registry import CheckpointConfig, read_config
+from pypto_serving.model.tensors import StoredTensors
+from pypto_serving.types.draws import Sampler
+
+
+class NpuBackend(Backend):
+    """Prepares compiled programs on the platform of `backend_options`; replica i runs on device i.
+
+    Order: contract, compiled programs, shared memory, process group; then the runtime forks; then resident tensors, and
+    what starts threads.
+    """
+
+    _device: Device | None = None
+    _keeper: subprocess.Popen[bytes] | None = None
+
+    def prepare(self, progress: Progress) -> Program:
+        """Return the program. Raises ModelError or ConfigError."""
+        config = self.config
+        state = checkpoint_state(config.model)
+        runtime = Runtime(str(config.backend_options["platform"]), config.replica)
+        if config.tiers and not runtime.copies_parts:
+            raise ConfigError(
+                f"this PyPTO runtime ({runtime.revision}) copies whole tensors only, so KV blocks cannot be kept in "
+                f"lower tiers; drop kv-{config.tiers[0].tier}" + ("-memory" if config.tiers[0].tier == "host" else "")
+            )
+        checkpoint = read_config(config.model)
+        check_groups(config, checkpoint.family, checkpoint.model)
+        library = find_library(config, checkpoint)
+        programs = self._compile(runtime, library, progress)
+        buffers = Buffers(library.contract, STAGING_BYTES)
+        self._keeper = keep_group()
+        self._device = Device(runtime, library.contract, programs, buffers)
+        atexit.register(self._device.close)
+        embedding = self._load(library, checkpoint, progress)
+        if checkpoint_state(config.model) != state:
+            raise ModelError(f"{config.model} was changed while it was loaded; start again when it is complete")
+        memory = DevicePages(self._device, library.contract, config.num_blocks[0], config.groups[0].block_bytes)
+        numerics = (runtime.platform, runtime.revision, library.contract.layout, library.sources.hex())
+        name = f"qwen3-pypto {library.contract.revision}"
+        identity = program_fingerprint(config, progress, checkpoint.architecture, name, *numerics)
+        return NpuProgram(config, library.contract, self._device, memory, identity, _sampler(), embedding)
+
+    def watch(self, fault: Fault) -> None:
+        assert self._device is not None and self._keeper is not None
+        self._device.watch(fault, self._keeper.pid)
+
+    def _compile(self, runtime: Runtime, library: Library, progress: Progress) -> Mapping[StageName, Any]:
+        """Load the compiled programs, and compile those that are not kept on disk."""
+        kept, contract, found = Programs(runtime, self.config.cache_dir), library.contract, {}
+        sizes = {**contract.most, "ROWS": self._rows(library)}
+        for done, (stage, host) in enumerate(library.hosts.items()):
+            progress("programs", done, len(library.hosts))
+            found[stage] = kept.get(stage, host, library.sources, contract.stages[stage], sizes)
+        progress("programs", len(found), len(found))
+        return found
+
+    def _rows(self, library: Library) -> int:
+        """Return the rows of each KV pool, which all pages of all layers take."""
+        caches = of_role(same_arguments(library.contract.stages).values(), "cache")
+        widths = sum(argument.num_bytes({"ROWS": 1}) for argument in caches)
+        return self.config.num_blocks[0] * self.config.groups[0].block_bytes // widths
+
+    def _load(self, library: Library, checkpoint: CheckpointConfig, progress: Progress) -> Any:
+        """Upload weights and zeroed caches; return the table by which the host embeds, if it does."""
+        assert self._device is not None
+        contract, arguments = library.contract, same_arguments(library.contract.stages)
+        inventory = checkpoint.family.inventory(checkpoint.model)
+        tensors = StoredTensors(self.config.model, progress)
+        tensors.require(inventory.expected(), inventory.ignores)
+        sizes, missing = {"ROWS": self._rows(library)}, set(arguments)
+        for name, pieces in contract.weights(tensors):
+            self._device.upload(arguments[name], arguments[name].resolve(sizes), pieces)
+            missing.remove(name)
+        for argument in of_role(arguments.values(), "cache"):
+            zeros = np.zeros(STAGING_BYTES, np.uint8)
+            whole, rest = divmod(argument.num_bytes(sizes), STAGING_BYTES)
+            self._device.upload(argument, argument.resolve(sizes), [*[zeros] * whole, zeros[:rest]])
+            missing.remove(argument.name)
+        if missing:
+            raise ModelError(f"nothing fills the arguments {', '.join(sorted(missing))}")
+        tensors.finish()
+        return contract.embedding(tensors)
+
+
+def _sampler() -> Sampler | None:
+    """Return the kernels' sampler on one thread, or None where they were not built."""
+    if not (sets := runnable()):
+        return None
+    return NativeSampler(Engine(sets[0], 1, os.sched_getaffinity(0)))

@@ -1,0 +1,179 @@
+"""Device: a prepared runtime worker with its resident tensors; every dispatch and copy is checked before it begins."""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from pypto_serving.backend.base import Fault
+from pypto_serving.backend.npu.runtime import Runtime, SharedTensor
+from pypto_serving.errors import EXIT_CRASH, ConfigError
+from pypto_serving.model.contract import Argument, Contract, StageName, bind, of_role
+from pypto_serving.types.arrays import Array, UInt8Array
+from pypto_serving.types.kv import Spans
+
+STAGING_BYTES = 16 << 20
+"""Shared memory through which weights and KV blocks are copied."""
+
+
+class Buffers:
+    """Owns what must be in shared memory before the runtime forks: inputs and outputs by stage, and staging memory."""
+
+    def __init__(self, contract: Contract, staging_bytes: int) -> None:
+        self.stages = {
+            stage: {
+                argument.name: SharedTensor.zeros(argument.dtype, *argument.resolve(contract.most))
+                for argument in of_role(arguments, "input", "output")
+            }
+            for stage, arguments in contract.stages.items()
+        }
+        self.staging = SharedTensor.zeros("uint8", staging_bytes)
+
+
+class Device:
+    """Owns the runtime's worker, and the weights and caches that live as long as it. Any thread may call it.
+
+    The runtime serves one call at a time here; it has no time-out, and does not notice when its processes end: that is
+    what `watch` is for.
+    """
+
+    def __init__(
+        self, runtime: Runtime, contract: Contract, programs: Mapping[StageName, Any], buffers: Buffers
+    ) -> None:
+        self._contract, self._programs, self._buffers = contract, programs, buffers
+        self._copies_parts = runtime.copies_parts
+        self._resident: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        before = _children()
+        self._worker = runtime.prepare(list(programs.values()))
+        self.pids = sorted(_children() - before)
+
+    def close(self) -> None:
+        """End the chip processes."""
+        with self._lock:
+            self._worker.close()
+
+    def upload(self, argument: Argument, shape: tuple[int, ...], pieces: Iterable[Array]) -> None:
+        """Allocate a weight or a cache, and fill it with pieces along dimension 0. Raises ConfigError."""
+        dtype = getattr(torch, argument.dtype)
+        try:
+            if self._copies_parts:
+                tensor = self._worker.alloc_tensor(shape, dtype)
+                self._fill(tensor.data_ptr, tensor.nbytes, pieces)
+            else:
+                tensor = self._worker.alloc_tensor(shape, dtype, init=_joined(argument, shape, dtype, pieces))
+        except (MemoryError, RuntimeError) as error:
+            size = math.prod(shape) * dtype.itemsize
+            raise ConfigError(
+                f"the device has no {size} bytes for {argument.name} ({error}); lower kv-memory"
+            ) from None
+        self._resident[argument.name] = tensor
+
+    def _fill(self, start: int, num_bytes: int, pieces: Iterable[Array]) -> None:
+        """Copy pieces to device memory from `start` on, through the staging memory."""
+        staging, place = self._buffers.staging, start
+        for piece in pieces:
+            data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
+            for begin in range(0, len(data), len(staging.array)):
+                part = data[begin : begin + len(staging.array)]
+                if place + len(part) > start + num_bytes:
+                    raise ValueError(f"more than {num_bytes} bytes are written to a tensor of as many")
+                staging.array[: len(part)] = part
+                self._worker.copy_to(place, staging.tensor.data_ptr(), len(part))
+                place += len(part)
+        if place != start + num_bytes:
+            raise ValueError(f"{place - start} bytes are written to a tensor of {num_bytes}")
+
+    def run(self, stage: StageName, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Dispatch a program, and return its outputs, which the next dispatch of the stage overwrites.
+
+        Raises ValueError for wrong shapes or dtypes, and what the runtime raises for a dispatch that failed.
+        """
+        arguments, shared = self._contract.stages[stage], self._buffers.stages[stage]
+        sizes = bind(of_role(arguments, "input"), {name: value.shape for name, value in inputs.items()})
+        tensors: dict[str, SharedTensor] = {}
+        for argument in of_role(arguments, "input", "output"):
+            tensors[argument.name] = _part(shared[argument.name], argument.resolve(sizes))
+        for name, value in inputs.items():
+            if value.dtype != tensors[name].array.dtype:
+                raise ValueError(f"argument {name} is {value.dtype}, but must be {tensors[name].array.dtype}")
+            tensors[name].array[...] = value
+        call = [tensors[each.name].tensor if each.name in tensors else self._resident[each.name] for each in arguments]
+        bind(arguments, {each.name: tuple(one.shape) for each, one in zip(arguments, call, strict=True)})
+        with self._lock:
+            self._worker.run(self._programs[stage], *call)
+        return {argument.name: tensors[argument.name].array for argument in of_role(arguments, "output")}
+
+    def read(self, name: str, spans: Spans, out: UInt8Array) -> None:
+        """Copy these bytes of a cache, one behind the other."""
+        self._copy(name, spans, out, self._worker.copy_from)
+
+    def write(self, name: str, spans: Spans, content: UInt8Array) -> None:
+        """Replace these bytes of a cache."""
+        self._copy(name, spans, content, None)
+
+    def _copy(self, name: str, spans: Spans, host: UInt8Array, copy_from: Any) -> None:
+        tensor, staging, place = self._resident[name], self._buffers.staging, 0
+        for begin, end in spans:
+            if not 0 <= begin < end <= tensor.nbytes or end - begin > len(staging.array):
+                raise ValueError(f"[{begin}, {end}) of {name}, which has {tensor.nbytes} bytes, cannot be copied")
+            part = host[place : place + end - begin]
+            with self._lock:
+                if copy_from is not None:
+                    copy_from(staging.tensor.data_ptr(), tensor.data_ptr + begin, len(part))
+                    part[:] = staging.array[: len(part)]
+                else:
+                    staging.array[: len(part)] = part
+                    self._worker.copy_to(tensor.data_ptr + begin, staging.tensor.data_ptr(), len(part))
+            place += end - begin
+
+    def watch(self, fault: Fault, *others: int) -> None:
+        """Report a fault and end this process when a chip process ends, or one of `others`."""
+        ends = {os.pidfd_open(pid): pid for pid in (*self.pids, *others)}
+        threading.Thread(target=_await_end, args=(ends, fault), name="chip-watch", daemon=True).start()
+
+
+def _await_end(ends: Mapping[int, int], fault: Fault) -> NoReturn:
+    poller = select.poll()
+    for end in ends:
+        poller.register(end, select.POLLIN)
+    pids = ", ".join(str(ends[end]) for end, _ in poller.poll())
+    fault(f"a process of the npu backend ended (pid {pids})", EXIT_CRASH)
+    os._exit(EXIT_CRASH)
+
+
+def _part(shared: SharedTensor, shape: tuple[int, ...]) -> SharedTensor:
+    """View the first bytes of a shared tensor in another shape. Raises ValueError where it is too small."""
+    count = math.prod(shape)
+    if count > shared.array.size:
+        raise ValueError(f"a dispatch needs {shape} of a buffer of {shared.array.shape}")
+    return SharedTensor(shared.tensor.view(-1)[:count].view(shape), shared.array.reshape(-1)[:count].reshape(shape))
+
+
+def _joined(argument: Argument, shape: Sequence[int], dtype: torch.dtype, pieces: Iterable[Array]) -> torch.Tensor:
+    """Join pieces along dimension 0. Raises ValueError where they do not have the shape."""
+    whole, place = torch.empty(tuple(shape), dtype=dtype), 0
+    target = whole.view(-1).view(torch.uint8).numpy()
+    for piece in pieces:
+        data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
+        if place + len(data) > len(target):
+            raise ValueError(f"{argument.name} has more than {len(target)} bytes")
+        target[place : place + len(data)] = data
+        place += len(data)
+    if place != len(target):
+        raise ValueError(f"{argument.name} has {place} bytes, but must have {len(target)}")
+    return whole
+
+
+def _children() -> set[int]:
+    """Return the processes whose parent is this one."""
+    tasks = Path("/proc/self/task").glob("*/children")
+    return {int(pid) for task in tasks for pid in task.read_text().split()}

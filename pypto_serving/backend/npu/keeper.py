@@ -1,0 +1,41 @@
+"""End a process group when its leader ends: `python -m pypto_serving.backend.npu.keeper PIDFD GROUP`.
+
+The runtime's chip processes are forked, poll without sleeping, and do not notice that their parent is gone. They hold
+its pipes open, so neither would others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+
+from pypto_serving.ipc import ignore_terminal_signals
+
+
+def keep_group() -> subprocess.Popen[bytes]:
+    """Make this process the leader of a group, which ends with it, and return the keeper. Call before it forks."""
+    os.setpgid(0, 0)
+    leader = os.pidfd_open(os.getpid())
+    command = [sys.executable, "-P", "-m", "pypto_serving.backend.npu.keeper", str(leader), str(os.getpid())]
+    keeper = subprocess.Popen(command, pass_fds=[leader], process_group=0, stdin=subprocess.DEVNULL)
+    os.close(leader)
+    return keeper
+
+
+def main() -> None:
+    """Wait for the leader's end, then end its group."""
+    leader, group = map(int, sys.argv[1:])
+    ignore_terminal_signals()
+    poller = select.poll()
+    poller.register(leader, select.POLLIN)
+    poller.poll()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Find pypto-lib's programs of a model: a checkout whose root is on Python's path, as its documents say."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from pypto_serving.errors import ConfigError
+from pypto_serving.model.contract import Contract, StageName
+from pypto_serving.model.qwen3.config import Qwen3Config
+from pypto_serving.model.qwen3.pypto import BATCH_ROWS, PAGE_TOKENS, Qwen3Contract, Revision
+from pypto_serving.model.registry import CheckpointConfig
+from pypto_serving.types.config import EngineConfig
+from pypto_serving.util import hash128
+
+_STAGES: tuple[StageName, ...] = ("prefill", "decode")
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The programs of a model: our contract of them, their host functions, and a hash of their sources."""
+
+    contract: Contract
+    hosts: Mapping[StageName, Any]
+    sources: bytes
+
+
+def find_library(config: EngineConfig, checkpoint: CheckpointConfig) -> Library:
+    """Find the programs; raise ConfigError where there are none for the model, or others than are known."""
+    model = checkpoint.model
+    if not isinstance(model, Qwen3Config):
+        raise ConfigError(f"the npu backend has no program for {checkpoint.architecture}")
+    if obstacle := Qwen3Contract.obstacle(model):
+        raise ConfigError(f"the programs of the npu backend cannot serve {config.model}: {obstacle}")
+    theirs = _find_contract(checkpoint)
+    ours = Qwen3Contract(model, _revision(theirs), config.max_model_len, config.max_num_batched_tokens)
+    _require_limits(theirs.limits, ours)
+    theirs.load_kernels()
+    folder = Path(inspect.getfile(theirs.load_kernels)).parent
+    files = sorted(folder.rglob("*.py"))
+    sources = hash128(theirs.abi_fingerprint().encode(), *(file.read_bytes() for file in files))
+    return Library(ours, {stage: _host(folder, stage) for stage in _STAGES}, sources)
+
+
+def _find_contract(checkpoint: CheckpointConfig) -> Any:
+    names = {"architecture": checkpoint.architecture, "head_dim": checkpoint.model.head_dim}
+    try:
+        find = importlib.import_module("contract").find_contract_for_model_config
+        return find(SimpleNamespace(**{**checkpoint.raw, **names}))
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"the npu backend takes its programs from hw-native-sys/pypto-lib, which is not on PYTHONPATH ({error}); "
+            "see docs/npu.md"
+        ) from None
+    except LookupError as error:
+        raise ConfigError(f"pypto-lib has no programs for {checkpoint.directory}: {error}") from None
+
+
+def _revision(theirs: Any) -> Revision:
+    """Tell the revision of the programs by where tokens are embedded."""
+    names = [argument.name for argument in theirs.kernels["decode"].args]
+    return "2026-06" if "hidden_states" in names else "2026-08"
+
+
+def _require_limits(limits: Mapping[str, Any], ours: Qwen3Contract) -> None:
+    wanted = {
+        "batch": BATCH_ROWS,
+        "page_size": PAGE_TOKENS,
+        "vocab": ours.vocabulary,
+        "real_vocab": ours.model.vocab_size,
+        "num_layers": ours.model.num_layers,
+    }
+    for name, value in wanted.items():
+        if limits.get(name) != value:
+            raise ConfigError(f"pypto-lib's contract has the limit {name} {limits.get(name)}, but must have {value}")
+
+
+def _host(folder: Path, stage: StageName) -> Any:
+    """Return the host function beside a stage's kernels, since the contract's own may be older than these."""
+    path, name = str(folder / f"{stage}_fwd.py"), f"qwen3_{stage}_host"
+    for module in list(sys.modules.values()):
+        if getattr(module, "__file__", None) == path and hasattr(module, name):
+            return getattr(module, name)
+    raise ConfigError(f"{path} has no function {name}; see docs/npu.md for the revisions of pypto-lib that are known")

@@ -1,0 +1,55 @@
+"""NpuProgram: dispatches of a step become runs of the compiled prefill and decode programs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pypto_serving.backend.base import Drafter, SamplingInputs, StepInputs, StepOutput
+from pypto_serving.backend.memory import BlockMemory
+from pypto_serving.backend.npu.device import Device
+from pypto_serving.model.contract import Contract, StageName
+from pypto_serving.types.arrays import BFloat16Array, Float32Array
+from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.draws import Sampler
+
+
+class NpuProgram:
+    """A model on a device. Implements Program.
+
+    A dispatch ends before `submit` returns. The host samples from its logits: the device's greedy ids would hide logits
+    that are not finite.
+    """
+
+    drafter: Drafter | None = None
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        contract: Contract,
+        device: Device,
+        memory: BlockMemory,
+        fingerprint: bytes,
+        sampler: Sampler | None,
+        embedding: BFloat16Array | None,
+    ) -> None:
+        self.groups, self.num_blocks, self.limits = config.groups, config.num_blocks, config.limits
+        self.memory, self.fingerprint, self.sampler = memory, fingerprint, sampler
+        self._contract, self._device, self._embedding = contract, device, embedding
+        self._vocabulary = config.vocab_size
+        self._logits: Float32Array = np.empty((0, config.vocab_size), np.float32)
+
+    def submit(self, inputs: StepInputs, sampling: SamplingInputs | None = None) -> None:
+        """Run a dispatch. Whatever it raises ends the worker."""
+        if not len(inputs.token_ids):
+            self._logits = self._logits[:0]
+            return
+        stage: StageName = "decode" if inputs.kind == "decode" else "prefill"
+        outputs = self._device.run(stage, self._contract.inputs(stage, inputs, self._embedding))
+        logits = outputs[self._contract.logits][:, : self._vocabulary]
+        owners = np.searchsorted(inputs.query_start[1:], inputs.logits_rows, side="right")
+        every = len(owners) == inputs.num_rows
+        self._logits = logits[: len(owners)] if every else logits[owners]
+
+    def collect(self) -> StepOutput:
+        """Return the logits of the last token of each row that samples."""
+        return StepOutput(logits=self._logits)

@@ -1,0 +1,141 @@
+"""PyPTO's runtime, in the two revisions that are known: which one is installed, shared memory, compiling, preparing.
+
+Both call themselves version 0.1.0, so they are told by what they have. They differ in what an engine sees:
+
+| revision | a copy may begin | sources of uploads               |
+|----------|------------------|----------------------------------|
+| 2026-06  | anywhere         | shared memory older than prepare |
+| 2026-08  | at an allocation | any                              |
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pypto_serving.model.openmp  # noqa: F401
+
+# isort: split
+import torch
+
+from pypto_serving.errors import ConfigError
+from pypto_serving.model.contract import Argument, Sizes
+from pypto_serving.types.arrays import Array
+from pypto_serving.util import hash128
+
+RuntimeRevision = Literal["2026-06", "2026-08"]
+_REVISIONS: dict[RuntimeRevision, str] = {"2026-06": "de48ab415", "2026-08": "e2d0f78ae"}
+META_FILE = "distributed_meta.json"
+"""The runtime's description of a compiled program, which is complete once it has this."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTensor:
+    """A tensor in shared memory, and the same memory in numpy; bfloat16 as uint16."""
+
+    tensor: torch.Tensor
+    array: Array
+
+    @classmethod
+    def zeros(cls, dtype: str, *shape: int) -> SharedTensor:
+        """Allocate zeros. The chip processes see them only if this precedes `prepare`."""
+        tensor = torch.zeros(shape, dtype=getattr(torch, dtype)).share_memory_()
+        return cls(tensor, _array(tensor))
+
+
+def _array(tensor: torch.Tensor) -> Array:
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view("<u2")
+    array: Array = tensor.numpy()
+    return array
+
+
+class Runtime:
+    """The installed runtime on one platform and device. Raises ConfigError where there is none that is known."""
+
+    def __init__(self, platform: str, device: int) -> None:
+        self.platform, self.device = platform, device
+        self._module = _import("pypto.runtime")
+        self._compiled = _import("pypto.ir.distributed_compiled_program")
+        self.revision = self._find_revision()
+        self.copies_parts = self.revision == "2026-06"
+
+    def _find_revision(self) -> RuntimeRevision:
+        worker, config = (
+            getattr(module, name, None)
+            for module, name in ((self._module, "DistributedWorker"), (self._compiled, "DistributedConfig"))
+        )
+        needed = ("run", "alloc_tensor", "malloc", "copy_to", "copy_from", "close")
+        if worker is None or config is None or any(not hasattr(worker, name) for name in needed):
+            raise _mismatch(f"{self._module.__file__} has no DistributedWorker with {', '.join(needed)}")
+        fields, has_submit = config.__dataclass_fields__, hasattr(worker, "submit")
+        if "block_dim" in fields and not has_submit:
+            return "2026-06"
+        if "block_dim" not in fields and has_submit:
+            return "2026-08"
+        raise _mismatch(f"{self._module.__file__} is another one")
+
+    @property
+    def identity(self) -> bytes:
+        """Hash which runtime this is: sizes and times of its files, since its version does not tell."""
+        root = Path(_import("pypto").__file__).parent
+        files = sorted(path for path in root.rglob("*") if path.suffix in (".py", ".so"))
+        states = [(path, path.stat()) for path in files]
+        words = (f"{path.relative_to(root)} {state.st_size} {state.st_mtime_ns}" for path, state in states)
+        return hash128(self.revision.encode(), *(word.encode() for word in words))
+
+    def compile(self, host: Any, arguments: Sequence[Argument], sizes: Sizes, folder: Path) -> None:
+        """Compile a host function for arguments of these sizes into a folder. Raises ConfigError.
+
+        The later revision reads them from the function's annotations.
+        """
+        sampled = arguments if self.revision == "2026-06" else ()
+        samples = [torch.empty(each.resolve(sizes), dtype=getattr(torch, each.dtype)) for each in sampled]
+        config = self._module.RunConfig(
+            platform=self.platform,
+            distributed_config=self._distributed(),
+            save_kernels=True,
+            save_kernels_dir=str(folder),
+        )
+        try:
+            host.compile(*samples, config=config)
+        except Exception as error:
+            line = " ".join(str(error).split())
+            raise ConfigError(f"PyPTO cannot compile for {self.platform}: {type(error).__name__}: {line}") from error
+
+    def load(self, folder: Path) -> Any:
+        """Load a compiled program. Raises ConfigError for one that is damaged, or for another platform."""
+        program = self._compiled.DistributedCompiledProgram
+        try:
+            loaded = program.from_dir(folder, distributed_config=self._distributed())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the compiled program in {folder} cannot be loaded ({error}); delete it") from None
+        if loaded.platform != self.platform:
+            raise ConfigError(f"the program in {folder} is for {loaded.platform}, not {self.platform}; delete it")
+        return loaded
+
+    def prepare(self, programs: Sequence[Any]) -> Any:
+        """Fork the chip processes, for all programs together, and return the runtime's worker."""
+        first, *others = programs
+        return first.prepare(extra_compiled=others)
+
+    def _distributed(self) -> Any:
+        """Return on which device, and in June's simulator on how few of its threads, which poll without sleeping."""
+        simulates = self.platform.endswith("sim") and self.revision == "2026-06"
+        return self._compiled.DistributedConfig(device_ids=[self.device], **({"block_dim": 1} if simulates else {}))
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError) as error:
+        raise _mismatch(f"{name} cannot be imported ({' '.join(str(error).split())})") from None
+
+
+def _mismatch(problem: str) -> ConfigError:
+    known = " or ".join(f"{commit} ({revision})" for revision, commit in _REVISIONS.items())
+    return ConfigError(f"the npu backend needs hw-native-sys/pypto at {known}, but {problem}; see docs/npu.md")

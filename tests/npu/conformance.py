@@ -1,0 +1,190 @@
+"""What an engine relies on of PyPTO's runtime, case by case: `python -m tests.npu.conformance CASE`.
+
+A case prints "ok" and ends, or raises. One that is expected to hang prints "calling" before the call.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from pypto.ir.distributed_compiled_program import DistributedCompiledProgram, DistributedConfig
+from pypto.runtime import RunConfig
+
+from tests.npu.small_programs import SIZE, hosts
+
+PLATFORM = os.environ.get("PYPTO_TEST_PLATFORM", "a2a3sim")
+FOLDERS = tuple(Path(name) for name in ("fill", "read"))
+"""Where the compiled programs are kept, below the current folder."""
+
+
+def compiled() -> tuple[Any, Any]:
+    """The two programs, loaded from their folders, or compiled to there."""
+    config = RunConfig(platform=PLATFORM, distributed_config=DistributedConfig(device_ids=[0]))
+    for folder, host, count in zip(FOLDERS, hosts(), (2, 3), strict=True):
+        if not folder.exists():
+            samples = [torch.zeros(SIZE, SIZE) for _ in range(count)]
+            Path(host.compile(*samples, config=config).output_dir).rename(folder)
+    fill, read = (DistributedCompiledProgram.from_dir(folder) for folder in FOLDERS)
+    return fill, read
+
+
+def shared(value: float = 0.0) -> torch.Tensor:
+    return torch.full((SIZE, SIZE), value).share_memory_()
+
+
+class Setting:
+    """Programs and shared tensors; `prepare` forks."""
+
+    def __init__(self) -> None:
+        self.fill, self.read = compiled()
+        self.given, self.out, self.staging = shared(2.0), shared(), shared()
+        self.before = children()
+
+    @contextmanager
+    def prepared(self) -> Iterator[Any]:
+        worker = self.fill.prepare(extra_compiled=[self.read])
+        self.pids = children() - self.before
+        self.kept = worker.alloc_tensor((SIZE, SIZE), torch.float32)
+        yield worker
+        worker.close()
+
+
+def children() -> set[int]:
+    tasks = Path("/proc/self/task").glob("*/children")
+    return {int(pid) for task in tasks for pid in task.read_text().split()}
+
+
+def shares_a_resident_tensor() -> None:
+    setting = Setting()
+    with setting.prepared() as worker:
+        worker.run(setting.fill, setting.given, setting.kept)
+        for step in range(3):
+            setting.given.fill_(float(step))
+            worker.run(setting.read, setting.given, setting.kept, setting.out)
+            assert (setting.out == step + 4.0).all()
+
+
+def takes_views_of_shared_tensors() -> None:
+    setting = Setting()
+    setting.given = torch.full((3 * SIZE * SIZE,), 3.0).share_memory_()[: SIZE * SIZE].view(SIZE, SIZE)
+    with setting.prepared() as worker:
+        worker.run(setting.fill, setting.given, setting.kept)
+        worker.run(setting.read, setting.given, setting.kept, setting.out)
+        assert (setting.out == 9.0).all()
+
+
+def loads_a_moved_program() -> None:
+    compiled()
+    for folder in FOLDERS:
+        folder.rename(f"{folder}-moved")
+        DistributedCompiledProgram.from_dir(f"{folder}-moved")
+    try:
+        DistributedCompiledProgram.from_dir("nowhere")
+    except FileNotFoundError:
+        return
+    raise AssertionError("a folder without a program was loaded")
+
+
+def refuses_other_tensors() -> None:
+    setting = Setting()
+    with setting.prepared() as worker:
+        for wrong in (torch.zeros(SIZE, SIZE), 3, worker.alloc_tensor((SIZE, 2), torch.float32)):
+            try:
+                worker.run(setting.fill, wrong, setting.kept)
+            except TypeError:
+                continue
+            raise AssertionError(f"{wrong} was taken")
+        try:
+            worker.run(setting.fill, setting.given)
+        except TypeError:
+            return
+        raise AssertionError("one argument was taken for two")
+
+
+def copies_parts() -> None:
+    """June's runtime copies any part; the later one refuses an address within an allocation."""
+    setting = Setting()
+    later = "block_dim" not in DistributedConfig.__dataclass_fields__
+    with setting.prepared() as worker:
+        worker.run(setting.fill, setting.given, setting.kept)
+        inside, size = setting.kept.data_ptr + 4 * SIZE, 4 * SIZE
+        try:
+            worker.copy_from(setting.staging.data_ptr(), inside, size)
+        except ValueError:
+            assert later, "an address within an allocation was refused"
+            return
+        assert not later and setting.staging.sum() == 4.0 * SIZE
+        setting.staging.fill_(7.0)
+        worker.copy_to(inside, setting.staging.data_ptr(), size)
+        worker.run(setting.read, setting.given, setting.kept, setting.out)
+        assert (setting.out[1] == 9.0).all() and (setting.out[2] == 6.0).all()
+
+
+def uploads_whole_tensors() -> None:
+    """Both take shared memory older than the fork; only the later one takes other memory."""
+    setting = Setting()
+    later = "block_dim" not in DistributedConfig.__dataclass_fields__
+    with setting.prepared() as worker:
+        kept = worker.alloc_tensor((SIZE, SIZE), torch.float32, init=setting.given)
+        worker.run(setting.read, setting.given, kept, setting.out)
+        assert (setting.out == 4.0).all()
+        try:
+            kept = worker.alloc_tensor((SIZE, SIZE), torch.float32, init=torch.ones(SIZE, SIZE))
+        except ValueError:
+            assert not later
+            return
+        worker.run(setting.read, setting.given, kept, setting.out)
+        assert later and (setting.out == 3.0).all()
+
+
+def forks_in_prepare() -> None:
+    setting = Setting()
+    with setting.prepared():
+        assert len(setting.pids) >= 1 and setting.pids <= children()
+    assert not setting.pids & children(), "a normal close left a process behind"
+
+
+def does_not_check_shapes() -> None:
+    setting = Setting()
+    wrong = torch.full((SIZE, 2 * SIZE), 2.0).share_memory_()
+    with setting.prepared() as worker:
+        worker.run(setting.fill, setting.given, setting.kept)
+        worker.run(setting.read, wrong, setting.kept, setting.out)
+        assert not (setting.out == 6.0).all(), "a tensor of another shape was used as if it had the right one"
+
+
+def hangs_when_its_child_is_dead() -> None:
+    setting = Setting()
+    with setting.prepared() as worker:
+        for pid in setting.pids:
+            os.kill(pid, signal.SIGKILL)
+        print("calling", flush=True)
+        worker.run(setting.fill, setting.given, setting.kept)
+
+
+def hangs_for_tensors_shared_too_late() -> None:
+    setting = Setting()
+    with setting.prepared() as worker:
+        late = torch.full((1 << 13, 1 << 13), 1.0).share_memory_()[:SIZE, :SIZE]
+        print("calling", flush=True)
+        worker.run(setting.fill, late, setting.kept)
+
+
+def outlives_its_parent() -> None:
+    """Print the children, and end without a close, as a worker that is killed does."""
+    setting = Setting()
+    with setting.prepared():
+        print(*setting.pids, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
+    print("ok")

@@ -1,0 +1,10 @@
+"""A double of hw-native-sys/pypto: its interface and rules as docs/npu.md lists them, with kernels in numpy.
+
+`PYPTO_DOUBLE_REVISION` chooses 2026-06, the default, or 2026-08. `PYPTO_DOUBLE_FAULTS` names a file with a fault
+(`fail`, `hang` or `die`) and the number of a worker's dispatch at which it happens; the file is removed then.
+"""
+
+import os
+
+__version__ = "0.1.0"
+REVISION = os.environ.get("PYPTO_DOUBLE_REVISION", "2026-06")

@@ -1,0 +1,16 @@
+"""Environments with a PyPTO: the double in its revisions, or the one that is installed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DOUBLE = ROOT / "tests" / "npu" / "double"
+REVISIONS = ("2026-06", "2026-08")
+
+
+def with_double(runtime: str = "2026-06", programs: str = "2026-08", **more: str) -> dict[str, str]:
+    """The variables with which a process finds the double."""
+    path = os.pathsep.join([str(DOUBLE), str(ROOT)])
+    return {"PYTHONPATH": path, "PYPTO_DOUBLE_REVISION": runtime, "PYPTO_LIB_DOUBLE_REVISION": programs, **more}

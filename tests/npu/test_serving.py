@@ -1,0 +1,222 @@
+"""The whole engine over the double of the runtime: chunks, prefix hits, preemption, tiers, faults.
+
+Answers equal those of the CPU's program up to near-ties, and those of an undisturbed engine token by token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from pypto_serving.engine.async_engine import AsyncEngine
+from pypto_serving.setup import prepare as preparing
+from pypto_serving.types.config import EngineConfig, FaultConfig
+from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.types.tier import TIERS
+from tests.checkpoints import make_checkpoint
+from tests.e2e.engines import GREEDY, QUICK_FAULTS, Killer, answers, engine_config, replies, run_engine
+from tests.e2e.server import Server
+from tests.npu.installed import REVISIONS, with_double
+
+pytestmark = pytest.mark.e2e
+
+ERROR = 0.06
+"""Most by which log-probabilities differ from the CPU's, whose sums round elsewhere; twice that is a tie."""
+NEVER_S = 200.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), dtype="bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def double(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Processes find the double; those that forked it leave nothing behind."""
+    find = preparing.importlib.util.find_spec
+    monkeypatch.setattr(preparing.importlib.util, "find_spec", lambda name: name == "pypto" or find(name))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "npu-cache"))
+    for name, value in with_double().items():
+        monkeypatch.setenv(name, value)
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv("PYPTO_TEST_MARK", mark)
+    yield
+    _, alive = psutil.wait_procs([process for process in psutil.process_iter() if _has(process, mark)], timeout=5)
+    assert not alive, f"left behind: {alive}"
+
+
+def _has(process: psutil.Process, mark: str) -> bool:
+    """Whether a process, or the one that it was forked from, was started with this mark."""
+    try:
+        return process.environ().get("PYPTO_TEST_MARK") == mark
+    except psutil.Error:
+        return False
+
+
+def npu_config(model: Path, changes: dict[str, Any] | None = None, **options: Any) -> EngineConfig:
+    return engine_config(model, changes, **{"backend": "npu", **options})
+
+
+def prompts_of(seed: int, count: int, longest: int = 180) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [rng.choices(range(250), k=rng.randrange(2, longest)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("programs", REVISIONS)
+@pytest.mark.parametrize("runtime", REVISIONS)
+def test_answers_are_those_of_the_cpu(
+    model: Path, runtime: str, programs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twenty requests, more than there are rows, in chunks of at most 96 tokens beside decodes."""
+    for name, value in with_double(runtime, programs).items():
+        monkeypatch.setenv(name, value)
+    prompts = prompts_of(1, 20)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
+    expected = run_engine(engine_config(model), lambda engine: replies(engine, prompts, params))
+    config = npu_config(model, max_num_batched_tokens=96)
+    found = run_engine(config, lambda engine: replies(engine, prompts, params))
+    worst, num_same = 0.0, 0
+    for (ours, own_values), (theirs, values) in zip(found, expected, strict=True):
+        same = next((i for i in range(len(ours)) if ours[i] != theirs[i]), len(ours))
+        worst = max([worst, *(abs(own_values[i].logprob - values[i].logprob) for i in range(same))])
+        if same < len(ours):
+            best, second = np.frombuffer(values[same].top_logprobs, "<f4")[:2]
+            assert best - second < 2 * ERROR, f"token {same} differs, and is no tie"
+        num_same += same == len(ours)
+    assert worst < ERROR
+    assert num_same >= 12 and len({tuple(tokens) for tokens, _ in found}) == len(prompts)
+
+
+def test_batch_chunks_and_hits_change_nothing(model: Path) -> None:
+    """One request after the other, in whole prompts, answers what all at once do; the second time from the cache."""
+    shared = prompts_of(2, 1)[0] + [7] * 160
+    prompts = [shared[:n] + tail for n, tail in zip((130, 256, 300, 330), prompts_of(3, 4, 60), strict=True)]
+    prompts += prompts_of(4, 12)
+
+    async def one_by_one(engine: AsyncEngine) -> list[list[int]]:
+        return [(await answers(engine, [prompt]))[0] for prompt in prompts]
+
+    async def twice(engine: AsyncEngine) -> list[list[list[int]]]:
+        both = [await answers(engine, prompts), await answers(engine, prompts)]
+        assert engine.stats.max_step_rows > 8
+        return both
+
+    off = npu_config(model, prefix_caching=False, max_num_batched_tokens=512)
+    expected = run_engine(off, one_by_one)
+    assert run_engine(npu_config(model, max_num_batched_tokens=64), twice) == [expected, expected]
+
+
+def test_preemption_and_tiers_change_nothing(model: Path, tmp_path: Path) -> None:
+    """Four pages for sequences that need three each: blocks go to host memory and disk, and come back."""
+    prompts = prompts_of(5, 8, 300)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    expected = run_engine(npu_config(model), lambda engine: answers(engine, prompts, params))
+
+    async def scenario(engine: AsyncEngine) -> list[list[list[int]]]:
+        found = [await answers(engine, prompts, params) for _ in range(3)]
+        assert engine.stats.num_preemptions
+        return found
+
+    changes = {"num_blocks": (7,)}
+    config = npu_config(model, changes, kv_host_memory="2MiB", kv_disk=str(tmp_path / "kv"), max_model_len=512)
+    assert run_engine(config, scenario) == [expected] * 3
+    restarted = run_engine(config, lambda engine: replies_with_hits(engine, prompts, params))
+    assert restarted[0] == expected and restarted[1] > 0
+
+
+async def replies_with_hits(
+    engine: AsyncEngine, prompts: list[list[int]], params: SamplingParams
+) -> tuple[list[list[int]], int]:
+    """Answers, and how many tokens came from the disk."""
+    cached = 0
+
+    def count(output: Any) -> None:
+        nonlocal cached
+        if output.finish_reason is not None:
+            cached += output.cached_by_tier[TIERS.index("disk")]
+
+    return await answers(engine, prompts, params, count), cached
+
+
+def test_streams_survive_kills_of_the_worker(model: Path) -> None:
+    prompts = prompts_of(6, 12)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    expected = run_engine(npu_config(model), lambda engine: answers(engine, prompts, params))
+
+    async def scenario(engine: AsyncEngine) -> list[list[int]]:
+        killer = Killer(engine, 3, seed=1)
+        found = await answers(engine, prompts, params, killer)
+        assert engine.stats.num_respawns == killer.killed == 3
+        return found
+
+    assert run_engine(npu_config(model, {"faults": QUICK_FAULTS}), scenario) == expected
+
+
+@pytest.mark.parametrize("kind", ["fail", "hang", "die"])
+def test_a_dispatch_that_goes_wrong(model: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker is lost, with the process of its chip, and the streams go on in the next life."""
+    prompts = prompts_of(7, 6)
+    expected = run_engine(npu_config(model), lambda engine: answers(engine, prompts))
+    fault = tmp_path / "fault"
+    fault.write_text(f"{kind} 9")
+    monkeypatch.setenv("PYPTO_DOUBLE_FAULTS", str(fault))
+    faults = FaultConfig(respawn_delay_s=0.01, step_timeout_s=3.0 if kind == "hang" else NEVER_S)
+
+    async def scenario(engine: AsyncEngine) -> list[list[int]]:
+        found = await answers(engine, prompts)
+        assert engine.stats.num_respawns == 1
+        return found
+
+    began_s = time.monotonic()
+    assert run_engine(npu_config(model, {"faults": faults}), scenario) == expected
+    assert time.monotonic() - began_s < NEVER_S, "the worker did not notice"
+    assert not fault.exists()
+
+
+def test_the_host_samples_with_seeds(model: Path) -> None:
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=20, ignore_eos=True) for i in range(4)]
+    prompts = prompts_of(8, 4)
+    twice = [run_engine(npu_config(model), lambda engine: answers(engine, prompts, params)) for _ in range(2)]
+    assert twice[0] == twice[1] != run_engine(npu_config(model), lambda engine: answers(engine, prompts, GREEDY))
+
+
+def test_the_bundled_model_over_http() -> None:
+    """Chats, and what no program of this backend gives."""
+    questions = ["Hello!", "What is 7 plus 5?"]
+
+    def ask(*arguments: str) -> list[str]:
+        with Server(*arguments) as server:
+            bodies = [{"messages": [{"role": "user", "content": text}], "temperature": 0} for text in questions]
+            found = [server.http.post("/v1/chat/completions", json=body | {"max_tokens": 40}) for body in bodies]
+            scored = {"prompt": "Hello", "prompt_logprobs": 1, "max_tokens": 1}
+            refused = server.http.post("/v1/completions", json=scored)
+            assert refused.status_code == (400 if arguments else 200), refused.text
+            return [answer.json()["choices"][0]["message"]["content"] for answer in found]
+
+    answers = ask("--device", "npu")
+    assert answers == ask() and all(answers)
+
+
+def test_tiers_are_refused_where_only_whole_tensors_are_copied(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYPTO_DOUBLE_REVISION", "2026-08")
+    config = npu_config(model, kv_host_memory="2MiB")
+
+    async def start() -> None:
+        engine = AsyncEngine(config)
+        await engine.start()
+        try:
+            await engine.wait_ready()
+        finally:
+            await engine.stop()
+
+    with pytest.raises(Exception, match=r"copies whole tensors only, .* drop kv-host-memory"):
+        asyncio.run(start())
