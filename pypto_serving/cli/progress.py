@@ -12,7 +12,13 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 
-_SHOWN = {"digests": "digesting weights", "weights": "loading weights", "warm-up": "warming up", "prepare": "preparing"}
+_SHOWN = {
+    "digests": "digesting weights",
+    "weights": "loading weights",
+    "programs": "preparing programs",
+    "warm-up": "warming up",
+    "prepare": "preparing",
+}
 """Phases of a worker, as they are shown."""
 _IN_BYTES = ("weights", "digests", "converting weights")
 """Phases that count bytes; others count steps or blocks."""

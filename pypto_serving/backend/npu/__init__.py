@@ -1,13 +1,11 @@
 """The npu backend: models as compiled PyPTO programs, on Ascend NPUs or on PyPTO's simulators of them.
 
-| module     | what it does                                                                               |
-|------------|--------------------------------------------------------------------------------------------|
-| backend    | prepares everything in the order that the runtime's fork needs                             |
-| device     | the prepared worker: checked dispatches, uploads, copies; tells when a chip process ends    |
-| keeper     | a process that ends the worker's process group when the worker ends                        |
-| library    | finds pypto-lib's programs of a model                                                      |
-| pages      | KV blocks of the pools, for lower tiers                                                    |
-| program    | runs dispatches                                                                            |
-| programs   | keeps compiled programs on disk                                                            |
-| runtime    | the only module that imports PyPTO: its revision, shared memory, compiling, preparing      |
+- `backend`: prepares everything in the order that the runtime's fork needs
+- `device`: the prepared worker: checked dispatches, uploads and copies; tells when a chip process ends
+- `keeper`: a process that ends the worker's process group when the worker ends
+- `library`: finds pypto-lib's programs of a model
+- `pages`: KV blocks of the pools, for lower tiers
+- `program`: runs dispatches
+- `programs`: keeps compiled programs on disk
+- `runtime`: imports PyPTO, which nothing else does: its revision, shared memory, compiling, preparing
 """

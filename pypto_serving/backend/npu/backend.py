@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import subprocess
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,9 @@ from pypto_serving.model.fingerprint import checkpoint_state, program_fingerprin
 from pypto_serving.model.registry import CheckpointConfig, read_config
 from pypto_serving.model.tensors import StoredTensors
 from pypto_serving.types.draws import Sampler
+
+REPORT_S = 10.0
+"""How often a compile is reported to go on."""
 
 
 class NpuBackend(Backend):
@@ -75,8 +80,8 @@ class NpuBackend(Backend):
         kept, contract, found = Programs(runtime, self.config.cache_dir), library.contract, {}
         sizes = {**contract.most, "ROWS": self._rows(library)}
         for done, (stage, host) in enumerate(library.hosts.items()):
-            progress("programs", done, len(library.hosts))
-            found[stage] = kept.get(stage, host, library.sources, contract.stages[stage], sizes)
+            with _repeated(progress, "programs", done, len(library.hosts)):
+                found[stage] = kept.get(stage, host, library.sources, contract.stages[stage], sizes)
         progress("programs", len(found), len(found))
         return found
 
@@ -106,6 +111,26 @@ class NpuBackend(Backend):
             raise ModelError(f"nothing fills the arguments {', '.join(sorted(missing))}")
         tensors.finish()
         return contract.embedding(tensors)
+
+
+@contextlib.contextmanager
+def _repeated(progress: Progress, phase: str, done: int, total: int) -> Iterator[None]:
+    """Report the same again and again: a compile may take longer than a worker may be silent."""
+    ended = threading.Event()
+
+    def report() -> None:
+        while True:
+            progress(phase, done, total)
+            if ended.wait(REPORT_S):
+                return
+
+    thread = threading.Thread(target=report, name="compile-progress")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()  # the runtime forks next
 
 
 def _sampler() -> Sampler | None:
