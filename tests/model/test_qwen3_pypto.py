@@ -296,6 +296,19 @@ def test_rows_and_pages_of_the_pools(checkpoint: Path, revision: Any) -> None:
             assert len(rows) == model.num_layers * heads * 128 and {seen[row] for row in rows} == {page}
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"attention_bias": True}, "their projections have no bias"),
+        ({"rms_norm_eps": 1e-5}, "their norms have the epsilon 1e-06, not 1e-05"),
+        ({"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 64}, "they have no experts"),
+    ],
+)
+def test_what_the_programs_cannot_serve(changes: dict[str, Any], reason: str) -> None:
+    assert Qwen3Contract.obstacle(Qwen3Config.from_json(QWEN3_14B | changes, "config.json")) == reason
+
+
 ARGUMENTS = (Argument("x", "int32", ("T",), "input"), Argument("w", "float32", (4, 2)), Argument("y", "int32", ("T",)))
 
 

@@ -71,13 +71,10 @@ def prompts_of(seed: int, count: int, longest: int = 180) -> list[list[int]]:
     return [rng.choices(range(250), k=rng.randrange(2, longest)) for _ in range(count)]
 
 
-@pytest.mark.parametrize("programs", REVISIONS)
-@pytest.mark.parametrize("runtime", REVISIONS)
-def test_answers_are_those_of_the_cpu(
-    model: Path, runtime: str, programs: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("revision", REVISIONS)
+def test_answers_are_those_of_the_cpu(model: Path, revision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twenty requests, more than there are rows, in chunks of at most 96 tokens beside decodes."""
-    for name, value in with_double(runtime, programs).items():
+    for name, value in with_double(revision, revision).items():
         monkeypatch.setenv(name, value)
     prompts = prompts_of(1, 20)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)

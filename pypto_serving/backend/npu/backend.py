@@ -7,7 +7,7 @@ import contextlib
 import os
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -30,8 +30,8 @@ from pypto_serving.model.registry import CheckpointConfig, read_config
 from pypto_serving.model.tensors import StoredTensors
 from pypto_serving.types.draws import Sampler
 
-REPORT_S = 10.0
-"""How often a compile is reported to go on."""
+REPORT_S, MOST_REPORTS = 10.0, 180
+"""How often, and how many times, compiling and preparing programs is reported to go on: half an hour in all."""
 
 
 class NpuBackend(Backend):
@@ -57,10 +57,7 @@ class NpuBackend(Backend):
         checkpoint = read_config(config.model)
         check_groups(config, checkpoint.family, checkpoint.model)
         library = find_library(config, checkpoint)
-        programs = self._compile(runtime, library, progress)
-        buffers = Buffers(library.contract, STAGING_BYTES)
-        self._keeper = keep_group()
-        self._device = Device(runtime, library.contract, programs, buffers)
+        self._device = self._prepare(runtime, library, progress)
         atexit.register(self._device.close)
         embedding = self._load(library, checkpoint, progress)
         if checkpoint_state(config.model) != state:
@@ -75,15 +72,19 @@ class NpuBackend(Backend):
         assert self._device is not None and self._keeper is not None
         self._device.watch(fault, self._keeper.pid)
 
-    def _compile(self, runtime: Runtime, library: Library, progress: Progress) -> Mapping[StageName, Any]:
-        """Load the compiled programs, and compile those that are not kept on disk."""
-        kept, contract, found = Programs(runtime, self.config.cache_dir), library.contract, {}
+    def _prepare(self, runtime: Runtime, library: Library, progress: Progress) -> Device:
+        """Load the compiled programs, or compile them, allocate shared memory, and let the runtime fork."""
+        kept = Programs(runtime, self.config.cache_dir)
+        contract, programs = library.contract, dict[StageName, Any]()
         sizes = {**contract.most, "ROWS": self._rows(library)}
-        for done, (stage, host) in enumerate(library.hosts.items()):
-            with _repeated(progress, "programs", done, len(library.hosts)):
-                found[stage] = kept.get(stage, host, library.sources, contract.stages[stage], sizes)
-        progress("programs", len(found), len(found))
-        return found
+        with _repeated(progress), kept.locked():
+            for stage, host in library.hosts.items():
+                programs[stage] = kept.get(stage, host, library.sources, contract.stages[stage], sizes)
+            buffers = Buffers(contract, STAGING_BYTES)
+            self._keeper = keep_group()
+            device = Device(runtime, contract, programs, buffers)
+        progress("programs", 1, 1)
+        return device
 
     def _rows(self, library: Library) -> int:
         """Return the rows of each KV pool, which all pages of all layers take."""
@@ -114,13 +115,13 @@ class NpuBackend(Backend):
 
 
 @contextlib.contextmanager
-def _repeated(progress: Progress, phase: str, done: int, total: int) -> Iterator[None]:
-    """Report the same again and again: a compile may take longer than a worker may be silent."""
+def _repeated(progress: Progress) -> Iterator[None]:
+    """Report the same again and again: a compile may take longer than a worker may be silent, but not for ever."""
     ended = threading.Event()
 
     def report() -> None:
-        while True:
-            progress(phase, done, total)
+        for _ in range(MOST_REPORTS):
+            progress("programs", 0, 1)
             if ended.wait(REPORT_S):
                 return
 
@@ -130,7 +131,7 @@ def _repeated(progress: Progress, phase: str, done: int, total: int) -> Iterator
         yield
     finally:
         ended.set()
-        thread.join()  # the runtime forks next
+        thread.join()
 
 
 def _sampler() -> Sampler | None:

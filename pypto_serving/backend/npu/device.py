@@ -52,29 +52,30 @@ class Device:
         self._copies_parts = runtime.copies_parts
         self._resident: dict[str, Any] = {}
         self._lock = threading.Lock()
+        self._failed = False
         before = _children()
         self._worker = runtime.prepare(list(programs.values()))
         self.pids = sorted(_children() - before)
 
     def close(self) -> None:
-        """End the chip processes."""
-        with self._lock:
-            self._worker.close()
+        """End the chip processes; after a dispatch that failed, leave that to the keeper: they may not answer."""
+        if not self._failed:
+            with self._lock:
+                self._worker.close()
 
     def upload(self, argument: Argument, shape: tuple[int, ...], pieces: Iterable[Array]) -> None:
         """Allocate a weight or a cache, and fill it with pieces along dimension 0. Raises ConfigError."""
         dtype = getattr(torch, argument.dtype)
+        whole = None if self._copies_parts else _joined(argument, shape, dtype, pieces)
         try:
-            if self._copies_parts:
-                tensor = self._worker.alloc_tensor(shape, dtype)
-                self._fill(tensor.data_ptr, tensor.nbytes, pieces)
-            else:
-                tensor = self._worker.alloc_tensor(shape, dtype, init=_joined(argument, shape, dtype, pieces))
+            tensor = self._worker.alloc_tensor(shape, dtype, init=whole)
         except (MemoryError, RuntimeError) as error:
             size = math.prod(shape) * dtype.itemsize
             raise ConfigError(
                 f"the device has no {size} bytes for {argument.name} ({error}); lower kv-memory"
             ) from None
+        if whole is None:
+            self._fill(tensor.data_ptr, tensor.nbytes, pieces)
         self._resident[argument.name] = tensor
 
     def _fill(self, start: int, num_bytes: int, pieces: Iterable[Array]) -> None:
@@ -109,7 +110,11 @@ class Device:
         call = [tensors[each.name].tensor if each.name in tensors else self._resident[each.name] for each in arguments]
         bind(arguments, {each.name: tuple(one.shape) for each, one in zip(arguments, call, strict=True)})
         with self._lock:
-            self._worker.run(self._programs[stage], *call)
+            try:
+                self._worker.run(self._programs[stage], *call)
+            except BaseException:
+                self._failed = True
+                raise
         return {argument.name: tensors[argument.name].array for argument in of_role(arguments, "output")}
 
     def read(self, name: str, spans: Spans, out: UInt8Array) -> None:

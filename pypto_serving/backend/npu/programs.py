@@ -8,6 +8,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,17 @@ class Programs:
         self._temporary = None if cache_dir else tempfile.TemporaryDirectory(prefix="pypto-npu-")
         self._folder = Path(cache_dir) / "npu" if self._temporary is None else Path(self._temporary.name)
 
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Let one process at a time compile, and prepare what it loaded: the first to prepare builds kernels beside it."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(file, fcntl.LOCK_UN)  # chip processes inherit the open file
+
     def get(self, stage: str, host: Any, sources: bytes, arguments: Sequence[Argument], sizes: Sizes) -> Any:
         """Return the compiled program of `host`, whose `sources` are hashed; compile it if it is not kept.
 
@@ -34,10 +46,8 @@ class Programs:
         words = (self._runtime.platform, stage, shapes)
         key = hash128(self._runtime.identity, sources, *(word.encode() for word in words)).hex()
         folder = self._folder / key
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with _locked(self._folder / f"{key}.lock"):
-            if not (folder / META_FILE).exists():
-                self._compile(folder, host, arguments, sizes)
+        if not (folder / META_FILE).exists():
+            self._compile(folder, host, arguments, sizes)
         _require_names(folder, arguments)
         return self._runtime.load(folder)
 
@@ -50,22 +60,17 @@ class Programs:
 
 
 def _require_names(folder: Path, arguments: Sequence[Argument]) -> None:
-    """Raise ConfigError where a program takes other arguments, or in another order."""
-    found = [each["name"] for each in json.loads((folder / META_FILE).read_text())["params"]]
+    """Raise ConfigError where a program takes other arguments, or in another order.
+
+    The compiler appends the version of a name to it.
+    """
+    params = json.loads((folder / META_FILE).read_text())["params"]
+    found = [each["name"].partition("__ssa_v")[0] for each in params]
     wanted = [argument.name for argument in arguments]
-    if found != wanted:
-        differing = next(
-            i for i, pair in enumerate(zip([*found, None], [*wanted, None], strict=False)) if pair[0] != pair[1]
-        )
-        raise ConfigError(
-            f"the compiled program takes {len(found)} arguments, and the contract names {len(wanted)}; they differ at "
-            f"{differing + 1}: {[*found, None][differing]}, not {[*wanted, None][differing]}; see docs/npu.md"
-        )
+    for place, (theirs, ours) in enumerate(zip_longest(found, wanted), start=1):
+        if theirs != ours:
+            raise ConfigError(
+                f"the compiled program takes {len(found)} arguments, and the contract names {len(wanted)}: number "
+                f"{place} is {theirs}, not {ours}; see docs/npu.md"
+            )
 
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Let one process at a time in, so that replicas compile a program once."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

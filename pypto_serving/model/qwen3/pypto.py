@@ -25,6 +25,7 @@ from pypto_serving.util import ceil_div
 Revision = Literal["2026-06", "2026-08"]
 PAGE_TOKENS, BATCH_ROWS, MAX_TOKENS = 128, 16, 4096
 VOCABULARY_MULTIPLE, IDS_PAD = 512, 8
+RMS_NORM_EPS = 1e-6
 _TRANSPOSED = {
     "wq": "self_attn.q_proj",
     "wk": "self_attn.k_proj",
@@ -64,6 +65,8 @@ class Qwen3Contract:
             return "they have no experts"
         if model.attention_bias:
             return "their projections have no bias"
+        if model.rms_norm_eps != RMS_NORM_EPS:
+            return f"their norms have the epsilon {RMS_NORM_EPS}, not {model.rms_norm_eps}"
         return "they take bfloat16 weights" if model.quantization is not None else ""
 
     def _device(self) -> dict[str, Argument]:

@@ -54,7 +54,7 @@ class Host:
         else:
             folder = Path(config.save_kernels_dir)
             folder.mkdir(parents=True)
-        params = [vars(parameter) for parameter in self.parameters]
+        params = [{**vars(each), "name": f"{each.name}__ssa_v0"} for each in self.parameters]
         meta = {"platform": config.platform, "params": params, "entry": [self.path, self.function]}
         meta["device_ids"] = config.distributed_config.device_ids
         (folder / META).write_text(json.dumps(meta))
@@ -68,6 +68,7 @@ class DistributedCompiledProgram:
         self.output_dir, self.platform, self.distributed_config = folder, meta["platform"], config
         self.entry = meta["entry"]
         self.parameters = [Parameter(**each) for each in meta["params"]]
+        self.names = [parameter.name.partition("__ssa_v")[0] for parameter in self.parameters]
 
     @classmethod
     def from_dir(cls, output_dir: Any, *, distributed_config: Any = None) -> DistributedCompiledProgram:

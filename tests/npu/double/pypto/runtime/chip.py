@@ -66,17 +66,17 @@ class Chip:
         self._dispatches += 1
         self._meet_fault()
         program, arrays, consistent = self._programs[index], {}, True
-        for parameter, (address, shape) in zip(program.parameters, described, strict=True):
+        for name, parameter, (address, shape) in zip(program.names, program.parameters, described, strict=True):
             array = _view(address, parameter.dtype, shape)
             consistent &= len(shape) == len(parameter.shape)
             consistent &= all(a in (-1, b) for a, b in zip(parameter.shape, shape, strict=False))
-            arrays[parameter.name] = array
+            arrays[name] = array
         if consistent:
             self._kernels[index](**arrays)
             return
-        for parameter in program.parameters:
-            if parameter.direction == "out" and arrays[parameter.name].dtype == np.float32:
-                arrays[parameter.name][...] = np.nan
+        for name, parameter in zip(program.names, program.parameters, strict=True):
+            if parameter.direction == "out" and arrays[name].dtype == np.float32:
+                arrays[name][...] = np.nan
 
     def _meet_fault(self) -> None:
         path = Path(os.environ.get("PYPTO_DOUBLE_FAULTS", "/nonexistent"))
