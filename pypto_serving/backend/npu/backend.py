@@ -41,6 +41,7 @@ class NpuBackend(Backend):
     what starts threads.
     """
 
+    _programs: Programs | None = None
     _device: Device | None = None
     _keeper: subprocess.Popen[bytes] | None = None
 
@@ -74,7 +75,7 @@ class NpuBackend(Backend):
 
     def _prepare(self, runtime: Runtime, library: Library, progress: Progress) -> Device:
         """Load the compiled programs, or compile them, allocate shared memory, and let the runtime fork."""
-        kept = Programs(runtime, self.config.cache_dir)
+        kept = self._programs = Programs(runtime, self.config.cache_dir)
         contract, programs = library.contract, dict[StageName, Any]()
         sizes = {**contract.most, "ROWS": self._rows(library)}
         with _repeated(progress), kept.locked():

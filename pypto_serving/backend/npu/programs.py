@@ -28,7 +28,7 @@ class Programs:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Let one process at a time compile, and prepare what it loaded: the first to prepare builds kernels beside it."""
+        """Let one process at a time compile and prepare: the first to prepare builds kernels beside its program."""
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / "lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -73,4 +73,3 @@ def _require_names(folder: Path, arguments: Sequence[Argument]) -> None:
                 f"the compiled program takes {len(found)} arguments, and the contract names {len(wanted)}: number "
                 f"{place} is {theirs}, not {ours}; see docs/npu.md"
             )
-
