@@ -302,7 +302,7 @@ def test_rows_and_pages_of_the_pools(checkpoint: Path, revision: Any) -> None:
         ({}, ""),
         ({"attention_bias": True}, "their projections have no bias"),
         ({"rms_norm_eps": 1e-5}, "their norms have the epsilon 1e-06, not 1e-05"),
-        ({"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 64}, "they have no experts"),
+        ({"model_type": "qwen3_moe", "num_experts": 16, "moe_intermediate_size": 64}, "they have no experts"),
     ],
 )
 def test_what_the_programs_cannot_serve(changes: dict[str, Any], reason: str) -> None:
