@@ -12,15 +12,14 @@ import torch
 from safetensors.torch import load_file
 
 from pypto_serving.backend.base import StepInputs
-from pypto_serving.backend.null.program import NullProgram
 from pypto_serving.model.contract import Argument, bind, of_role, same_arguments
 from pypto_serving.model.qwen3.config import Qwen3Config
 from pypto_serving.model.qwen3.pypto import Qwen3Contract
 from pypto_serving.model.registry import load_config
 from pypto_serving.model.tensors import StoredTensors
-from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.step import BackendTraits
 from tests.checkpoints import make_checkpoint
+from tests.model.recorded import Recorded
 from tests.simulation import Simulation, in_pages, null_config
 
 QWEN3_14B: dict[str, Any] = {
@@ -139,25 +138,6 @@ def dispatches(contract: Qwen3Contract, seed: int) -> list[StepInputs]:
     replica.run()
     assert replica.counters.num_preemptions
     return [each for each in found if len(each.token_ids)]
-
-
-class Recorded(NullProgram):
-    """The null program, which keeps copies of its dispatches."""
-
-    def __init__(self, config: EngineConfig, found: list[StepInputs]) -> None:
-        super().__init__(config)
-        self.found = found
-
-    def submit(self, inputs: StepInputs, sampling: Any) -> None:
-        names = StepInputs.__struct_fields__
-        self.found.append(StepInputs(**{name: _copied(getattr(inputs, name)) for name in names}))
-        super().submit(inputs, sampling)
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(_copied, value))
-    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 @pytest.mark.parametrize("revision", ["2026-06", "2026-08"])
