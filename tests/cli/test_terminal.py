@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("pypto-serving serve --kernels av", ["avx512_bf16", "avx512", "avx2"]),
         ("pypto-serving check --log-level d", ["debug"]),
         ("pypto-serving serve --kv-store t", ["through"]),
-        ("pypto-serving chat --backend n", ["null"]),
+        ("pypto-serving chat --backend nu", ["null"]),
         ("pypto-serving bench serve --dataset-name pre", ["prefix_repetition"]),
     ],
 )
