@@ -71,6 +71,7 @@ class EngineCore:
         self._step_tokens: list[int] = []
         self._reported_s = 0.0
         self._work_since_s = 0.0
+        self._worked_s = 0.0
         self._checked = True
 
     def turn(self) -> None:
@@ -85,6 +86,7 @@ class EngineCore:
         if self._publisher is not None and (kv_events := self._kv.take_events()):
             self._publisher.publish(kv_events, now_s)
         self._report(now_s)
+        self._worked_s += self._clock.now() - now_s
 
     def _take(self, message: ToCore) -> None:
         self._checked = False
@@ -205,6 +207,10 @@ class EngineCore:
             accepted_at=tuple(counters.accepted_at),
             prefill_per_s=self._kv.prefill_rate.measured_per_second,
             decode_per_s=counters.decode_rate.measured_per_second,
+            core_s=self._worked_s,
+            packing_s=counters.packing_s,
+            computing_s=counters.computing_s,
+            sampling_s=counters.sampling_s,
             kv_usage=self._kv.usage(),
             tiers=self._kv.tier_stats(),
         )

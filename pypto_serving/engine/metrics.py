@@ -23,6 +23,8 @@ from pypto_serving.types.stats import StepStats, TierStats
 
 CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 FINISH_REASONS = ("stop", "length", "abort", "error")
+STEP_PARTS = ("core", "packing", "computing", "sampling")
+"""Fields of StepStats, without their unit."""
 _SHORT_S = (
     0.001,
     0.0025,
@@ -139,6 +141,15 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
+    @property
+    def bounds(self) -> list[float]:
+        return self._bounds
+
+    @property
+    def counts(self) -> list[int]:
+        """Observations of each bucket."""
+        return self._counts
+
     def buckets(self) -> list[tuple[str, float]]:
         """Return cumulative counts in Prometheus' form, ending with +Inf."""
         total, rows = 0, []
@@ -209,6 +220,9 @@ class ServerMetrics(Collector):
         stats = [engine.stats for engine in engines]
         yield from self._gauges(stats, [engine.health() for engine in engines])
         yield from self._counters(stats, _ENGINE_COUNTERS)
+        parts = [[((part,), getattr(each, f"{part}_s")) for part in STEP_PARTS] for each in stats]
+        help_text = "Time of the core, and of each part of steps in the worker."
+        yield self._of_engines(CounterMetricFamily, "pypto:step_part_seconds", help_text, parts, "part")
         if self._engine.config.num_drafts:
             yield from self._counters(stats, _DRAFT_COUNTERS)
             yield from self._accepted(stats)

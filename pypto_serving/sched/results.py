@@ -110,7 +110,8 @@ class Results:
             self._places.strikes.clear_committed(request.id, request.num_committed)
 
     def _measure(self, step: Step, result: StepResult) -> None:
-        """Record the speed of a step: that of prefill, unless it is one of mostly decodes."""
+        """Record the times of a step, and its speed: that of prefill, unless it is one of mostly decodes."""
+        self._counters.record_times(result)
         num_tokens = sum(entry.count for entry in step.scheduled)
         if num_tokens > 2 * len(step.scheduled):
             self._kv.record_prefill(num_tokens, result.elapsed_s)

@@ -167,7 +167,16 @@ class Counters:
     accepted_at: list[int] = field(default_factory=list)
     prefix_queries: int = 0
     prefix_hits: int = 0
+    computing_s: float = 0.0
+    packing_s: float = 0.0
+    sampling_s: float = 0.0
     decode_rate: Rate = field(default_factory=Rate)
+
+    def record_times(self, result: StepResult) -> None:
+        """Add where the time of a step in the worker went."""
+        self.packing_s += result.packing_s
+        self.sampling_s += result.sampling_s
+        self.computing_s += max(0.0, result.elapsed_s - result.packing_s - result.sampling_s)
 
     def record_step(self, num_rows: int, num_tokens: int) -> None:
         """Count a step of `num_rows` rows and `num_tokens` tokens."""

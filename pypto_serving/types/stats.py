@@ -64,6 +64,9 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=F
     in use, per KV group. `step_tokens` are the tokens of each step since the snapshot before. `prefill_per_s` and
     `decode_per_s` are the tokens per second of steps of mostly prompts and of others, 0 until measured. Rows had drafts
     to verify `num_draft_rounds` times; in `accepted_at[i]` of them the first i + 1 drafts were accepted.
+
+    `core_s` is the time that the core worked; `packing_s`, `computing_s` and `sampling_s` are the parts of steps in the
+    worker. Where a device samples, that is part of computing.
     """
 
     ready: bool = False
@@ -88,6 +91,10 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=F
     accepted_at: tuple[int, ...] = ()
     prefill_per_s: float = 0.0
     decode_per_s: float = 0.0
+    core_s: float = 0.0
+    packing_s: float = 0.0
+    computing_s: float = 0.0
+    sampling_s: float = 0.0
     kv_usage: tuple[float, ...] = ()
     tiers: tuple[TierStats, ...] = ()
 
@@ -103,6 +110,10 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=F
         "prefix_hits",
         "num_draft_rounds",
         "num_drafts",
+        "core_s",
+        "packing_s",
+        "computing_s",
+        "sampling_s",
     )
 
     def ended(self) -> StepStats:

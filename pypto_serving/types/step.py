@@ -90,7 +90,7 @@ class RowFault(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
-    """The result of a plan. `elapsed_s` is the time inside the worker.
+    """The result of a plan. `elapsed_s` is the time inside the worker; packing and sampling are parts of it.
 
     `rows[i]` appended `counts[i]` of `token_ids`, row after row; empty `counts` means one each. A row in `faults` may
     have none. A row with a guide may have more than it sampled, or none: then its last token is computed again.
@@ -110,6 +110,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
     prompt_logprobs: list[RowPromptLogprobs] = []
     num_drafts: bytes = b""
     num_accepted: bytes = b""
+    packing_s: float = 0.0
+    sampling_s: float = 0.0
 
 
 SCORED_TOKENS = 128

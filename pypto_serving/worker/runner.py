@@ -6,7 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -62,7 +62,16 @@ class _Step(msgspec.Struct, frozen=True):
     plan: StepPlan
     dispatches: list[Dispatch]
     started_s: float
+    packed_s: float
     told: list[Told | None]
+
+
+class StepTimes(NamedTuple):
+    """Seconds of a step in the worker, and of its parts on the host."""
+
+    elapsed_s: float
+    packing_s: float
+    sampling_s: float
 
 
 class Runner:
@@ -112,7 +121,7 @@ class Runner:
         """Pack a plan and hand it to the program."""
         started_s = time.perf_counter()
         dispatches = self.batch.pack(plan)
-        step = _Step(plan, dispatches, started_s, [])
+        step = _Step(plan, dispatches, started_s, time.perf_counter(), [])
         for dispatch in dispatches if self._submits_all else dispatches[:1]:
             self._submit(step, dispatch)
         self._steps.append(step)
@@ -128,25 +137,29 @@ class Runner:
     def collect(self) -> StepResult:
         """Wait for the oldest step, sample if the host does, and return the result."""
         step = self._steps.popleft()
-        found, virtual_s = [], None
+        found, sampling_s, virtual_s = [], 0.0, None
         for i, dispatch in enumerate(step.dispatches):
             if i and not self._submits_all:
                 self._submit(step, dispatch)
             output = self.program.collect()
+            computed_s = time.perf_counter()
             if not self._on_device:
                 step.told.append(self.batch.guides.tell(self.batch.still(dispatch), dispatch.num_drafts))
             chosen = self._choose(dispatch, output, step.told[i])
             self.batch.advance(dispatch, chosen.counts, chosen.token_ids, chosen.accepted)
             found.append((dispatch, chosen))
+            sampling_s += time.perf_counter() - computed_s
             if output.virtual_s is not None:
                 virtual_s = (virtual_s or 0.0) + output.virtual_s
         now_s = time.perf_counter()
         elapsed_s = now_s - max(step.started_s, self._collected_s)  # a held step also waits for those before it
         self._collected_s = now_s
-        elapsed_s = elapsed_s if virtual_s is None else virtual_s
+        times = StepTimes(elapsed_s, step.packed_s - step.started_s, sampling_s)
+        if virtual_s is not None:
+            times = StepTimes(virtual_s, 0.0, 0.0)
         if self.batch.drafts is not None:
-            self._measure(step, elapsed_s)
-        return _result(step, found, elapsed_s)
+            self._measure(step, times.elapsed_s)
+        return _result(step, found, times)
 
     def _measure(self, step: _Step, elapsed_s: float) -> None:
         """Let drafts know how long a step of decodes alone took."""
@@ -179,7 +192,7 @@ class Runner:
         return chosen._replace(prompt_logprobs=found, faults=chosen.faults + faults)
 
 
-def _result(step: _Step, found: list[tuple[Dispatch, Chosen]], elapsed_s: float) -> StepResult:
+def _result(step: _Step, found: list[tuple[Dispatch, Chosen]], times: StepTimes) -> StepResult:
     """Join the results of a step's dispatches."""
     rows, token_ids, counts, num_drafts, num_accepted = b"", b"", b"", b"", b""
     logprobs: list[RowLogprobs] = []
@@ -202,7 +215,9 @@ def _result(step: _Step, found: list[tuple[Dispatch, Chosen]], elapsed_s: float)
         rows=rows,
         token_ids=token_ids,
         logprobs=logprobs,
-        elapsed_s=elapsed_s,
+        elapsed_s=times.elapsed_s,
+        packing_s=times.packing_s,
+        sampling_s=times.sampling_s,
         counts=counts,
         num_drafts=num_drafts,
         num_accepted=num_accepted,

@@ -42,7 +42,7 @@ def test_the_newest_snapshot_is_shown() -> None:
     engine, metrics = new_metrics()
     engine.stats = StepStats(
         num_running=3, num_waiting=2, num_steps=9, num_preemptions=1, num_respawns=4, prompt_tokens=50,
-        generation_tokens=20, prefix_queries=50, prefix_hits=16, kv_usage=(0.25,),
+        generation_tokens=20, prefix_queries=50, prefix_hits=16, kv_usage=(0.25,), core_s=0.5, computing_s=1.5,
     )  # fmt: skip
     engine.state = Health(ok=False, status="stalled", age_s=7.5)
     found = scraped(metrics)
@@ -57,6 +57,8 @@ def test_the_newest_snapshot_is_shown() -> None:
         "vllm:num_preemptions_total": 1,
         "pypto:worker_respawns_total": 4,
         "pypto:engine_steps_total": 9,
+        "pypto:step_part_seconds_total,part=core": 0.5,
+        "pypto:step_part_seconds_total,part=computing": 1.5,
         "pypto:engine_ok": 0,
         "pypto:last_step_age_seconds": 7.5,
         "pypto:kv_group_usage_perc,group=full": 0.25,
