@@ -10,7 +10,9 @@ from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.generation.seeds import SeedSource
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.engine.client import EngineClient, Health
+from pypto_serving.engine.history import History
 from pypto_serving.engine.metrics import ServerMetrics
+from pypto_serving.types.stats import StepStats
 from pypto_serving.util import counted
 
 logger = logging.getLogger("pypto_serving.api")
@@ -20,7 +22,7 @@ MAX_REMEMBERED_FIELDS = 1000
 
 
 class Service:
-    """Join the parts of one server. Made once, at start; only `admission`, `metrics` and `seeds` change."""
+    """Join the parts of one server. Made once, at start; only `admission`, `history`, `metrics` and `seeds` change."""
 
     def __init__(self, engine: EngineClient, serving: ServingConfig) -> None:
         self.engine = engine
@@ -30,12 +32,17 @@ class Service:
         self.eos_token_ids = self.prompter.eos_token_ids
         self.model_name = serving.served_model_names[0]
         self.metrics = ServerMetrics(engine, self.model_name)
-        engine.on_stats = self.metrics.observe_step
+        self.history = History(engine, self.metrics)
+        engine.on_stats = self._observe
         self.admission = Admission()
         self.created = int(time.time())
         self.seeds = SeedSource(engine.config.seed)
         self._warned_fields: set[str] = set()
         logger.info("%s", serving.default_sampling.describe())
+
+    def _observe(self, stats: StepStats) -> None:
+        self.metrics.observe_step(stats)
+        self.history.observe(time.monotonic())
 
     def warn_ignored(self, names: list[str]) -> None:
         """Log each unknown request field once."""

@@ -18,9 +18,10 @@ from pypto_serving.api.generation.stops import StopPatterns
 from pypto_serving.api.generation.usage import Usage, count_usage
 from pypto_serving.api.service import Service
 from pypto_serving.api.text.tokenizer import Tokenizer
+from pypto_serving.engine.history import Finished
 from pypto_serving.engine.stream import Pause
 from pypto_serving.errors import RequestFailedError
-from pypto_serving.types.request import EngineRequest, RequestOutput
+from pypto_serving.types.request import EngineRequest, RequestOutput, Timeline
 from pypto_serving.util import counted
 
 logger = logging.getLogger("pypto_serving.api")
@@ -150,6 +151,7 @@ class Generation:
         if timeline is not None and output.finish_reason is None:  # a stop string ended it here
             timeline = msgspec.structs.replace(timeline, finished_s=now_s)
         service.metrics.observe_finish(reason, choice.num_prompt, choice.num_tokens, e2e_s, timeline)
+        self._remember(choice, reason, timeline)
         if output.fault is not None:
             if output.fault.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                 self._given_up.append(choice)
@@ -161,10 +163,25 @@ class Generation:
             service.engine.abort([choice.request_id])
         return None
 
+    def _remember(self, choice: Choice, reason: str, timeline: Timeline | None) -> None:
+        if timeline is not None:
+            ended = Finished(
+                id=choice.request_id,
+                reason=reason,
+                prompt_tokens=choice.num_prompt,
+                output_tokens=choice.num_tokens,
+                cached_tokens=choice.num_cached,
+                timeline=timeline,
+            )
+            self._service.history.finish(ended)
+
     def _count_aborted(self, unfinished: list[Choice]) -> None:
         """Count `unfinished` choices, and log them with those that the engine gave up."""
         for choice in unfinished:
             self._service.metrics.observe_finish("abort", choice.num_prompt, choice.num_tokens, 0.0, None)
+            if choice.timeline is not None:
+                ended = msgspec.structs.replace(choice.timeline, finished_s=time.monotonic())
+                self._remember(choice, "abort", ended)
         if cut := unfinished + self._given_up:
             tokens = sum(choice.num_tokens for choice in cut)
             choices = counted(len(cut), "unfinished choice")
