@@ -6,6 +6,7 @@ Listed from the top down: modules import only their own line and those below. On
 - `run`: run the HTTP server in this process
 - `server`: route HTTP requests to handlers
 - `openapi`: describe the endpoints for /openapi.json
+- `web`: pages for browsers, and what the dashboard shows
 - `openai`, `reading`: the endpoints of the OpenAI API; where their bodies are read
 - `offline`, `offline_inputs`, `offline_loop`, `offline_outputs`: the offline API, without HTTP
 - `generation`: run one generation, in the form that endpoints and offline API share

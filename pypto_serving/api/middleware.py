@@ -163,18 +163,22 @@ def _is_loopback(server: tuple[str, int] | None) -> bool:
 
 
 class ApiKeyGuard:
-    """Refuse requests without the API key, except for /health."""
+    """Refuse requests without the API key, except for /health and paths that `is_public`."""
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    def __init__(self, app: ASGIApp, api_key: str, is_public: Callable[[str], bool]) -> None:
         self.app = app
+        self._is_public = is_public
         self._expected = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] == "/health" or self._allows(scope):
+        if scope["type"] != "http" or self._is_open(scope["path"]) or self._allows(scope):
             await self.app(scope, receive, send)
             return
         message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
         await describe(AuthenticationError(message)).response()(scope, receive, send)
+
+    def _is_open(self, path: str) -> bool:
+        return path == "/health" or self._is_public(path)
 
     def _allows(self, scope: Scope) -> bool:
         for name, value in scope["headers"]:

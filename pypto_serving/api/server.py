@@ -39,9 +39,12 @@ from pypto_serving.api.openapi import MODEL_PARAMETER, TIER_PARAMETER
 from pypto_serving.api.reading.reading import Reading
 from pypto_serving.api.service import Service
 from pypto_serving.api.settings import ServingConfig
+from pypto_serving.api.web.dashboard import show_stats
+from pypto_serving.api.web.pages import ASSETS, PAGES, is_page, show_page
 from pypto_serving.engine.client import EngineClient
 from pypto_serving.engine.metrics import CONTENT_TYPE
 from pypto_serving.errors import PyptoError, RequestError
+from pypto_serving.setup.kv_shares import MemoryPlan
 from pypto_serving.types.tier import TIERS
 from pypto_serving.util import one_of
 
@@ -63,11 +66,15 @@ class Application(FastAPI):
         await super().__call__(scope, receive, send)
 
 
-def create_app(engine: EngineClient, serving: ServingConfig) -> FastAPI:
-    """Make the application; start nothing. `app.state.service` and `app.state.reading` are for all handlers."""
+def create_app(engine: EngineClient, serving: ServingConfig, memory: MemoryPlan | None = None) -> FastAPI:
+    """Make the application; start nothing. `app.state.service` and `app.state.reading` are for all handlers.
+
+    The dashboard shows the plan of a replica's `memory`.
+    """
     app = Application(title="pypto-serving", version=__version__, docs_url=None, redoc_url=None)
     service = Service(engine, serving)
     app.state.service = service
+    app.state.memory = memory
     app.state.reading = Reading(BodyReader(service.prompter, serving), service.require_admission)
     _add_routes(app)
     app.add_exception_handler(PyptoError, _answer_error)  # type: ignore[arg-type]
@@ -75,7 +82,7 @@ def create_app(engine: EngineClient, serving: ServingConfig) -> FastAPI:
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
     app.add_middleware(Faults)
     if serving.api_key is not None:
-        app.add_middleware(ApiKeyGuard, api_key=serving.api_key.strip())
+        app.add_middleware(ApiKeyGuard, api_key=serving.api_key.strip(), is_public=is_page)
     else:
         app.add_middleware(OriginGuard, allowed=serving.allowed_origins)
     if serving.allowed_origins:
@@ -110,6 +117,9 @@ def _add_routes(app: FastAPI) -> None:
     answers = openapi.responses("text/plain", 400)
     add("/reset_prefix_cache", reset_prefix_cache, answers, "POST", parameters=[TIER_PARAMETER])
     app.add_api_route("/health", health, methods=["HEAD"], include_in_schema=False)
+    app.add_api_route("/dashboard/stats", show_stats, methods=["GET"], include_in_schema=False)
+    for path in (*PAGES, ASSETS + "{name}"):
+        app.add_api_route(path, show_page, methods=["GET", "HEAD"], include_in_schema=False)
 
 
 async def health(request: Request) -> Response:

@@ -118,7 +118,7 @@ async def _serve(options: Options, resolved: Resolved, serving: ServingConfig) -
     engine = make_engine(resolved.engines, progress)
     await engine.start()  # the worker loads while this process imports the HTTP server
     try:
-        await _serve_http(options, resolved.server, serving, engine, progress)
+        await _serve_http(options, resolved, serving, engine, progress)
     finally:
         progress.close()
         await engine.stop()
@@ -126,7 +126,7 @@ async def _serve(options: Options, resolved: Resolved, serving: ServingConfig) -
 
 async def _serve_http(
     options: Options,
-    server: ServerConfig,
+    resolved: Resolved,
     serving: ServingConfig,
     engine: AsyncEngine | Replicas,
     progress: LoadProgress,
@@ -135,8 +135,9 @@ async def _serve_http(
     from pypto_serving.api.run import serve as listen
     from pypto_serving.api.server import create_app
 
+    server = resolved.server
     bound: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    app = create_app(engine, serving)
+    app = create_app(engine, serving, resolved.memory)
     http = asyncio.create_task(
         listen(app, server.host, server.port, bound.set_result, drain_timeout_s=server.drain_timeout_s)
     )
