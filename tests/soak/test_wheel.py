@@ -47,6 +47,8 @@ def test_a_wheel_serves_where_there_is_no_compiler(tmp_path: Path, monkeypatch: 
         body = {"messages": [{"role": "user", "content": "What is 37+45?"}]}
         answer = server.http.post("/v1/chat/completions", json=body).json()
         assert "82" in answer["choices"][0]["message"]["content"]
+        for path in ("/", "/dashboard", "/web/playground.js"):
+            assert server.http.get(path).status_code == 200
 
 
 def folder_bytes(folder: Path) -> int:

@@ -1,0 +1,82 @@
+"""A browser for these tests, and pages in it that must load nothing from elsewhere and complain of nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.api.web.browser import Browser, Page, find_browser
+
+AXE = "axe-core@4.14.1"
+AXE_FILE = "package/axe.min.js"
+FETCH_S = 60
+
+OpenPage = Callable[..., Page]
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    path = find_browser()
+    if path is None:
+        pytest.skip("no Chromium is installed, such as Debian's package chromium")
+    browser = Browser(path, tmp_path_factory.mktemp("browser"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[OpenPage]:
+    """Open a URL in a page of its own."""
+    pages: list[tuple[Page, str]] = []
+
+    def open_one(url: str, width: int = 1280, height: int = 800) -> Page:
+        page = browser.open(url, width, height)
+        pages.append((page, urlsplit(url).netloc))
+        return page
+
+    yield open_one
+    for page, host in pages:
+        outside = [url for url in page.requests if urlsplit(url).netloc != host]
+        complaints = page.complaints
+        page.close()
+        assert (outside, complaints) == ([], [])
+
+
+@pytest.fixture(scope="session")
+def axe(pytestconfig: pytest.Config) -> str:
+    """The source of axe-core, fetched once with npm."""
+    assert pytestconfig.cache is not None
+    file = Path(pytestconfig.cache.mkdir(AXE.replace("@", "-"))) / "axe.min.js"
+    if not file.exists():
+        try:
+            subprocess.run(["npm", "pack", "--silent", AXE], cwd=file.parent, check=True, timeout=FETCH_S)
+        except (OSError, subprocess.SubprocessError):
+            pytest.skip(f"npm cannot fetch {AXE}")
+        with tarfile.open(next(file.parent.glob("*.tgz"))) as archive:
+            source = archive.extractfile(AXE_FILE)
+            assert source is not None
+            file.write_bytes(source.read())
+    return file.read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def is_accessible(axe: str) -> Callable[[Page], None]:
+    """Assert that axe-core finds nothing serious in a page, in light and in dark."""
+
+    def check(page: Page) -> None:
+        page.run(axe + "; true")
+        for scheme in ("light", "dark"):
+            page.prefer(scheme)
+            found = page.run(
+                "axe.run().then(found => found.violations"
+                ".filter(each => each.impact === 'serious' || each.impact === 'critical')"
+                ".map(each => `${each.id}: ${each.nodes.map(n => n.html).join(' ').slice(0, 600)}`))"
+            )
+            assert found == [], scheme
+
+    return check
