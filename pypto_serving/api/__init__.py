@@ -7,7 +7,9 @@ Listed from the top down: modules import only their own line and those below. On
 - `server`: route HTTP requests to handlers
 - `openapi`: describe the endpoints for /openapi.json
 - `web`: pages for browsers, and what the dashboard shows
-- `openai`, `reading`: the endpoints of the OpenAI API; where their bodies are read
+- `reading`: where bodies are read
+- `openai`: the endpoints of the OpenAI API
+- `respond`: answer with a generation, in any endpoint's form
 - `offline`, `offline_inputs`, `offline_loop`, `offline_outputs`: the offline API, without HTTP
 - `generation`: run one generation, in the form that endpoints and offline API share
 - `service`: hold what all generations share: engine, tokenizer, makers of prompts

@@ -33,9 +33,9 @@ from pypto_serving.api.openai.chat import create_chat_completion
 from pypto_serving.api.openai.completions import create_completion
 from pypto_serving.api.openai.fields import IGNORED_HEADER
 from pypto_serving.api.openai.models import list_models, retrieve_model
-from pypto_serving.api.openai.reader import BodyReader
 from pypto_serving.api.openai.schemas import ChatBody, CompletionBody
 from pypto_serving.api.openapi import MODEL_PARAMETER, TIER_PARAMETER
+from pypto_serving.api.reading.reader import BodyReader
 from pypto_serving.api.reading.reading import Reading
 from pypto_serving.api.service import Service
 from pypto_serving.api.settings import ServingConfig

@@ -21,12 +21,12 @@ import psutil
 import pytest
 
 from pypto_serving.api.openai.body import Endpoint, ReadBody
-from pypto_serving.api.openai.reader import BodyReader
 from pypto_serving.api.openai.schemas import MAX_MESSAGES
 from pypto_serving.api.reading import bodies
 from pypto_serving.api.reading.__main__ import answer
 from pypto_serving.api.reading.bodies import BodyProcess
 from pypto_serving.api.reading.loop import guarded
+from pypto_serving.api.reading.reader import BodyReader
 from pypto_serving.api.reading.reading import QUICK_BYTES, SMALL_BYTES, is_small
 from pypto_serving.api.reading.turns import OLDEST_EVERY, Turns
 from pypto_serving.api.reading.wire import Fault

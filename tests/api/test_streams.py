@@ -13,7 +13,8 @@ import pytest
 from starlette.types import Message
 
 from pypto_serving.api import run
-from pypto_serving.api.openai.respond import PING, begun, pinging
+from pypto_serving.api.openai.sse import PING
+from pypto_serving.api.respond import begun, pinging
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.types.request import RequestFault
 from tests.api.checkpoint import TEXT
@@ -145,7 +146,7 @@ def test_pings_fill_silences_only() -> None:
             if message["body"] == PING:
                 pinged.set()
 
-        async with pinging(write, 0.05) as noted_write:
+        async with pinging(write, lambda: PING, 0.05) as noted_write:
             await pinged.wait()
             pinged.clear()
             await noted_write({"type": "http.response.body", "body": b"token"})

@@ -4,6 +4,7 @@ Every endpoint and the offline API translate to and from this one form. It knows
 JSON.
 
 - `request`: describe prompts and a request; make engine requests of them
+- `chat_request`: make the prompt and the parameters of a conversation
 - `prompts`: turn text and chats into token ids
 - `structured`, `json_schema`, `structural_tag`, `tag_format`: make the grammar that an output must match
 - `schema_errors`: say why a grammar does not compile, with the place in a schema

@@ -4,8 +4,7 @@
 - `body`, `schemas`, `fields`, `invalid`: parse bodies, screen unknown fields, say what is wrong
 - `params`, `prompts`, `structured`, `shown`: read sampling parameters, prompts, what outputs must look like, and what
   the answer shows
-- `chat_body`, `completion_body`, `reader`: read a whole body, in whichever process
-- `respond`: answer at once or stream
+- `chat_body`, `completion_body`: read a whole body
 - `described`, `answers`: describe bodies and answers
 - `sse`, `chat_format`, `completion_format`, `echo_format`, `logprobs`, `usage`: write events and objects
 - `best_of`: choose the best of several choices

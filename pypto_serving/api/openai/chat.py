@@ -9,8 +9,8 @@ from starlette.responses import Response
 
 from pypto_serving.api.openai.body import BodySource
 from pypto_serving.api.openai.chat_format import ChatFormat, ParsedChatFormat
-from pypto_serving.api.openai.respond import respond
 from pypto_serving.api.openai.sse import Head
+from pypto_serving.api.respond import respond
 from pypto_serving.api.service import Service
 
 
@@ -23,4 +23,4 @@ async def create_chat_completion(request: Request) -> Response:
     wanted = body.generation(f"chatcmpl-{uuid.uuid4().hex}")
     head = Head.of(service, wanted, body.model, body.shown)
     form = ChatFormat(head) if body.new_parser is None else ParsedChatFormat(head, body.new_parser)
-    return await respond(request, wanted, form, body)
+    return await respond(request, wanted, form, stream=body.stream, headers=body.headers(), ping_s=body.ping_s)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from msgspec.structs import replace
-
-from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.messages import read_message
 from pypto_serving.api.chat.template import RESERVED
-from pypto_serving.api.chat.tools import ToolUse, read_tool_use
-from pypto_serving.api.generation.chat_guide import with_chat_guide
+from pypto_serving.api.chat.tools import read_tool_use
+from pypto_serving.api.generation.chat_request import ChatRequest, fit_chat
 from pypto_serving.api.generation.prompts import Prompter
-from pypto_serving.api.generation.request import check_scores, fit_num_logprobs, fit_params, fit_prompt
 from pypto_serving.api.openai.body import ReadBody, parse_body, read_common
 from pypto_serving.api.openai.fields import chat_rules
 from pypto_serving.api.openai.params import sampling_params
@@ -36,36 +32,22 @@ def read_chat(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray
     check_max_tokens(asked, field, least=1)
     params = sampling_params(body, serving.default_sampling, asked, _num_logprobs(body))
     shown = Shown.of(body, params)
-    messages = _messages(body)
-    prompter.check_length(sum(len(message["content"]) for message in messages), "messages")
     tools = read_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
-    kwargs = _encoder_kwargs(body, encoder.request_fields, tools, serving.trust_request_chat_template)
-    chat = encoder.encode(messages, kwargs)
-    form = _format(chat.new_parser, tools, body)
-    ids = prompter.encode_chat(chat, bool(body.add_special_tokens))
-    prompt = fit_prompt(
-        ids,
-        params.max_tokens,
-        prompter.config,
-        default_max_tokens=serving.default_sampling.max_tokens,
+    chat = ChatRequest(
+        messages=_messages(body),
+        kwargs=_encoder_kwargs(body, encoder.request_fields, serving.trust_request_chat_template),
+        params=params,
+        tools=tools,
+        max_tokens=asked,
         max_tokens_field=field,
-        prompt_field="messages",
-        truncate_to=params.truncate_prompt_tokens,
+        default_max_tokens=serving.default_sampling.max_tokens,
+        add_special_tokens=bool(body.add_special_tokens),
+        thinking_budget=body.thinking_token_budget,
+        hides_reasoning=body.include_reasoning is False,
+        stream=bool(body.stream),
     )
-    check_scores([prompt], params)
-    if not body.stream:
-        (prompt,) = fit_num_logprobs([prompt], params, asked)
-    guided = with_chat_guide(params, prompter, form, tools, body.thinking_token_budget)
-    fitted = fit_params(guided, prompter, form)
+    prompt, fitted, form = fit_chat(prompter, chat)
     return ReadBody(prompts=[prompt], params=fitted, shown=shown, new_parser=form, **common)
-
-
-def _format(form: OutputFormat | None, tools: ToolUse, body: ChatBody) -> OutputFormat | None:
-    """Add to the format of an output what the request says of calls and of reasoning."""
-    if form is None:
-        return None
-    calls = form.calls if form.calls is None or tools.parallel else replace(form.calls, one=True)
-    return replace(form, calls=calls, hides_reasoning=body.include_reasoning is False)
 
 
 def _num_logprobs(body: ChatBody) -> int | None:
@@ -79,9 +61,7 @@ def _num_logprobs(body: ChatBody) -> int | None:
     return None
 
 
-def _encoder_kwargs(
-    body: ChatBody, request_fields: frozenset[str], tools: ToolUse, trusts_templates: bool
-) -> dict[str, Any]:
+def _encoder_kwargs(body: ChatBody, request_fields: frozenset[str], trusts_templates: bool) -> dict[str, Any]:
     if body.chat_template is not None and not trusts_templates:
         message = "chat_template is refused: this server runs without the option trust-request-chat-template"
         raise RequestError(message, param="chat_template", code="unsupported_field")
@@ -92,7 +72,6 @@ def _encoder_kwargs(
     sent = {**body.extra, "response_format": body.response_format}
     fields = {name: value for name, value in sent.items() if name in request_fields}
     fields |= {name: getattr(body, name) for name in _ENCODED}
-    fields |= {"tools": tools.described() or None}
     fields = {name: value for name, value in fields.items() if value is not None}
     if twice := sorted(fields.keys() & given.keys()):
         names = ", ".join(twice)

@@ -23,7 +23,7 @@ class ChatFormat(EventFormat):
     def __init__(self, head: Head) -> None:
         super().__init__(head, "chat.completion", "chat.completion.chunk", b',"delta":{"content":%b}')
 
-    def opening(self) -> bytes:
+    def opening(self, usage: Usage) -> bytes:
         role = b',"delta":{"role":"assistant","content":""}'
         ids = b',"prompt_token_ids":' + encode(self.head.prompt_ids(0)) if self.head.shown.token_ids else b""
         return b"".join(self.choice(i, role, None, None, above=ids) for i in range(self.head.num_choices))

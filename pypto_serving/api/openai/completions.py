@@ -10,8 +10,8 @@ from starlette.responses import Response
 from pypto_serving.api.openai.body import BodySource
 from pypto_serving.api.openai.completion_format import CompletionFormat
 from pypto_serving.api.openai.echo_format import EchoFormat
-from pypto_serving.api.openai.respond import respond
 from pypto_serving.api.openai.sse import Head
+from pypto_serving.api.respond import respond
 from pypto_serving.api.service import Service
 
 
@@ -24,4 +24,4 @@ async def create_completion(request: Request) -> Response:
     wanted = body.generation(f"cmpl-{uuid.uuid4().hex}")
     head = Head.of(service, wanted, body.model, body.shown)
     form = EchoFormat(head) if body.shown.echo else CompletionFormat(head)
-    return await respond(request, wanted, form, body)
+    return await respond(request, wanted, form, stream=body.stream, headers=body.headers(), ping_s=body.ping_s)

@@ -23,17 +23,13 @@ from pypto_serving.api.service import Service
 from pypto_serving.api.text.tokenizer import Tokenizer
 
 encode = msgspec.json.encode
+DONE, PING = b"data: [DONE]\n\n", b": ping\n\n"
 
 
 def one_line(event: bytes) -> bytes:
     """Escape the characters beyond ASCII at which some clients split lines: U+0085, U+2028 and U+2029."""
     event = event.replace(b"\xc2\x85", b"\\u0085")
     return event.replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
-
-
-def error_event(error: ApiError) -> bytes:
-    """Write the event that ends a stream in which `error` came up."""
-    return one_line(b"data: " + error.payload() + b"\n\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +95,11 @@ class EventFormat(ABC):
         self._before = [b'%b{"index":%d%b' % (self._head, i, before) for i in range(head.num_choices)]
         self._after = after + b',"logprobs":null,"finish_reason":null}]' + self._usage + b"}\n\n"
 
-    def opening(self) -> bytes:
+    def ping(self, usage: Usage) -> bytes:
+        """Write a comment, which clients take for no token."""
+        return PING
+
+    def opening(self, usage: Usage) -> bytes:
         """Write the events before the first token."""
         return b""
 
@@ -159,9 +159,14 @@ class EventFormat(ABC):
         counts = {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
         return b',"usage":' + encode(counts)
 
-    def usage_event(self, usage: Usage) -> bytes:
-        """Write the last event of a stream that shows its usage; b"" if it does not."""
-        return self._head + b'],"usage":' + encode(self._whole_usage(usage)) + b"}\n\n" if self._usage else b""
+    def closing(self, usage: Usage) -> bytes:
+        """Write the last events of a stream, with the usage if it is to be shown."""
+        shown = self._head + b'],"usage":' + encode(self._whole_usage(usage)) + b"}\n\n" if self._usage else b""
+        return shown + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        """Write the event that ends a stream in which `error` came up."""
+        return one_line(b"data: " + error.payload() + b"\n\n")
 
     def response(self, outputs: list[Output], usage: Usage) -> dict[str, Any]:
         """Write the whole response of a request that does not stream."""

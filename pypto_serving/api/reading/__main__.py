@@ -11,9 +11,9 @@ from functools import partial
 from pypto_serving.api.errors import describe
 from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.openai.body import ReadBody
-from pypto_serving.api.openai.reader import BodyReader
 from pypto_serving.api.reading.bodies import ENDPOINTS, BodyStart
 from pypto_serving.api.reading.loop import limit_memory, run_copies
+from pypto_serving.api.reading.reader import BodyReader
 from pypto_serving.api.reading.wire import Refusal
 from pypto_serving.errors import EXIT_OK, PyptoError
 from pypto_serving.ipc import Parent

@@ -11,11 +11,11 @@ from starlette.requests import Request
 from pypto_serving.api.disconnect import until_disconnect
 from pypto_serving.api.middleware import BODY_PARSED
 from pypto_serving.api.openai.body import Endpoint, ReadBody, read_body, require_json, with_guide
-from pypto_serving.api.openai.reader import BodyReader
 from pypto_serving.api.reading import bodies
 from pypto_serving.api.reading.bodies import BodyProcess
 from pypto_serving.api.reading.grammars import Grammars
 from pypto_serving.api.reading.process import TooSlowError
+from pypto_serving.api.reading.reader import BodyReader
 
 SMALL_BYTES, SMALL_VALUES = 16 << 10, 128
 """A body of at most this size, with at most so many lists and strings, is read at once, in a few milliseconds."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Generator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from types import coroutine
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from starlette.background import BackgroundTask
@@ -18,30 +18,56 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from pypto_serving.api.disconnect import nobody_listens, until_disconnect
-from pypto_serving.api.errors import describe, internal_error
+from pypto_serving.api.errors import ApiError, describe, internal_error
 from pypto_serving.api.generation.choice import Delta
 from pypto_serving.api.generation.generation import Consume, Generation
 from pypto_serving.api.generation.output import Output
 from pypto_serving.api.generation.request import GenerationRequest
 from pypto_serving.api.generation.usage import Usage
 from pypto_serving.api.middleware import SERVER_SEND
-from pypto_serving.api.openai.body import ReadBody
-from pypto_serving.api.openai.sse import EventFormat, error_event
 from pypto_serving.api.service import Service
 from pypto_serving.engine.stream import Pause
 from pypto_serving.errors import PyptoError
 
 logger = logging.getLogger("pypto_serving.api")
 
-DONE, PING = b"data: [DONE]\n\n", b": ping\n\n"
+
+class AnswerFormat(Protocol):
+    """Write one answer in an endpoint's form: whole, or as server-sent events. Made for one request."""
+
+    def response(self, outputs: list[Output], usage: Usage) -> dict[str, Any]:
+        """Write the whole answer."""
+
+    def opening(self, usage: Usage) -> bytes:
+        """Write the events before the first token; `usage` is that of the prompt."""
+
+    def ping(self, usage: Usage) -> bytes:
+        """Write what keeps a silent stream alive; it may come before the opening."""
+
+    @property
+    def writer(self) -> Callable[[Delta], bytes]:
+        """Return what writes the events of one delta; b"" if it is held back for later."""
+
+    def closing(self, usage: Usage) -> bytes:
+        """Write the last events."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """Write the event that ends a stream in which `error` came up."""
 
 
-async def respond(request: Request, wanted: GenerationRequest, form: EventFormat, body: ReadBody) -> Response:
-    """Submit what is `wanted`, and make the response that `body` asks for. Raises what Generation raises."""
+async def respond(
+    request: Request,
+    wanted: GenerationRequest,
+    form: AnswerFormat,
+    *,
+    stream: bool,
+    headers: dict[str, str],
+    ping_s: float | None = None,
+) -> Response:
+    """Submit what is `wanted`, and answer with it. For `ping_s` see EventStream. Raises what Generation raises."""
     service: Service = request.app.state.service
-    headers = body.headers()
-    if body.stream:
-        return EventStream(service, wanted, form, headers, body.ping_s)
+    if stream:
+        return EventStream(service, wanted, form, headers, ping_s)
     generation = Generation(service, wanted)
     try:
         outputs = await until_disconnect(request.receive, generation.collect())
@@ -54,7 +80,7 @@ async def respond(request: Request, wanted: GenerationRequest, form: EventFormat
         generation.close()
 
 
-def _content(form: EventFormat, outputs: list[Output], usage: Usage) -> bytes:
+def _content(form: AnswerFormat, outputs: list[Output], usage: Usage) -> bytes:
     return msgspec.json.encode(form.response(outputs, usage))
 
 
@@ -62,15 +88,15 @@ class EventStream(Response):
     """Stream a generation as server-sent events; waiting deltas leave in one write.
 
     Making one submits the request, as the last thing that may fail. The status line leaves at once, since the request
-    is admitted; an error that comes later is an event. With `ping_s`, a comment is sent whenever nothing else was for
-    that many seconds.
+    is admitted; an error that comes later is an event. With `ping_s`, a ping is sent whenever nothing else was for that
+    many seconds.
     """
 
     def __init__(
         self,
         service: Service,
         wanted: GenerationRequest,
-        form: EventFormat,
+        form: AnswerFormat,
         headers: dict[str, str],
         ping_s: float | None = None,
     ) -> None:
@@ -97,14 +123,14 @@ class EventStream(Response):
     async def _run(self, send: Send, write: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            async with pinging(write, self._ping_s) as noted_write:
+            async with pinging(write, self._ping, self._ping_s) as noted_write:
                 await self._generation.run(self._writer(noted_write))
-            last = self._form.usage_event(self._generation.usage()) + DONE
+            last = self._form.closing(self._generation.usage())
         except PyptoError as error:
-            last = error_event(describe(error))
+            last = self._form.failure(describe(error))
         except Exception:
             logger.exception("stream %s failed", self._generation.id)
-            last = error_event(internal_error(self._generation.id))
+            last = self._form.failure(internal_error(self._generation.id))
         await write({"type": "http.response.body", "body": last, "more_body": False})
 
     def _writer(self, write: Send) -> Consume:
@@ -112,7 +138,7 @@ class EventStream(Response):
 
         The log-probabilities of a prompt take long to write, so that happens in a thread.
         """
-        event, opening = self._form.writer, self._form.opening()
+        event = self._form.writer
 
         async def pass_on_scored(deltas: list[Delta]) -> None:
             body = await asyncio.to_thread(lambda: b"".join(map(event, deltas)))
@@ -122,21 +148,26 @@ class EventStream(Response):
         if self._scores:
             return pass_on_scored
 
+        opened = False
+
         def pass_on(deltas: list[Delta]) -> Pause:
-            nonlocal opening
+            nonlocal opened
             body = event(deltas[0]) if len(deltas) == 1 else b"".join(map(event, deltas))
-            if opening:
-                body, opening = opening + body, b""
+            if not opened:
+                body, opened = self._form.opening(self._generation.usage()) + body, True
             if not body:
                 return None
             return begun(write({"type": "http.response.body", "body": body, "more_body": True}))
 
         return pass_on
 
+    def _ping(self) -> bytes:
+        return self._form.ping(self._generation.usage())
+
 
 @asynccontextmanager
-async def pinging(write: Send, interval_s: float | None) -> AsyncIterator[Send]:
-    """Yield a `write` to use in the block, in which a comment is written whenever nothing else was for `interval_s`."""
+async def pinging(write: Send, ping: Callable[[], bytes], interval_s: float | None) -> AsyncIterator[Send]:
+    """Yield a `write` to use in the block, in which a ping is written whenever nothing else was for `interval_s`."""
     if interval_s is None:
         yield write
         return
@@ -147,14 +178,14 @@ async def pinging(write: Send, interval_s: float | None) -> AsyncIterator[Send]:
         written_s = time.monotonic()
         await write(message)
 
-    async def ping() -> None:
+    async def keep_alive() -> None:
         while True:
             if (wait_s := written_s + interval_s - time.monotonic()) > 0:
                 await asyncio.sleep(wait_s)
             else:
-                await noted_write({"type": "http.response.body", "body": PING, "more_body": True})
+                await noted_write({"type": "http.response.body", "body": ping(), "more_body": True})
 
-    task = asyncio.create_task(ping())
+    task = asyncio.create_task(keep_alive())
     try:
         yield noted_write
     finally:
