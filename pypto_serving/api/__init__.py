@@ -8,7 +8,7 @@ Listed from the top down: modules import only their own line and those below. On
 - `openapi`: describe the endpoints for /openapi.json
 - `web`: pages for browsers, and what the dashboard shows
 - `reading`: where bodies are read
-- `openai`: the endpoints of the OpenAI API
+- `openai`, `anthropic`: the endpoints of the OpenAI API and of Anthropic's Messages API
 - `respond`: answer with a generation, in any endpoint's form
 - `offline`, `offline_inputs`, `offline_loop`, `offline_outputs`: the offline API, without HTTP
 - `generation`: run one generation, in the form that endpoints and offline API share

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from pypto_serving.errors import PyptoError, RequestError
 from pypto_serving.util import cut
@@ -17,6 +18,15 @@ MAX_DROPPED_BODIES = 4
 MAX_CHARS, MAX_PARAM_CHARS = 2000, 200
 """Longest message, and longest name of a field in it; a client may have sent any."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = {
+    **_TYPES,
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+_ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_ID_HEADER = "request-id"
 
 
 class AuthenticationError(RequestError):
@@ -72,12 +82,39 @@ class ApiError:
         error = {"message": cut(self.message, MAX_CHARS), "type": self.type, "param": param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
+    def anthropic_payload(self, request_id: str) -> bytes:
+        """Write the JSON body in the form of Anthropic's API."""
+        kind = "api_error" if self.status >= 500 else "invalid_request_error"
+        error: dict[str, Any] = {
+            "type": _ANTHROPIC_TYPES.get(self.status, kind),
+            "message": cut(self.message, MAX_CHARS),
+        }
+        if self.code is not None:
+            error["details"] = {"error_code": self.code}
+        return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
+
     def response(self, headers: dict[str, str] | None = None) -> Response:
         """Make the HTTP response, with `headers` added."""
         merged = dict(headers or {}) | dict(self.headers)
         if self.retry_after_s is not None:
             merged["retry-after"] = str(self.retry_after_s)
-        return Response(self.payload(), self.status, merged, "application/json")
+        return ErrorResponse(self, merged)
+
+
+class ErrorResponse(Response):
+    """An error, in the form of the API that the request's path belongs to."""
+
+    def __init__(self, error: ApiError, headers: dict[str, str]) -> None:
+        super().__init__(error.payload(), error.status, headers, "application/json")
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"].startswith(_ANTHROPIC_PATH):
+            request_id = scope["state"]["request_id"]
+            self.body = self._error.anthropic_payload(request_id)
+            self.headers["content-length"] = str(len(self.body))
+            self.headers[ANTHROPIC_ID_HEADER] = request_id
+        await super().__call__(scope, receive, send)
 
 
 def internal_error(name: str) -> ApiError:

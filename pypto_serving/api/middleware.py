@@ -174,7 +174,7 @@ class ApiKeyGuard:
         if scope["type"] != "http" or self._is_open(scope["path"]) or self._allows(scope):
             await self.app(scope, receive, send)
             return
-        message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
+        message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
         await describe(AuthenticationError(message)).response()(scope, receive, send)
 
     def _is_open(self, path: str) -> bool:
@@ -182,6 +182,8 @@ class ApiKeyGuard:
 
     def _allows(self, scope: Scope) -> bool:
         for name, value in scope["headers"]:
+            if name == b"x-api-key":
+                return hmac.compare_digest(value.strip(), self._expected)
             scheme, _, key = value.partition(b" ")
             if name == b"authorization" and scheme.lower() == b"bearer":
                 return hmac.compare_digest(key.strip(), self._expected)

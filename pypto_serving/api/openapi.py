@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
+import msgspec
 from pydantic import BaseModel
 
-from pypto_serving.api.openai.answers import Answer, Error, schemas
+from pypto_serving.api.anthropic import answers as anthropic
+from pypto_serving.api.anthropic.schemas import RULES as MESSAGES_RULES
+from pypto_serving.api.anthropic.schemas import CountTokensBody, MessagesBody
+from pypto_serving.api.openai import answers as openai
+from pypto_serving.api.openai.answers import Answer, Error
 from pypto_serving.api.openai.fields import CHAT_RULES, COMPLETION_RULES, FieldRules
 from pypto_serving.api.openai.schemas import ChatBody, CompletionBody
 from pypto_serving.types.tier import TIERS
 
 REFERENCE = "#/components/schemas/{name}"
-BODIES: dict[type[BaseModel], FieldRules] = {CompletionBody: COMPLETION_RULES, ChatBody: CHAT_RULES}
+BODIES: dict[type[BaseModel], FieldRules] = {
+    CompletionBody: COMPLETION_RULES,
+    ChatBody: CHAT_RULES,
+    MessagesBody: MESSAGES_RULES,
+    CountTokensBody: MESSAGES_RULES,
+}
+ANSWERS = (*openai.ANSWERS, *anthropic.ANSWERS)
 _ERRORS = {
     400: "The request cannot be served as sent; the message says why.",
     401: "The API key is missing or wrong.",
@@ -54,24 +65,30 @@ def body(kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def responses(
-    answer: type[Answer] | str, *errors: int, event: type[Answer] | None = None, busy: type[Answer] = Error
+    answer: type[Answer] | str,
+    *errors: int,
+    event: dict[str, Any] | None = None,
+    error: type[Answer] = Error,
+    busy: type[Answer] | None = None,
 ) -> dict[int | str, dict[str, Any]]:
     """Describe the responses of an endpoint: its `answer`, or the media type of one, and its errors.
 
-    `event` is what an event of a stream holds, `busy` what a 503 has.
+    `event` is the schema of an event of a stream, `error` what errors have, and `busy` what a 503 has.
     """
     good: dict[str, Any] = {answer: {"schema": {"type": "string"}}} if isinstance(answer, str) else _json(answer)
     if event is not None:
-        good["text/event-stream"] = {"schema": _event(event)}
-    described: dict[int | str, dict[str, Any]] = {status: _error(status) for status in sorted({*ALWAYS, *errors})}
-    described[503]["content"] = _json(busy)
+        good["text/event-stream"] = {"schema": event}
+    described: dict[int | str, dict[str, Any]] = {
+        status: {"description": _ERRORS[status], "content": _json(error)} for status in sorted({*ALWAYS, *errors})
+    }
+    described[503]["content"] = _json(busy or error)
     return {200: {"description": "The answer.", "content": good}, **described}
 
 
 def complete(document: dict[str, Any], needs_key: bool) -> dict[str, Any]:
     """Add the schemas that the document refers to, and the API key if there is one."""
     components = document.setdefault("components", {})
-    components["schemas"] = schemas(REFERENCE)
+    components["schemas"] = msgspec.json.schema_components(ANSWERS, ref_template=REFERENCE)[1]
     for kind, rules in BODIES.items():
         schema = kind.model_json_schema(ref_template=REFERENCE.replace("{name}", "{model}"))
         for name, values in rules.neutral.items():
@@ -95,16 +112,21 @@ def complete(document: dict[str, Any], needs_key: bool) -> dict[str, Any]:
     return document
 
 
-def _event(kind: type[Answer]) -> dict[str, Any]:
-    """Describe each event of a stream."""
+def event(kind: type[Answer]) -> dict[str, Any]:
+    """Describe each event of a stream of OpenAI's API."""
     parts = {"contentMediaType": "application/json", "contentSchema": {"anyOf": [reference(kind), reference(Error)]}}
     data = {"type": "string", "anyOf": [parts, {"const": "[DONE]"}]}
     text = "A server-sent event; an Error may be the last one before [DONE]."
     return {"description": text, "type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
-def _error(status: int) -> dict[str, Any]:
-    return {"description": _ERRORS[status], "content": _json(Error)}
+def message_event() -> dict[str, Any]:
+    """Describe each event of a stream of Anthropic's API."""
+    kinds = {"anyOf": [reference(kind) for kind in get_args(anthropic.MessageEvent)]}
+    parts = {"type": "string", "contentMediaType": "application/json", "contentSchema": kinds}
+    text = "A server-sent event, named by the type of its data."
+    properties = {"event": {"type": "string"}, "data": parts}
+    return {"description": text, "type": "object", "properties": properties, "required": ["event", "data"]}
 
 
 def _json(kind: type[Answer]) -> dict[str, Any]:

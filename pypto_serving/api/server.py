@@ -16,6 +16,9 @@ from starlette.types import Receive, Scope, Send
 
 from pypto_serving import __version__
 from pypto_serving.api import openapi
+from pypto_serving.api.anthropic.answers import Message, MessageError, TokenCount
+from pypto_serving.api.anthropic.messages import count_tokens, create_message
+from pypto_serving.api.anthropic.schemas import CountTokensBody, MessagesBody
 from pypto_serving.api.disconnect import nobody_listens
 from pypto_serving.api.errors import ApiError, describe
 from pypto_serving.api.middleware import SERVER_SEND, ApiKeyGuard, Faults, OriginGuard, RequestScope
@@ -107,8 +110,12 @@ def _add_routes(app: FastAPI) -> None:
         ("/v1/completions", create_completion, CompletionBody, Completion, Completion),
         ("/v1/chat/completions", create_chat_completion, ChatBody, ChatCompletion, ChatCompletionChunk),
     ):
-        answers = openapi.responses(answer, *openapi.GENERATING, event=event)
+        answers = openapi.responses(answer, *openapi.GENERATING, event=openapi.event(event))
         add(path, handler, answers, "POST", requestBody=openapi.body(body))
+    answers = openapi.responses(Message, *openapi.GENERATING, event=openapi.message_event(), error=MessageError)
+    add("/v1/messages", create_message, answers, "POST", requestBody=openapi.body(MessagesBody))
+    answers = openapi.responses(TokenCount, *openapi.GENERATING, error=MessageError)
+    add("/v1/messages/count_tokens", count_tokens, answers, "POST", requestBody=openapi.body(CountTokensBody))
     add("/v1/models", list_models, openapi.responses(ModelList))
     add("/v1/models/{model_id:path}", retrieve_model, openapi.responses(Model, 404), parameters=[MODEL_PARAMETER])
     add("/health", health, openapi.responses(HealthState, busy=HealthState))

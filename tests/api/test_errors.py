@@ -306,7 +306,7 @@ def test_no_bytes_make_the_server_fail(server: RunningServer, raw: bytes) -> Non
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
-    ("part", "stream"), [("sse.EventFormat.__init__", False), ("respond.EventStream.init_headers", True)]
+    ("part", "stream"), [("openai.sse.EventFormat.__init__", False), ("respond.EventStream.init_headers", True)]
 )
 def test_a_defect_before_the_answer_leaves_nothing_registered(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, path: str, part: str, stream: bool
@@ -315,7 +315,7 @@ def test_a_defect_before_the_answer_leaves_nothing_registered(
         raise ZeroDivisionError
 
     with monkeypatch.context() as broken:
-        broken.setattr(f"pypto_serving.api.openai.{part}", fails)
+        broken.setattr(f"pypto_serving.api.{part}", fails)
         asked = {"messages": [HELLO]} if path.startswith("/v1/chat") else {"prompt": "a"}
         error_of(server.post(path, {**asked, "stream": stream}), 500)
     assert (server.service.admission.in_flight, server.engine.requests) == (0, [])

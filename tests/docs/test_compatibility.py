@@ -7,16 +7,20 @@ import re
 from pathlib import Path
 
 import pytest
+from anthropic.types import message_create_params as messages
 from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chats
 
+from pypto_serving.api.anthropic.schemas import RULES as MESSAGES_RULES
+from pypto_serving.api.anthropic.schemas import MessagesBody
 from pypto_serving.api.openai.fields import CHAT_RULES, COMPLETION_RULES, FieldRules
-from pypto_serving.api.openai.schemas import ChatBody, CompletionBody, GenerationBody
+from pypto_serving.api.openai.schemas import Body, ChatBody, CompletionBody
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
 ENDPOINTS = {
     "Completions": (CompletionBody, COMPLETION_RULES, completions.CompletionCreateParamsBase),
     "Chat completions": (ChatBody, CHAT_RULES, chats.CompletionCreateParamsBase),
+    "Messages": (MessagesBody, MESSAGES_RULES, messages.MessageCreateParamsBase),
 }
 Row = tuple[str, str]
 
@@ -30,7 +34,7 @@ def rows_of(section: str) -> dict[str, Row]:
     return rows
 
 
-def expected(name: str, schema: type[GenerationBody], rules: FieldRules) -> str:
+def expected(name: str, schema: type[Body], rules: FieldRules) -> str:
     if name in schema.model_fields:
         return "yes"
     return "no" if name in rules.neutral else "ignored"

@@ -95,11 +95,14 @@ def read_tools(tools: Any, where: str) -> list[Mapping[str, Any]]:
     return [_tool(tool, f"{where}[{i}]") for i, tool in enumerate(tools)]
 
 
-def check_names(functions: Sequence[Mapping[str, Any]], where: str) -> list[str]:
-    """Return the names of functions. Raises RequestError for one that calls cannot be told by."""
+def check_names(functions: Sequence[Mapping[str, Any]], where: str, field: str = "function.name") -> list[str]:
+    """Return the names of functions, which were sent as `field` of the tools at `where`.
+
+    Raises RequestError for one that calls cannot be told by.
+    """
     places: dict[str, str] = {}
     for i, function in enumerate(functions):
-        name, place = function["name"], f"{where}[{i}].function.name"
+        name, place = function["name"], f"{where}[{i}].{field}"
         if len(name) > MAX_NAME_CHARS or not NAME.fullmatch(name):
             allowed = f"at most {MAX_NAME_CHARS} letters, digits and characters of _-.:/"
             refuse(place, f"is {brief(name)}, but must have {allowed}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -233,8 +233,3 @@ ANSWERS: tuple[type[Answer], ...] = (
     Version,
     Error,
 )
-
-
-def schemas(reference: str) -> dict[str, Any]:
-    """Return the JSON schemas of all answers by name; `reference` is a reference with `{name}` for the name."""
-    return msgspec.json.schema_components(ANSWERS, ref_template=reference)[1]

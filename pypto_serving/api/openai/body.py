@@ -15,7 +15,7 @@ from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest
 from pypto_serving.api.openai.fields import STREAM_OPTION_RULES, FieldRules, IgnoredFields
 from pypto_serving.api.openai.invalid import explain
 from pypto_serving.api.openai.params import cache_salt_of, priority_of
-from pypto_serving.api.openai.schemas import GenerationBody
+from pypto_serving.api.openai.schemas import Body, GenerationBody
 from pypto_serving.api.openai.shown import Shown
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import RequestError
@@ -25,8 +25,9 @@ from pypto_serving.types.sampling import SamplingParams
 MAX_VALUES = 2_000_000
 """Bounds the values of a body before it is parsed, by the characters that come with each."""
 TRUNCATED_HEADER = "x-truncated-prompt-tokens"
+AnyBody = TypeVar("AnyBody", bound=Body)
 BodyT = TypeVar("BodyT", bound=GenerationBody)
-Endpoint = Literal["completions", "chat"]
+Endpoint = Literal["completions", "chat", "messages", "count_tokens"]
 
 
 class ReadBody(msgspec.Struct, frozen=True, tag="read", kw_only=True):
@@ -99,15 +100,20 @@ async def read_body(request: Request, limit: int) -> bytearray:
     return body
 
 
-def parse_body(raw: bytes | bytearray, schema: type[BodyT], rules: FieldRules) -> tuple[BodyT, IgnoredFields]:
-    """Return the body as `schema` and its ignored fields. Raises RequestError naming the field at fault."""
+def parse_json(raw: bytes | bytearray, schema: type[AnyBody]) -> AnyBody:
+    """Return the body as `schema`. Raises RequestError naming the field at fault."""
     if len(raw) > MAX_VALUES and sum(map(raw.count, (b",", b"[", b"{"))) > MAX_VALUES:
         message = f"the request body has more than {MAX_VALUES} commas and opening brackets; send fewer values"
         raise RequestError(message, code="too_many_values")
     try:
-        body = schema.model_validate_json(raw)
+        return schema.model_validate_json(raw)
     except ValidationError as error:
         raise explain(error) from None
+
+
+def parse_body(raw: bytes | bytearray, schema: type[BodyT], rules: FieldRules) -> tuple[BodyT, IgnoredFields]:
+    """Return the body as `schema` and its ignored fields. Raises RequestError naming the field at fault."""
+    body = parse_json(raw, schema)
     unknown = rules.screen(body.extra)
     if body.stream_options is not None:
         if not body.stream:

@@ -23,7 +23,9 @@ MAX_MESSAGES = 16_384
 MAX_PING_S, MAX_SALT_CHARS = 3600, 1024
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """Base of all bodies and of objects in them."""
+
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
     @property
@@ -32,12 +34,12 @@ class _Body(BaseModel):
         return self.__pydantic_extra__ or {}
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(_Body):
+class GenerationBody(Body):
     """The fields that completions and chat completions share."""
 
     model: str | None = None
@@ -102,7 +104,7 @@ class CompletionBody(GenerationBody):
     best_of: Annotated[int | None, whole(1, MAX_N)] = None
 
 
-class ChatMessage(_Body):
+class ChatMessage(Body):
     model_config = ConfigDict(json_schema_extra=described.complete_message)
 
     role: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import get_args
 
 import msgspec
 
@@ -21,7 +22,7 @@ QUICK_S = 0.5
 READ_S = 10.0
 """CPU time to read a body there; each MiB of it may take one second more."""
 MIB = 1 << 20
-ENDPOINTS: tuple[Endpoint, ...] = ("completions", "chat")
+ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)
 
 
 class BodyStart(msgspec.Struct, frozen=True):
@@ -69,8 +70,8 @@ def longest_s(raw: bytes | bytearray) -> float:
 def too_slow(endpoint: Endpoint, raw: bytes | bytearray) -> RequestError:
     """Log that a body took too long, and return the error."""
     advice = "send less text or fewer prompts"
-    if endpoint == "chat":
+    if endpoint != "completions":
         advice = "send fewer or shorter messages; if short chats fail too, the model's chat template does not end"
     message = f"reading this request took more than {longest_s(raw):.0f} s of CPU time, so it was given up; {advice}"
     logger.error("a body of %s was given up after %.0f s of CPU time", endpoint, longest_s(raw))
-    return RequestError(message, param="messages" if endpoint == "chat" else "prompt", code=TooSlowError.code)
+    return RequestError(message, param="prompt" if endpoint == "completions" else "messages", code=TooSlowError.code)

@@ -1,14 +1,22 @@
-"""Read the bodies of both endpoints."""
+"""Read the bodies of all endpoints."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from pypto_serving.api.anthropic.messages_body import read_count_tokens, read_messages
 from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.openai.body import Endpoint, ReadBody
 from pypto_serving.api.openai.chat_body import read_chat
 from pypto_serving.api.openai.completion_body import read_completion
 from pypto_serving.api.settings import ServingConfig
 
-_READ = {"completions": read_completion, "chat": read_chat}
+_READ: dict[Endpoint, Callable[[Prompter, ServingConfig, bytes | bytearray], ReadBody]] = {
+    "completions": read_completion,
+    "chat": read_chat,
+    "messages": read_messages,
+    "count_tokens": read_count_tokens,
+}
 
 
 class BodyReader:

@@ -53,7 +53,7 @@ class Reading:
             request.scope.get(BODY_PARSED, lambda: None)()
 
     async def _read(self, request: Request, endpoint: Endpoint, raw: bytearray) -> ReadBody:
-        templates = endpoint == "chat" and self._here.prompter.chat_encoder.runs_templates
+        templates = endpoint != "completions" and self._here.prompter.chat_encoder.runs_templates
         if is_small(raw) and not templates:
             read = self._here.read(endpoint, raw)
         else:

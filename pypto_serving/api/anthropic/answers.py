@@ -1,0 +1,150 @@
+"""Describe answers for /openapi.json. They are written as bytes elsewhere; a test holds both together."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pypto_serving.api.openai.answers import Answer
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+
+
+class Tagged(Answer, tag_field="type"):
+    """Base of what is told by its type."""
+
+
+class ThinkingTokens(Answer):
+    thinking_tokens: int
+
+
+class MessageUsage(Answer):
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: ThinkingTokens
+
+
+class TextBlock(Tagged, tag="text"):
+    text: str
+
+
+class ThinkingBlock(Tagged, tag="thinking"):
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(Tagged, tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class Message(Tagged, tag="message"):
+    """The answer of POST /v1/messages."""
+
+    id: str
+    role: Literal["assistant"]
+    model: str
+    content: list[ContentBlock]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class ErrorCode(Answer):
+    error_code: str
+
+
+class MessageErrorDetails(Answer):
+    type: str
+    message: str
+    details: ErrorCode | None = None
+
+
+class MessageError(Answer):
+    """Every error of the Messages API, and the last event of a stream that fails."""
+
+    type: Literal["error"]
+    error: MessageErrorDetails
+    request_id: str
+
+
+class TokenCount(Answer):
+    """The answer of POST /v1/messages/count_tokens."""
+
+    input_tokens: int
+
+
+class TextDelta(Tagged, tag="text_delta"):
+    text: str
+
+
+class ThinkingDelta(Tagged, tag="thinking_delta"):
+    thinking: str
+
+
+class SignatureDelta(Tagged, tag="signature_delta"):
+    signature: str
+
+
+class InputJsonDelta(Tagged, tag="input_json_delta"):
+    partial_json: str
+
+
+class MessageEnd(Answer):
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageStart(Tagged, tag="message_start"):
+    message: Message
+
+
+class ContentBlockStart(Tagged, tag="content_block_start"):
+    index: int
+    content_block: ContentBlock
+
+
+class ContentBlockDelta(Tagged, tag="content_block_delta"):
+    index: int
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
+
+
+class ContentBlockStop(Tagged, tag="content_block_stop"):
+    index: int
+
+
+class MessageDelta(Tagged, tag="message_delta"):
+    delta: MessageEnd
+    usage: MessageUsage
+
+
+class MessageStop(Tagged, tag="message_stop"):
+    pass
+
+
+class Ping(Tagged, tag="ping"):
+    pass
+
+
+class ErrorEvent(Tagged, tag="error"):
+    error: MessageErrorDetails
+    request_id: str
+
+
+MessageEvent = (
+    MessageStart
+    | ContentBlockStart
+    | ContentBlockDelta
+    | ContentBlockStop
+    | MessageDelta
+    | MessageStop
+    | Ping
+    | ErrorEvent
+)
+"""One event of POST /v1/messages with `stream`."""
+ANSWERS: tuple[Any, ...] = (Message, TokenCount, MessageError, MessageEvent)

@@ -1,0 +1,193 @@
+"""Write one message: whole, or as server-sent events."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from pypto_serving.api.chat.formats import OutputFormat
+from pypto_serving.api.chat.output import Part, TextPart, ToolCallStart
+from pypto_serving.api.errors import ApiError
+from pypto_serving.api.generation.choice import Delta
+from pypto_serving.api.generation.output import Output
+from pypto_serving.api.generation.usage import Usage
+from pypto_serving.api.openai.sse import encode, one_line
+
+SHORT_ID = 9
+"""Characters of a call's id that Mistral's templates take."""
+_FIELDS = {"text": b'"text_delta","text"', "thinking": b'"thinking_delta","thinking"'}
+_NO_END: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
+_CALL_FIELDS = b'"input_json_delta","partial_json"'
+
+
+class MessageFormat:
+    """Write the answer of one request. See AnswerFormat.
+
+    A message is a list of blocks: text, thinking and calls, in the order of the output. A part of the output adds to
+    the last block, or begins the next one. `cut` tells that the context ends before the client's max_tokens.
+    """
+
+    def __init__(self, message_id: str, model: str, form: OutputFormat | None, request_id: str, cut: bool) -> None:
+        self._id = message_id
+        self._model = model
+        self._parser = None if form is None else form()
+        self._short_ids = form is not None and form.short_ids
+        self._request_id = request_id
+        self._cut = cut
+        self._opened = False
+        self._index = -1
+        self._kind = ""
+        self._calls = False
+        self._end = dict(_NO_END)
+
+    def response(self, outputs: list[Output], usage: Usage) -> dict[str, Any]:
+        """Write the whole message."""
+        (output,) = outputs
+        content: list[dict[str, Any]] = []
+        texts: list[list[str]] = []
+        for part in self._parts(output.texts, True):
+            if self._begins(part):
+                content.append(self._begin(part))
+                texts.append([])
+            if not isinstance(part, ToolCallStart):
+                texts[-1].append(part.text)
+        for block, pieces in zip(content, texts, strict=True):
+            text = "".join(pieces)
+            if block["type"] == "tool_use":
+                block["input"] = _object(text)
+            else:
+                block[block["type"]] = text
+            if block["type"] == "thinking":
+                block["signature"] = self._id
+        self._finish(output.finish_reason, output.stop_reason)
+        return self._message(content, usage)
+
+    def opening(self, usage: Usage) -> bytes:
+        """Write `message_start`, unless a ping did already."""
+        if self._opened:
+            return b""
+        self._opened = True
+        return _event("message_start", message=self._message([], usage) | _NO_END)
+
+    def ping(self, usage: Usage) -> bytes:
+        """Write `ping`, after `message_start`, with which every stream begins."""
+        return self.opening(usage) + _event("ping")
+
+    @property
+    def writer(self) -> Callable[[Delta], bytes]:
+        return self._write
+
+    def closing(self, usage: Usage) -> bytes:
+        """Write `message_delta` and `message_stop`."""
+        return _event("message_delta", delta=self._end, usage=usage_object(usage)) + _event("message_stop")
+
+    def failure(self, error: ApiError) -> bytes:
+        """Write `error`, which ends the stream."""
+        return b"event: error\ndata: " + one_line(error.anthropic_payload(self._request_id)) + b"\n\n"
+
+    def _write(self, delta: Delta) -> bytes:
+        ends = delta.finish_reason is not None
+        written = b"".join(map(self._part_events, self._parts((delta.text,), ends)))
+        if ends:
+            written += self._close()
+            self._finish(delta.finish_reason, delta.stop_reason)
+        return written
+
+    def _parts(self, texts: Iterable[str], ends: bool) -> list[Part]:
+        if self._parser is None:
+            return [TextPart("content", text) for text in texts if text]
+        parts = [part for text in texts for part in self._parser.push(text)]
+        return parts + self._parser.finish() if ends else parts
+
+    def _part_events(self, part: Part) -> bytes:
+        change = b""
+        if self._begins(part):
+            change = self._close()
+            block = self._begin(part)
+            change += _event("content_block_start", index=self._index, content_block=block)
+        if isinstance(part, ToolCallStart):
+            return change
+        return change + self._delta(_FIELDS.get(self._kind, _CALL_FIELDS), part.text)
+
+    def _delta(self, fields: bytes, text: str) -> bytes:
+        return (
+            b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":%b:%b}}\n\n'
+            % (self._index, fields, one_line(encode(text)))
+        )
+
+    def _begins(self, part: Part) -> bool:
+        return isinstance(part, ToolCallStart) or _kind(part) != self._kind
+
+    def _begin(self, part: Part) -> dict[str, Any]:
+        """Begin a block; return it without its text."""
+        self._kind = _kind(part)
+        self._index += 1
+        if self._kind == "text":
+            return {"type": "text", "text": ""}
+        if self._kind == "thinking":
+            return {"type": "thinking", "thinking": "", "signature": ""}
+        self._calls = True
+        made = uuid.uuid4().hex
+        call_id = made[:SHORT_ID] if self._short_ids else f"toolu_{made}"
+        name = part.name if isinstance(part, ToolCallStart) else ""
+        return {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+
+    def _close(self) -> bytes:
+        """Write the end of the last block. Thinking is signed with the message's id, which nobody checks."""
+        if self._index < 0:
+            return b""
+        signed = self._delta(b'"signature_delta","signature"', self._id) if self._kind == "thinking" else b""
+        return signed + _event("content_block_stop", index=self._index)
+
+    def _finish(self, reason: str | None, stopped_by: str | int | None) -> None:
+        """Note why the output ended: `stopped_by` a stop string, or the id of a token."""
+        if reason == "length":
+            self._end["stop_reason"] = "model_context_window_exceeded" if self._cut else "max_tokens"
+        elif isinstance(stopped_by, str):
+            self._end = {"stop_reason": "stop_sequence", "stop_sequence": stopped_by}
+        else:
+            self._end["stop_reason"] = "tool_use" if self._calls else "end_turn"
+
+    def _message(self, content: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            **self._end,
+            "usage": usage_object(usage),
+        }
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    """Write token counts. Those of the prompt are either read from the cache, or computed."""
+    return {
+        "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.num_cached_tokens,
+        "output_tokens": usage.num_output_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.num_reasoning_tokens},
+    }
+
+
+def _kind(part: Part) -> str:
+    if isinstance(part, TextPart):
+        return "thinking" if part.kind == "reasoning" else "text"
+    return "tool_use"
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """Return the arguments of a call; text that is no JSON object, which a model may write, is the only one."""
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"arguments": arguments}
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    data = one_line(encode({"type": kind, **fields}))
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)

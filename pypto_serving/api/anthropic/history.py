@@ -1,0 +1,144 @@
+"""Turn Anthropic's messages into those of chat encoders. Raises RequestError that names the place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from pypto_serving.api.chat.tools import MAX_DEPTH, is_shallow, refuse
+from pypto_serving.errors import RequestError
+from pypto_serving.util import brief
+
+BILLING = "x-anthropic-billing-header:"
+"""Begins a system block that Claude Code changes with every request. Left in, it would end the shared prefix."""
+ERROR = "Error: "
+"""Begins the result of a tool that failed, since templates know no errors."""
+Block = Mapping[str, Any]
+
+
+def read_history(system: Any, messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the messages for an encoder, which begin with the system's.
+
+    Blocks of text are joined by line breaks. Results of tools become messages of their own. Messages of one role that
+    follow each other become one.
+    """
+    history = _History()
+    words = [text for text in _texts(system or "", "system") if text and not text.startswith(BILLING)]
+    if words:
+        history.add("system", "\n".join(words))
+    for i, message in enumerate(messages):
+        history.read(message, f"messages[{i}]")
+    return history.messages
+
+
+class _History:
+    """Collect messages; remember the calls so far."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._names: dict[str, str] = {}
+
+    def read(self, message: Any, where: str) -> None:
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if role not in ("user", "assistant", "system"):
+            refuse(f"{where}.role", f"is {brief(role)}, but must be 'user', 'assistant' or 'system'")
+        content, place = message.get("content"), f"{where}.content"
+        if content is None:
+            raise RequestError(f"{place} is missing; send a string or blocks", param=place, code="missing_field")
+        if role == "system":
+            self.add(role, "\n".join(_texts(content, place)))
+        elif role == "user":
+            self._read_user(content, place)
+        else:
+            self._read_assistant(content, place)
+
+    def add(self, role: str, content: str) -> None:
+        """Add text, to the last message if that has the same role."""
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") == role:
+            last["content"] = "\n".join(filter(None, (last["content"], content)))
+        else:
+            self.messages.append({"role": role, "content": content})
+
+    def _read_user(self, content: Any, where: str) -> None:
+        for block, place in _blocks(content, where):
+            if block["type"] == "text":
+                self.add("user", _string(block, "text", place))
+            elif block["type"] == "tool_result":
+                self._add_result(block, place)
+            else:
+                _refuse_block(block, place, "text and tool_result")
+
+    def _add_result(self, block: Block, where: str) -> None:
+        call_id = _string(block, "tool_use_id", where)
+        if call_id not in self._names:
+            refuse(f"{where}.tool_use_id", f"is {brief(call_id)}, but no earlier tool_use has this id")
+        failed = block.get("is_error")
+        if not isinstance(failed, bool | None):
+            refuse(f"{where}.is_error", f"is {brief(failed)}, but must be true or false")
+        text = "\n".join(_texts(block.get("content") or "", f"{where}.content"))
+        message = {"role": "tool", "tool_call_id": call_id, "name": self._names[call_id]}
+        self.messages.append({**message, "content": ERROR + text if failed else text})
+
+    def _read_assistant(self, content: Any, where: str) -> None:
+        texts, thoughts, calls = [], [], []
+        for block, place in _blocks(content, where):
+            if block["type"] == "text":
+                texts.append(_string(block, "text", place))
+            elif block["type"] == "thinking":
+                thoughts.append(_string(block, "thinking", place))
+            elif block["type"] == "tool_use":
+                calls.append(self._call(block, place))
+            elif block["type"] != "redacted_thinking":
+                _refuse_block(block, place, "text, thinking and tool_use")
+        self.add("assistant", "\n".join(texts))
+        message = self.messages[-1]
+        if calls:
+            message["tool_calls"] = message.get("tool_calls", []) + calls
+        if thoughts:
+            message["reasoning_content"] = "\n".join(filter(None, (message.get("reasoning_content"), *thoughts)))
+
+    def _call(self, block: Block, where: str) -> dict[str, Any]:
+        call_id, name, given = _string(block, "id", where), _string(block, "name", where), block.get("input")
+        if not isinstance(given, dict):
+            refuse(f"{where}.input", f"is {brief(given)}, but must be an object")
+        if not is_shallow(given, MAX_DEPTH):
+            refuse(f"{where}.input", f"has more than {MAX_DEPTH} levels; nest less")
+        self._names[call_id] = name
+        return {"id": call_id, "type": "function", "function": {"name": name, "arguments": given}}
+
+
+def _blocks(content: Any, where: str) -> Iterator[tuple[Block, str]]:
+    """Iterate over the blocks of a message with their places; a string is one block of text."""
+    if isinstance(content, str):
+        yield {"type": "text", "text": content}, where
+        return
+    if not isinstance(content, list):
+        refuse(where, f"is {brief(content)}, but must be a string or a list of blocks")
+    for i, block in enumerate(content):
+        place = f"{where}[{i}]"
+        if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
+            refuse(place, f"is {brief(block)}, but must be a block such as {{'type': 'text', 'text': 'Hello'}}")
+        yield block, place
+
+
+def _texts(content: Any, where: str) -> list[str]:
+    """Return the texts of something that must have nothing else."""
+    found = []
+    for block, place in _blocks(content, where):
+        if block["type"] != "text":
+            _refuse_block(block, place, "text")
+        found.append(_string(block, "text", place))
+    return found
+
+
+def _string(block: Block, field: str, where: str) -> str:
+    value = block.get(field)
+    if not isinstance(value, str):
+        refuse(f"{where}.{field}", "is missing; send a string" if value is None else f"is {brief(value)}, not a string")
+    return value
+
+
+def _refuse_block(block: Block, where: str, allowed: str) -> NoReturn:
+    message = f"{where} is a block of type {brief(block['type'])}; here this model reads only {allowed}"
+    raise RequestError(message, param=where, code="unsupported_content")
