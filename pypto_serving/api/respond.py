@@ -152,9 +152,9 @@ class EventStream(Response):
 
         def pass_on(deltas: list[Delta]) -> Pause:
             nonlocal opened
-            body = event(deltas[0]) if len(deltas) == 1 else b"".join(map(event, deltas))
-            if not opened:
-                body, opened = self._form.opening(self._generation.usage()) + body, True
+            opening = b"" if opened else self._form.opening(self._generation.usage())
+            opened = True
+            body = opening + (event(deltas[0]) if len(deltas) == 1 else b"".join(map(event, deltas)))
             if not body:
                 return None
             return begun(write({"type": "http.response.body", "body": body, "more_body": True}))

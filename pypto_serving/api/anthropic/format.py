@@ -69,7 +69,7 @@ class MessageFormat:
         if self._opened:
             return b""
         self._opened = True
-        return _event("message_start", message=self._message([], usage) | _NO_END)
+        return _event("message_start", message=self._message([], usage))
 
     def ping(self, usage: Usage) -> bytes:
         """Write `ping`, after `message_start`, with which every stream begins."""
