@@ -7,6 +7,7 @@
     python benchmarks/make_checkpoint.py 14b DIR --format w4a16 --group-size 128
     python benchmarks/make_checkpoint.py 30b-a3b DIR --format w4a16
     python benchmarks/make_checkpoint.py deepseek-v4-1b DIR   954 M parameters, 182 M active, layers of all kinds
+    python benchmarks/make_checkpoint.py deepseek-v4-1b-agreeing DIR   its draft layer predicts what it says
 
 Formats are those of `convert`, and fp8; codes and scales are drawn as they are stored, in little memory. Output rows of
 tokens other than visible ASCII are scaled down, so that greedy output is visible text and does not end early.
@@ -24,13 +25,13 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from numpy.typing import NDArray
-from random_weights import CODES, Tensor, chosen, normal, ones, quantised, write_weights
+from random_weights import CODES, Tensor, chosen, identity, normal, ones, quantised, write_weights
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from pypto_serving.api.chat.deepseek_v4 import BOS, EOS, NEEDED_TOKENS
 from pypto_serving.model.convert.encodings import W4A16, W8A8, Mxfp4
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
-from pypto_serving.model.deepseek_v4.inventory import model_tensors
+from pypto_serving.model.deepseek_v4.inventory import draft_tensors, model_tensors
 from pypto_serving.model.deepseek_v4.released import FLASH
 from pypto_serving.model.formats.quantization import SECTION
 from pypto_serving.model.formats.schemes import PLAIN
@@ -131,7 +132,7 @@ DEEPSEEK_V4_1B: dict[str, Any] = {key: value for key, value in FLASH.items() if 
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 256,
     "num_hash_layers": 2,
-    "num_nextn_predict_layers": 0,
+    "num_nextn_predict_layers": 1,
 }
 """config.json of a small DeepSeek V4, with the keys of the release."""
 QWEN_TOKENS = [AddedToken(token, special=True) for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
@@ -140,7 +141,9 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-DEEPSEEK = "deepseek-v4-1b"
+DEEPSEEK, AGREEING = "deepseek-v4-1b", "deepseek-v4-1b-agreeing"
+DAMPED = ("wo_b.weight", "w2.weight")
+"""What layers add to the streams. Where that is little, a token follows from the one before, in draft layers too."""
 FP8_SECTION = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 FORMATS = ("bf16", *CODES)
 
@@ -212,10 +215,14 @@ def make_weights(config: dict[str, Any], format: str, visible: NDArray[np.bool_]
     return tensors
 
 
-def make_deepseek_weights(config: dict[str, Any], visible: NDArray[np.bool_]) -> dict[str, Tensor]:
-    """Draw normal weights with variance 1 / fan-in for every tensor; norms and scales are ones."""
+def make_deepseek_weights(config: dict[str, Any], visible: NDArray[np.bool_], agreeing: bool) -> dict[str, Tensor]:
+    """Draw normal weights with variance 1 / fan-in for every tensor; norms and scales are ones.
+
+    If `agreeing`, the draft layer predicts what the model says.
+    """
     tensors: dict[str, Tensor] = {}
-    for name, tensor in model_tensors(DeepseekV4Config.from_json(config, "config.json")).items():
+    model = DeepseekV4Config.from_json(config, "config.json")
+    for name, tensor in (model_tensors(model) | draft_tensors(model, range(model.mtp_layers))).items():
         shape, dtype = tensor.shape, "F32" if tensor.role == "float" else "BF16"
         if tensor.role == "ids":
             tensors[name] = chosen(shape, config["n_routed_experts"])
@@ -223,7 +230,12 @@ def make_deepseek_weights(config: dict[str, Any], visible: NDArray[np.bool_]) ->
             tensors[name] = ones(dtype, shape)
         else:
             spread = shape[1] ** -0.5 if len(shape) > 1 else 0.1
+            spread *= (
+                1e-3 if agreeing and name.endswith((*DAMPED, "h_proj.weight", "hc_head_fn", "hc_head_base")) else 1
+            )
             tensors[name] = normal(dtype, shape, spread, visible if name == "head.weight" else None)
+    if agreeing:
+        tensors["mtp.0.e_proj.weight"] = identity("BF16", model.hidden_size)
     return tensors
 
 
@@ -239,16 +251,16 @@ def make_folder(out: Path, force: bool) -> None:
 
 
 def main(
-    shape: Annotated[str, typer.Argument(help=f"One of {', '.join((*SHAPES, DEEPSEEK))}.")],
+    shape: Annotated[str, typer.Argument(help=f"One of {', '.join((*SHAPES, DEEPSEEK, AGREEING))}.")],
     out: Annotated[Path, typer.Argument(help="Folder to write; created if missing.")],
     format: Annotated[str, typer.Option(help=f"One of {', '.join(FORMATS)}.")] = "bf16",
     group_size: Annotated[int, typer.Option(help="Inputs that share a scale in w4a16.")] = 32,
     force: Annotated[bool, typer.Option("--force", help="Replace a checkpoint that is in the folder.")] = False,
 ) -> None:
     """Write a checkpoint of random weights."""
-    if shape not in (*SHAPES, DEEPSEEK):
-        raise typer.BadParameter(f"{shape} is not one of {', '.join((*SHAPES, DEEPSEEK))}")
-    deepseek = shape == DEEPSEEK
+    if shape not in (names := (*SHAPES, DEEPSEEK, AGREEING)):
+        raise typer.BadParameter(f"{shape} is not one of {', '.join(names)}")
+    deepseek = shape in (DEEPSEEK, AGREEING)
     formats = FORMATS[:1] if deepseek else FORMATS
     if format not in formats:
         raise typer.BadParameter(f"{shape} is not made in {format}, but in {', '.join(formats)}")
@@ -261,7 +273,10 @@ def main(
     texts = (tokenizer.decode([i]) for i in range(sizes["vocab_size"]))
     visible = np.array([bool(text) and all("!" <= char <= "~" for char in text) for text in texts])
     config = {**sizes, "eos_token_id": end} if deepseek else quantise(make_config(sizes, end), format, group_size)
-    write_weights(out, make_deepseek_weights(sizes, visible) if deepseek else make_weights(config, format, visible))
+    if deepseek:
+        write_weights(out, make_deepseek_weights(sizes, visible, shape == AGREEING))
+    else:
+        write_weights(out, make_weights(config, format, visible))
     files = {
         "config.json": config,
         "generation_config.json": {"do_sample": False, "eos_token_id": end},

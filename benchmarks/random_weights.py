@@ -91,6 +91,12 @@ def ones(dtype: str, shape: tuple[int, ...]) -> Tensor:
     )
 
 
+def identity(dtype: str, size: int) -> Tensor:
+    return Tensor(
+        dtype, (size, size), lambda rng, first, last: _stored(np.eye(last - first, size, first, np.float32), dtype)
+    )
+
+
 def chosen(shape: tuple[int, int], count: int) -> Tensor:
     """Return rows of different ids below `count`."""
 

@@ -2,13 +2,17 @@
 
     python benchmarks/make_copier.py COPIER
     python benchmarks/make_checkpoint.py 0.6b RANDOM
-    python benchmarks/speculation.py COPIER RANDOM
+    python benchmarks/make_checkpoint.py deepseek-v4-1b-agreeing AGREEING
+    python benchmarks/make_checkpoint.py deepseek-v4-1b DISAGREEING
+    python benchmarks/speculation.py COPIER RANDOM AGREEING DISAGREEING
 
 | load | model | prompt | answer |
 |---|---|---|---|
 | edit | COPIER | a file of 1,500 tokens | the file again, with five names changed |
 | random | RANDOM | 128 random tokens | 128 tokens, greedy: nothing is to be guessed |
 | misses | RANDOM | 128 random tokens | 128 of four tokens, at random: all seem to come again, and 1 of 4 does |
+| agrees | AGREEING | 128 random tokens | 128 tokens, greedy: the draft layer predicts them all |
+| disagrees | DISAGREEING | 128 random tokens | 128 tokens, greedy: the draft layer predicts none |
 
 Each is asked alone and with `--at-once` others. Answers of both servers must be the same, and those of `edit` right.
 Ratios are of tokens per second behind the first token, and of whole requests; both servers are up all the time.
@@ -115,11 +119,12 @@ class Load(NamedTuple):
     """`body` makes one request of a load; `right` says what its text must be, or nothing."""
 
     model: Path
+    method: str
     body: Callable[[random.Random], Body]
     right: Callable[[Body], str] = lambda body: ""
 
 
-def loads(copier: Path, plain: Path, output: int) -> dict[str, Load]:
+def loads(copier: Path, plain: Path, agreeing: Path, disagreeing: Path, output: int) -> dict[str, Load]:
     tokenizer = Tokenizer.from_file(str(copier / "tokenizer.json"))
 
     def edit(rng: random.Random) -> Body:
@@ -133,17 +138,23 @@ def loads(copier: Path, plain: Path, output: int) -> dict[str, Load]:
         return drawn(rng) | {"temperature": 3.0, "seed": rng.getrandbits(30), "allowed_token_ids": few}
 
     return {
-        "edit": Load(copier, edit, lambda body: tokenizer.decode(edited(tokenizer, body["prompt"])[:output])),
-        "random": Load(plain, drawn),
-        "misses": Load(plain, missing),
+        "edit": Load(copier, "ngram", edit, lambda body: tokenizer.decode(edited(tokenizer, body["prompt"])[:output])),
+        "random": Load(plain, "ngram", drawn),
+        "misses": Load(plain, "ngram", missing),
+        "agrees": Load(agreeing, "mtp", drawn),
+        "disagrees": Load(disagreeing, "mtp", drawn),
     }
 
 
 def main(
     copier: Annotated[Path, typer.Argument(help="What make_copier.py wrote.")],
     plain: Annotated[Path, typer.Argument(help="What make_checkpoint.py wrote in the shape 0.6b.")],
-    only: Annotated[str, typer.Option(help="Loads to measure, separated by commas.")] = "edit,random,misses",
-    drafts: Annotated[int, typer.Option(help="Most drafts of a step.")] = 8,
+    agreeing: Annotated[Path, typer.Argument(help="In the shape deepseek-v4-1b-agreeing.")],
+    disagreeing: Annotated[Path, typer.Argument(help="In the shape deepseek-v4-1b.")],
+    only: Annotated[str, typer.Option(help="Loads to measure, separated by commas.")] = "edit,random,misses,"
+    "agrees,disagrees",
+    drafts: Annotated[int, typer.Option(help="Most drafts of a step that are looked up.")] = 8,
+    passes: Annotated[int, typer.Option(help="Most drafts of a step from a draft layer.")] = 2,
     at_once: Annotated[int, typer.Option(help="Requests at once, beside one alone.")] = 8,
     output: Annotated[int, typer.Option(help="Tokens of the file that are written again.")] = 512,
     rounds: Annotated[int, typer.Option(min=2, help="Pairs of each load.")] = 5,
@@ -151,9 +162,10 @@ def main(
     """Print the speeds, and the ratio of each pair: median and range."""
     print("| load | at once | without tok/s | with | speed-up | range | of whole requests | accepted of drafts |")
     print("|---|---|---|---|---|---|---|---|")
-    every, options = loads(copier, plain, output), f"--spec-method ngram --spec-tokens {drafts}"
+    every, most = loads(copier, plain, agreeing, disagreeing, output), {"ngram": drafts, "mtp": passes}
     for name in only.split(","):
         load = every[name]
+        options = f"--spec-method {load.method} --spec-tokens {most[load.method]}"
         with ExitStack() as stack:
             command = f"pypto-serving serve {load.model}"
             clients = [stack.enter_context(served(each)) for each in (command, f"{command} {options}")]

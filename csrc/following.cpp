@@ -26,11 +26,12 @@ void pass(const Pass& op, const Step& step, Member& member) {
     std::memcpy(to + share.begin, from + share.begin, (share.end - share.begin) * sizeof(float));
 }
 
-void follow(Recording& recording, Board& board, const StepArrays* buffers) {
-  for (uint32_t count = 1; board.published.await(count); count++) {
-    const Order order = board.orders[(count - 1) % Board::kOrders];
+void follow(Recording& recording, Recording* drafting, Board& board, const StepArrays* buffers, int32_t count) {
+  for (uint32_t next = 1; board.published.await(next); next++) {
+    const Order order = board.orders[(next - 1) % Board::kOrders];
     const Step step = buffers[order.buffers].step(order.tokens, order.rows, order.logits, order.buffers);
-    if (!recording.replay(step, nullptr)) return;
+    const bool drafts = drafting && order.buffers == count - 1;
+    if (!(drafts ? *drafting : recording).replay(step, nullptr)) return;
   }
 }
 

@@ -41,7 +41,8 @@ struct Pass {
 
 void pass(const Pass& op, const Step& step, Member& member);
 
-// Replay the steps that are published, until a meeting or the board is closed.
-void follow(Recording& recording, Board& board, const StepArrays* buffers);
+// Replay the steps that are published, until a meeting or the board is closed; with `drafting`, those in the last of
+// `count` buffers by that.
+void follow(Recording& recording, Recording* drafting, Board& board, const StepArrays* buffers, int32_t count);
 
 }  // namespace pypto

@@ -85,6 +85,25 @@ static void compressor_state(const CompressorState& op, const Step& step, Member
   }
 }
 
+static void store_rows(const StoreRows& op, const Step& step, Member& member) {
+  Share share(member, step.tokens, row_grain(step.tokens, member));
+  while (share.next())
+    for (int64_t t = share.begin; t < share.end; t++)
+      std::memcpy(slot_row<float>(*op.pages, step, t), op.x + t * op.width, op.width * sizeof(float));
+}
+
+static void previous_rows(const PreviousRows& op, const Step& step, Member& member) {
+  Share share(member, step.tokens, row_grain(step.tokens, member));
+  while (share.next()) {
+    for (int64_t t = share.begin; t < share.end; t++) {
+      float* x = op.x + t * op.width;
+      const int64_t position = step.positions[t];
+      if (position == 0) std::memset(x, 0, op.width * sizeof(float));
+      else std::memcpy(x, page_row<const float>(*op.pages, step, step.row_of[t], position - 1), op.width * sizeof(float));
+    }
+  }
+}
+
 constexpr int kMostSlots = 128;  // most state rows of an entry
 
 // State rows of an entry, each from its first channel on.

@@ -29,7 +29,7 @@ struct alignas(64) MlaScratch {
 struct Seen {
   Seen(const MlaAttention& op, const Step& step, int64_t token)
       : op(op), step(step), row(step.row_of[token]), end(step.positions[token] + 1),
-        window(min(end, op.window)), entries(op.compressed_kv ? end / op.compressed_kv->ratio : 0) {
+        window(min(end - op.begin, op.window)), entries(op.compressed_kv ? end / op.compressed_kv->ratio : 0) {
     if (op.indices && entries > op.topk) indices = op.indices + token * op.topk, entries = op.topk;
   }
 

@@ -17,10 +17,16 @@ namespace pypto {
 // Largest head_dim.
 constexpr int kMaxDim = 256;
 
-// Rows that an operation works on: all tokens, or those that need logits.
-ENUM(Rows, kTokens, kLogits)
+// Residual streams of a token, where a model has hyper-connections.
+constexpr int kHyperConnectionStreams = 4;
 
-ALWAYS_INLINE int64_t count(const Step& step, Rows rows) { return rows == Rows::kTokens ? step.tokens : step.logits; }
+// Rows that an operation works on: all tokens, those that need logits, or the residual streams of all tokens.
+ENUM(Rows, kTokens, kLogits, kStreams)
+
+ALWAYS_INLINE int64_t count(const Step& step, Rows rows) {
+  if (rows == Rows::kLogits) return step.logits;
+  return int64_t{step.tokens} * (rows == Rows::kStreams ? kHyperConnectionStreams : 1);
+}
 
 struct Routing;
 
@@ -195,7 +201,6 @@ struct MoeCombine {
 // Manifold-constrained hyper-connections (arXiv:2512.24880): a token has n = kHyperConnectionStreams residual streams of
 // `width`. Attention and MLP read a weighted sum of them (pre); their output is added to each stream (post), and the
 // streams are mixed with each other (comb). The coefficients of a token are projections of its streams, `mixes`.
-constexpr int kHyperConnectionStreams = 4;
 constexpr int kMixes = (2 + kHyperConnectionStreams) * kHyperConnectionStreams;  // pre, post, comb
 
 // Unweighted RMSNorm and float32 GEMM: out[row, i] = x / rms(x) . weight[i], x [tokens, width].
@@ -264,6 +269,22 @@ struct NormRope {
   FIELDS(x, stride, heads, first, panels, rope, NULLABLE out, NULLABLE pages)
 };
 
+// Copies x [tokens, width] to the tokens' rows of `pages`.
+struct StoreRows {
+  const float* x;
+  int64_t width;
+  const Pages* pages;
+  FIELDS(x, width, pages)
+};
+
+// x[t] = the row of `pages` at the position before the token's; zeros at position 0.
+struct PreviousRows {
+  float* x;
+  int64_t width;
+  const Pages* pages;
+  FIELDS(x, width, pages)
+};
+
 // Compressor state of a token at position p: a float32 row [kv | gates + ape[p % ratio]].
 struct CompressorState {
   const float *kv, *gates, *ape;
@@ -305,17 +326,17 @@ struct IndexerTopK {
 constexpr int kIndexerTokens = 16;  // tokens scored at once before their top-k
 
 // MLA: `heads` query heads share one latent per row as key and value. A token attends to the rows of its sliding
-// `window` and to compressed entries: all that it sees, or the indexer's top-k. Each head has an attention sink, a
+// `window`, of which there are none before position `begin`, and to compressed entries: all that it sees, or the indexer's top-k. Each head has an attention sink, a
 // score without a value, in base 2 like the others. The output is rotated back by the token's position (inverse RoPE)
 // and written to strips of group * dim numbers for each `group` of the model's heads, whose `first` is this one's.
 struct MlaAttention {
   const Pair* queries;  // panels
   const float *sinks, *cos, *sin;
-  int32_t heads, first, dim, rope_dim, window, group, topk;
+  int32_t heads, first, dim, rope_dim, window, begin, group, topk;
   const Pages *kv, *compressed_kv;
   const int32_t* indices;  // [t, topk], read where a token sees more entries
   Pair* out;
-  FIELDS(queries, sinks, cos, sin, heads, first, dim, rope_dim, window, group, topk, kv, NULLABLE compressed_kv,
+  FIELDS(queries, sinks, cos, sin, heads, first, dim, rope_dim, window, begin, group, topk, kv, NULLABLE compressed_kv,
          NULLABLE indices, out)
 };
 
@@ -412,6 +433,8 @@ struct Limits {
   OP(hyper_connection_pre, HyperConnectionPre)    \
   OP(hyper_connection_post, HyperConnectionPost)  \
   OP(norm_rope, NormRope)                         \
+  OP(store_rows, StoreRows)                       \
+  OP(previous_rows, PreviousRows)                 \
   OP(compressor_state, CompressorState)           \
   OP(compress, Compress)                          \
   OP(indexer_topk, IndexerTopK)                   \

@@ -42,8 +42,9 @@ API(void, publish, void* board, int32_t buffers, int32_t tokens, int32_t rows, i
 }
 
 // Returns when a meeting or the board is closed.
-API(void, follow, Recording* recording, void* board, const StepArrays* buffers) {
-  follow(*recording, *static_cast<Board*>(board), buffers);
+API(void, follow, Recording* recording, Recording* NULLABLE drafting, void* board, const StepArrays* buffers,
+    int32_t count) {
+  follow(*recording, drafting, *static_cast<Board*>(board), buffers, count);
 }
 
 // Takes over the file descriptor of a connection.

@@ -69,7 +69,7 @@ def make_checkpoint(
     model = random_model(kind, seed, **overrides).to(getattr(torch, through)).to(getattr(torch, dtype))
     model.config.dtype = dtype
     if kind in DEEPSEEK_V4:
-        deepseek_v4.write_checkpoint(path, model, DEEPSEEK_V4[kind] | overrides, dtype)
+        deepseek_v4.write_checkpoint(path, model, DEEPSEEK_V4[kind] | overrides, dtype, seed)
     else:
         model.save_pretrained(path, max_shard_size="100KB" if sharded else "5GB")
     write_tokenizer(path)

@@ -12,7 +12,7 @@ import pypto_serving.model.openmp  # noqa: F401
 # isort: split
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pypto_serving.model.deepseek_v4.released import FLASH
@@ -120,6 +120,82 @@ def _spread(name: str) -> tuple[float, float]:
     return 0.15, 0.0
 
 
+class RandomDrafts:
+    """The draft layer of a random model, put together from parts of `transformers`, which has none."""
+
+    def __init__(self, seed: int, config: dict[str, Any]) -> None:
+        swa = {"num_hidden_layers": 1, "num_hash_layers": 0}
+        swa |= {"layer_types": [SLIDING]} if "layer_types" in config else {"compress_ratios": [0]}
+        self.model = random_model(seed, **(config | swa))
+        generator, hidden = torch.Generator().manual_seed(seed), config["hidden_size"]
+        self.own = {f"{name}_proj.weight": torch.empty(hidden, hidden) for name in ("e", "h")}
+        self.own |= {f"{name}norm.weight": torch.empty(hidden) for name in ("e", "h")}
+        for name, tensor in self.own.items():
+            spread, centre = _spread(name)
+            tensor.normal_(centre, spread, generator=generator)
+
+    def state(self) -> dict[str, Tensor]:
+        """Its tensors, with the names of released checkpoints."""
+        state = upstream(self.model.state_dict())
+        shared = {"embed.weight", "head.weight"}
+        return {
+            f"mtp.0.{name.removeprefix('layers.0.')}": tensor
+            for name, tensor in (state | self.own).items()
+            if name not in shared
+        }
+
+    @torch.no_grad()
+    def __call__(self, model: transformers.PreTrainedModel, streams: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [t, vocab] and streams [t, n, hidden], from `streams` [t, n, hidden] and the `tokens` after them.
+
+        Embeddings and output layer are those of `model`.
+        """
+        inner, norms = self.model.model, {}
+        for name in ("e", "h"):
+            norms[name] = type(inner.norm)(streams.shape[-1], eps=inner.norm.variance_epsilon)
+            norms[name].weight.data = self.own[f"{name}norm.weight"]
+        embedded = norms["e"](model.model.embed_tokens(tokens)) @ self.own["e_proj.weight"].T
+        joined = norms["h"](streams) @ self.own["h_proj.weight"].T + embedded[:, None]
+        found: list[Tensor] = []
+        hook = inner.hc_head.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0][0]))
+        first = inner.layers[0].register_forward_pre_hook(
+            lambda _, inputs, named: ((joined[None], *inputs[1:]), named), with_kwargs=True
+        )
+        x = inner(tokens[None]).last_hidden_state[0]
+        hook.remove()
+        first.remove()
+        logits: Tensor = model.lm_head(x)
+        return logits, found[0]
+
+
+def let_drafts_agree(path: Path, damping: float = 0.015) -> None:
+    """Change a checkpoint so that its draft layer is right often, though not always.
+
+    Layers add less to the streams, so that the next token follows mostly from the last one, in draft layers too.
+    """
+    tensors = load_file(path / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith(("wo_b.weight", "w2.weight")):
+            tensors[name] = tensor * damping
+    hidden, own = len(tensors["norm.weight"]), tensors["norm.weight"].dtype
+    tensors["mtp.0.e_proj.weight"] = torch.eye(hidden, dtype=own)
+    tensors["mtp.0.h_proj.weight"] = torch.zeros(hidden, hidden, dtype=own)
+    tensors["mtp.0.enorm.weight"] = torch.ones(hidden, dtype=own)
+    for name in ("norm.weight", "hc_head_fn", "hc_head_base", "hc_head_scale"):
+        tensors[f"mtp.0.{name}"] = tensors[name].clone()
+    save_file(tensors, path / "model.safetensors")
+
+
+@torch.no_grad()
+def streams_of(model: transformers.PreTrainedModel, tokens: Tensor) -> Tensor:
+    """The streams [t, n, hidden] of `model` before its head."""
+    found: list[Tensor] = []
+    hook = model.model.hc_head.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0][0]))
+    model(tokens[None])
+    hook.remove()
+    return found[0]
+
+
 def check_greedy(model: transformers.PreTrainedModel, prompts: list[list[int]], answers: list[list[int]]) -> None:
     """Each answer is what `model`, greedily, makes of its prompt. Its steps are slow, so it is asked once."""
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -162,11 +238,13 @@ def _upstream_name(rest: str) -> str:
     return rest
 
 
-def write_checkpoint(path: Path, model: transformers.PreTrainedModel, config: dict[str, Any], dtype: str) -> None:
-    """Config and weights of `model` as a release has them: mixing, sinks and biases stay float32."""
+def write_checkpoint(
+    path: Path, model: transformers.PreTrainedModel, config: dict[str, Any], dtype: str, seed: int = 0
+) -> None:
+    """Config and weights of `model` and a draft layer, as released: mixing, sinks and biases stay float32."""
     path.mkdir(parents=True, exist_ok=True)
     served = getattr(torch, dtype)
-    tensors = upstream(model.state_dict())
+    tensors = upstream(model.state_dict()) | RandomDrafts(seed, config).state()
     for name, tensor in tensors.items():
         exact = name.startswith("hc_") or re.search(r"\.hc_|attn_sink|\.ape$|gate\.bias", name)
         if tensor.is_floating_point() and not exact:

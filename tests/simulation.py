@@ -40,6 +40,7 @@ from pypto_serving.types.step import BackendTraits, StepPlan, StepResult
 from pypto_serving.types.tier import Tier, TransferDone, TransferJob, TransferReport, Transfers
 from pypto_serving.types.tokens import pack_ids, unpack_ids
 from pypto_serving.worker.__main__ import inventories
+from pypto_serving.worker.draft.model import ModelDrafter
 from pypto_serving.worker.runner import Runner, hello
 from pypto_serving.worker.transfer import Mover
 from tests.clock import VirtualClock
@@ -196,6 +197,10 @@ class InlineExecutor:
         self._runner = Runner(
             program, buffers, config.vocab_size, config.num_drafts, config.model, InlineGuideProcess, config.ngram
         )
+        if (drafts := self._runner.batch.drafts) is not None and isinstance(drafts._drafter, ModelDrafter):
+            drafts._drafter._clock = self.clock.now
+        if (attach := getattr(program, "attach", None)) is not None:
+            attach(self._runner.batch)
         self._completed_step = 0
         sizes = program.memory.block_bytes
         for tier in self.config.tiers:

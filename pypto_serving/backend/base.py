@@ -185,11 +185,7 @@ class Proposals(NamedTuple):
 
 
 class Drafter(Protocol):
-    """Proposes draft tokens, which the host verifies. Drafts change the speed, never the answer.
-
-    A program's own drafter is asked behind `collect` of one dispatch and before `submit` of the next one, so it may
-    compute with what the program kept of the former.
-    """
+    """Proposes draft tokens, which the host verifies. Drafts change the speed, never the answer."""
 
     def start(self, row: int) -> None:
         """Forget what is known of `row`: it has the tokens of another request now, or of the same one again."""
@@ -202,6 +198,16 @@ class Drafter(Protocol):
         """
 
 
+class Draft(Protocol):
+    """Predict with the draft layers of a model, between `collect` of one dispatch and `submit` of the next.
+
+    Each row of `inputs` has one token, behind those that are computed, or behind the one of the call before. Return the
+    tokens that most likely follow, int32 [r].
+    """
+
+    def __call__(self, inputs: StepInputs, /) -> Int32Array: ...
+
+
 class Program(Protocol):
     """A prepared model on a device. Owns the weights and the KV memory."""
 
@@ -212,8 +218,8 @@ class Program(Protocol):
     memory: BlockMemory
     sampler: Sampler | None
     """Samples tokens from the program's logits. If None, the worker samples in numpy."""
-    drafter: Drafter | None
-    """Proposes drafts on the host. If None, only a device can make drafts."""
+    draft: Draft | None
+    """Runs draft layers. If None, drafts come from elsewhere."""
 
     def submit(self, inputs: StepInputs, sampling: SamplingInputs | None) -> None:
         """Begin a dispatch: write the K/V of its tokens, compute logits of `inputs.logits_rows`, and sample if asked.
@@ -236,9 +242,9 @@ class Backend(ABC):
         self.config = config
 
     def allocate(self) -> Sequence[StepBuffers]:
-        """Allocate input buffers, one per dispatch in flight. A device backend returns shared or pinned memory."""
-        limits = self.config.limits
-        return [StepBuffers.in_host_memory(self.config.groups, limits) for _ in range(limits.held_dispatches)]
+        """Allocate `config.num_buffers` input buffers. A device backend returns shared or pinned memory."""
+        config = self.config
+        return [StepBuffers.in_host_memory(config.groups, config.limits) for _ in range(config.num_buffers)]
 
     def pin_main_thread(self) -> None:  # noqa: B027 (most backends pin nothing)
         """Pin the calling thread to a CPU, if that helps. The main thread of a worker process calls this once."""

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pypto_serving.model.openmp  # noqa: F401
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from pypto_serving.backend.base import Progress, SamplingInputs, StepInputs, StepOutput
+from pypto_serving.backend.base import Draft, Progress, SamplingInputs, StepInputs, StepOutput
 from pypto_serving.backend.memory import HostBlocks
 from pypto_serving.backend.native import check_groups
 from pypto_serving.backend.ranks import READY, SharedBuffers
@@ -47,7 +48,7 @@ class TorchProgram:
     With `ranks`, it leads those that compute the steps it publishes there.
     """
 
-    sampler = drafter = None
+    sampler = None
 
     def __init__(self, model: Any, config: EngineConfig, fingerprint: bytes, ranks: TorchRanks | None = None) -> None:
         self.model = model
@@ -56,6 +57,7 @@ class TorchProgram:
         self.memory = HostBlocks(tuple(map(_arena, model.pages, self.num_blocks)))
         self._ranks = ranks
         self._logits: Float32Array | None = None
+        self.draft: Draft | None = self._draft if config.drafts_in_model else None
 
     def submit(self, inputs: StepInputs, sampling: SamplingInputs | None = None) -> None:
         """Compute a step before returning. Raises RankError where another rank has ended."""
@@ -73,9 +75,14 @@ class TorchProgram:
         """Return the logits."""
         return StepOutput(logits=self._logits)
 
+    def _draft(self, inputs: StepInputs) -> Int32Array:
+        """Implement Draft."""
+        found: Int32Array = compute(self.model, inputs, self.model.draft).argmax(axis=1).astype(np.int32)
+        return found
 
-def compute(model: Any, inputs: StepInputs) -> Float32Array:
-    """Compute a step, and return its logits."""
+
+def compute(model: Any, inputs: StepInputs, forward: Callable[[StepTensors], Tensor] | None = None) -> Float32Array:
+    """Compute a step with `forward`, by default the model's, and return its logits."""
     with torch.inference_mode():
         tokens = _recurring_rows(len(inputs.token_ids), model.rows)
         step = StepTensors(
@@ -87,7 +94,8 @@ def compute(model: Any, inputs: StepInputs) -> Float32Array:
             slots=tuple(_int64(slots, tokens) for slots in inputs.slot_mapping),
             block_tables=tuple(map(_int64, inputs.block_tables)),
         )
-        logits: Float32Array = model.forward(step)[: len(inputs.logits_rows)].numpy()
+        found: Tensor = (forward or model.forward)(step)
+        logits: Float32Array = found[: len(inputs.logits_rows)].numpy()
         return logits
 
 
@@ -132,7 +140,7 @@ class TorchLoader:
 
     def __init__(self, config: EngineConfig, rank: Rank) -> None:
         self.config, self.rank = config, rank
-        self._architecture, self._model = load_config(config.model)
+        self._architecture, self._model = load_config(config.model, config.drafts_in_model)
         family = model_family(self._architecture)
         check_groups(config, family, self._model)
         self._program = family.program

@@ -6,9 +6,11 @@ import os
 from collections import deque
 from typing import Any
 
-from pypto_serving.backend.base import Progress, SamplingInputs, StepInputs, StepOutput
+import numpy as np
+
+from pypto_serving.backend.base import Draft, Progress, SamplingInputs, StepInputs, StepOutput
 from pypto_serving.backend.memory import HostBlocks
-from pypto_serving.backend.ranks import Shared
+from pypto_serving.backend.ranks import Shared, step_arrays
 from pypto_serving.backend.split_blocks import merged
 from pypto_serving.errors import ConfigError
 from pypto_serving.kernels import Engine, NativeSampler, Peers
@@ -17,6 +19,7 @@ from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.packed_file import PackedFile, packed_key
 from pypto_serving.model.registry import load_config, model_family
 from pypto_serving.parallel.topology import Rank
+from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import Spans
 
@@ -29,7 +32,7 @@ class NativeLoader:
 
     def __init__(self, config: EngineConfig, rank: Rank) -> None:
         self.config, self.rank = config, rank
-        self._architecture, self._model = load_config(config.model)
+        self._architecture, self._model = load_config(config.model, config.drafts_in_model)
         self._family = model_family(self._architecture)
         self._program = self._family.native_program
         check_groups(config, self._family, self._model)
@@ -84,8 +87,6 @@ class NativeProgram:
     With `shared`, it leads the ranks that replay the steps it publishes there. `memory` is that of the arenas.
     """
 
-    drafter = None
-
     def __init__(
         self,
         model: Any,
@@ -101,23 +102,21 @@ class NativeProgram:
         self.fingerprint = fingerprint
         self.memory = memory or HostBlocks(model.arenas)
         self._shared, self._peers = shared, peers
+        self.draft: Draft | None = self._draft if config.drafts_in_model else None
         self._held: deque[tuple[int, int] | None] = deque()
 
     def submit(self, inputs: StepInputs, sampling: SamplingInputs | None = None) -> None:
         """Compute a step, or its first stage, before returning: no other work could overlap on the cores."""
         self._held.append(step := self._begin(inputs))
-        if step is None:
-            return
-        self.model.step.replay(
-            inputs.token_ids,
-            inputs.positions,
-            inputs.query_start,
-            inputs.context_lens,
-            inputs.logits_rows,
-            inputs.slot_mapping,
-            inputs.block_tables,
-            slot=step[0],
-        )
+        if step is not None:
+            self.model.step.replay(*step_arrays(inputs), slot=step[0])
+
+    def _draft(self, inputs: StepInputs) -> Int32Array:
+        """Implement Draft."""
+        slot = 0 if self._shared is None else self._shared.publish(inputs)
+        self.model.draft_step.replay(*step_arrays(inputs), slot=slot)
+        found: Int32Array = self.model.logits[: len(inputs.logits_rows)].argmax(axis=1).astype(np.int32)
+        return found
 
     def _begin(self, inputs: StepInputs) -> tuple[int, int] | None:
         """Let the other ranks begin a step; return its slot and how many logits it has, None for a step of no token."""

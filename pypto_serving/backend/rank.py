@@ -38,7 +38,7 @@ def _follow(start: RankStart, progress: Progress) -> None:
         serve_blocks(blocks, model.arenas, loader.kv_spans(0), loader.kv_spans(1))
     loader.engine.pin_caller()
     progress(READY, 1, 1)
-    shared.follow(model.step)
+    shared.follow(model.step, model.draft_step)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from pypto_serving.kernels import (
     Recording,
     SharedMemory,
 )
+from pypto_serving.kernels.recording import StepArrays
 from pypto_serving.parallel.topology import Rank
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.start import RankStart
@@ -51,9 +52,8 @@ class SharedBuffers:
     """Owns a rank's mapping of the buffers of steps, which are the first that all ranks allocate in `memory`."""
 
     def __init__(self, config: EngineConfig, memory: SharedMemory) -> None:
-        self.memory, limits = memory, config.limits
-        held = range(limits.held_dispatches)
-        self.buffers = [StepBuffers.in_host_memory(config.groups, limits, memory.zeros) for _ in held]
+        self.memory, count = memory, range(config.num_buffers)
+        self.buffers = [StepBuffers.in_host_memory(config.groups, config.limits, memory.zeros) for _ in count]
         self._places = {_address(buffers): place for place, buffers in enumerate(self.buffers)}
 
     def place(self, inputs: StepInputs) -> int:
@@ -96,15 +96,15 @@ class Shared(SharedBuffers):
         self._board.publish(place, *counts)
         return place
 
-    def follow(self, step: Recording) -> None:
-        """Replay `step` for every step that the leader publishes."""
-        self._board.follow(
-            step,
-            [
-                (b.token_ids, b.positions, b.query_start, b.context_lens, b.logits_rows, b.slot_mapping, b.block_tables)
-                for b in self.buffers
-            ],
-        )
+    def follow(self, step: Recording, drafting: Recording | None) -> None:
+        """Replay `step` for every step that the leader publishes, and `drafting` where draft layers are asked."""
+        self._board.follow(step, [step_arrays(each) for each in self.buffers], drafting)
+
+
+def step_arrays(step: StepBuffers | StepInputs) -> StepArrays:
+    """Return the arrays of a step in the order that recordings take them."""
+    arrays = (step.token_ids, step.positions, step.query_start, step.context_lens, step.logits_rows)
+    return (*arrays, step.slot_mapping, step.block_tables)
 
 
 def _mirrored(buffers: StepBuffers) -> list[Mirrored]:

@@ -127,7 +127,8 @@ FLAGS = (
         "spec_method",
         BATCHING,
         "NAME",
-        "Guess next tokens, and verify several in one step: ngram takes what followed the last tokens before.",
+        "Guess next tokens, and verify several in one step: ngram takes what followed the last tokens before, mtp asks "
+        "the model's draft layer.",
     ),
     Flag("spec_tokens", BATCHING, "N", "Maximum drafts of a request in one step."),
     Flag("fair_scheduling", BATCHING, "", "Start requests by the tokens their cache_salt got, not by arrival."),

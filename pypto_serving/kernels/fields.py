@@ -8,7 +8,7 @@ import numpy as np
 
 from pypto_serving.kernels.constants import GATE_HALF
 from pypto_serving.kernels.forms import Int8Strips, Matrix, StripColumns, Strips, activations, multiplies, strip_columns
-from pypto_serving.kernels.operands import Epilogue
+from pypto_serving.kernels.operands import Epilogue, Scoring
 from pypto_serving.types.arrays import Array, Float32Array
 
 UNGROUPED = 1 << 40
@@ -61,3 +61,26 @@ def first_row(x: Array) -> tuple[Array, int]:
     if step != x.itemsize:
         raise ValueError(f"rows of {list(x.shape)} are not contiguous")
     return x[:1], stride // step
+
+
+def routing_fields(logits: Float32Array, per_token: int, scoring: Scoring, computed: range) -> dict[str, Any]:
+    """Make the fields of Routing that are sizes and results; experts that are `computed` have matrices here.
+
+    Raises ValueError for more experts per token than there are.
+    """
+    tokens, experts = logits.shape
+    if not 1 <= per_token <= experts:
+        raise ValueError(f"per_token is {per_token}, but must be between 1 and the {experts} experts")
+    scores = np.zeros((tokens, 2, experts), np.float32) if scoring == Scoring.SQRT_SOFTPLUS else None
+    return {
+        "experts": experts,
+        "begin": computed.start,
+        "end": computed.stop,
+        "per_token": per_token,
+        "scoring": scoring,
+        "logits": logits,
+        "scores": scores,
+        "topk_weights": np.zeros(tokens * per_token, np.float32),
+        **{name: np.zeros(tokens * per_token, np.int32) for name in ("topk_ids", "order", "place")},
+        **{name: np.zeros(experts + 1, np.int32) for name in ("starts", "active")},
+    }

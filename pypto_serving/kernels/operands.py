@@ -16,10 +16,11 @@ KV_SCALE_BYTES = 4
 
 
 class Rows(enum.Enum):
-    """Rows of a step that an operation works on: all tokens, or the rows that need logits."""
+    """Rows of a step that an operation works on: tokens, those that need logits, or residual streams of tokens."""
 
     TOKENS = enum.auto()
     LOGITS = enum.auto()
+    STREAMS = enum.auto()
 
 
 class Epilogue(enum.Enum):
@@ -100,11 +101,15 @@ class NormRopeParams:
 
 @dataclass(frozen=True, slots=True)
 class MlaSizes:
-    """The model's query heads to compute, sliding window in tokens, and heads in a group of the output projection."""
+    """The model's query heads to compute, sliding window in tokens, and heads in a group of the output projection.
+
+    The window has no rows before position `begin`.
+    """
 
     heads: range
     window: int
     group: int
+    begin: int = 0
 
 
 @dataclass(frozen=True, slots=True)

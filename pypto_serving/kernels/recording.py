@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pypto_serving.kernels.arguments import Handle
 from pypto_serving.kernels.constants import PANEL
 from pypto_serving.kernels.engine import Engine
-from pypto_serving.kernels.fields import UNGROUPED, first_row, gated_epilogue, gemm_fields, strip_words
+from pypto_serving.kernels.fields import UNGROUPED, first_row, gated_epilogue, gemm_fields, routing_fields, strip_words
 from pypto_serving.kernels.forms import (
     BF16,
     INT8,
@@ -205,18 +205,9 @@ class Recording:
         experts have the matrices of those `computed`, by default all, and leave out the others. Raises ValueError for
         more experts per token than there are.
         """
-        tokens, experts = logits.shape
-        if not 1 <= per_token <= experts:
-            raise ValueError(f"per_token is {per_token}, but must be between 1 and the {experts} experts")
-        mine = range(experts) if computed is None else computed
-        sizes = {"experts": experts, "begin": mine.start, "end": mine.stop, "per_token": per_token}
-        sizes |= {"scoring": scoring, "scale": scale}
-        scores = np.zeros((tokens, 2, experts), np.float32) if scoring == Scoring.SQRT_SOFTPLUS else None
-        inputs = {"logits": logits, "scores": scores, "bias": bias, "tid2eid": tid2eid}
-        entries = {name: np.zeros(tokens * per_token, np.int32) for name in ("topk_ids", "order", "place")}
-        weights = np.zeros(tokens * per_token, np.float32)
-        places = {name: np.zeros(experts + 1, np.int32) for name in ("starts", "active")}
-        routing = {**sizes, **inputs, **entries, "topk_weights": weights, **places}
+        experts = logits.shape[1]
+        routing = routing_fields(logits, per_token, scoring, range(experts) if computed is None else computed)
+        routing |= {"scale": scale, "bias": bias, "tid2eid": tid2eid}
         self._add("router_topk", **routing)
         return Routing(self._add("moe_sort", **routing), experts, per_token)
 
@@ -339,6 +330,14 @@ class Recording:
         sizes = {"stride": stride, "heads": heads, "first": first, "panels": panels}
         self._add("norm_rope", x=start, **sizes, **rope.fields(), **places)
 
+    def store_rows(self, x: Float32Array, pages: Pages) -> None:
+        """Copy x [tokens, ...] to the tokens' slots."""
+        self._add("store_rows", x=x, width=math.prod(x.shape[1:]), pages=pages.handle)
+
+    def previous_rows(self, pages: Pages, x: Float32Array) -> None:
+        """Copy to x [tokens, ...] the row at the position before each token's; zeros at position 0."""
+        self._add("previous_rows", x=x, width=math.prod(x.shape[1:]), pages=pages.handle)
+
     def compressor_state(self, kv: Float32Array, gates: Float32Array, ape: Float32Array, state: Pages) -> None:
         """Write the tokens' compressor state, rows [kv | gates + ape[p % ratio]].
 
@@ -401,7 +400,8 @@ class Recording:
         topk = 0 if indices is None else indices.shape[1]
         inputs = {"queries": queries, "sinks": sinks, "cos": rope.cos, "sin": rope.sin, "indices": indices}
         heads = {"heads": len(sizes.heads), "first": sizes.heads.start, "group": sizes.group}
-        counts = {"dim": rope.dim, "rope_dim": rope.rope_dim, "window": sizes.window, "topk": topk}
+        counts = {"dim": rope.dim, "rope_dim": rope.rope_dim, "topk": topk}
+        counts |= {"window": sizes.window, "begin": sizes.begin}
         pages = {"kv": kv.handle, "compressed_kv": None if compressed_kv is None else compressed_kv.handle}
         self._add("mla_attention", **inputs, **heads, **counts, **pages, out=out)
 
@@ -485,14 +485,12 @@ class Recording:
     def _tables(self, slots: Sequence[Array], block_tables: Sequence[Array]) -> NDArray[np.void]:
         return self._groups.array([(s, *first_row(table)) for s, table in zip(slots, block_tables, strict=True)])
 
-    def follow(self, board: UInt8Array, buffers: Sequence[StepArrays]) -> None:
-        """Compute the steps that a leader publishes, until a meeting or the board is closed.
-
-        The arrays of a step begin those of its `buffers`.
-        """
+    def follow(self, board: UInt8Array, buffers: Sequence[StepArrays], drafting: Recording | None = None) -> None:
+        """Compute the steps that a leader publishes; see `Board.follow`. Their arrays begin those of `buffers`."""
         groups = [self._tables(slots, tables) for *_, slots, tables in buffers]
         fields = [(*arrays[:5], tables) for arrays, tables in zip(buffers, groups, strict=True)]
-        self._lib.follow(self._handle, board, self._lib.structs["StepArrays"].array(fields))
+        other = None if drafting is None else drafting._handle
+        self._lib.follow(self._handle, other, board, self._lib.structs["StepArrays"].array(fields), len(buffers))
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):

@@ -73,6 +73,9 @@ class Board:
         """Let the ranks that follow return."""
         self._lib.close_counts(self.memory, 1)
 
-    def follow(self, step: Recording, buffers: Sequence[StepArrays]) -> None:
-        """Replay `step` for every step that is published, until a meeting or the board is closed."""
-        step.follow(self.memory, buffers)
+    def follow(self, step: Recording, buffers: Sequence[StepArrays], drafting: Recording | None = None) -> None:
+        """Replay `step` for every step that is published, until a meeting or the board is closed.
+
+        With `drafting`, that is replayed for steps in the last of `buffers`.
+        """
+        step.follow(self.memory, buffers, drafting)

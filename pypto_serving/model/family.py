@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,12 +42,14 @@ class Serving:
         beside quantised weights.
     block_size: tokens per KV block, where groups do not have their own.
     head, kv_dtype: `int8` for an output layer, and for keys and values, that will be rounded to that.
+    drafts: whether draft layers are served too.
     """
 
     dtype: str = "auto"
     block_size: int = DEFAULT_BLOCK_SIZE
     head: str = "auto"
     kv_dtype: str = "auto"
+    drafts: bool = False
 
 
 DEFAULT_SERVING = Serving()
@@ -64,7 +66,10 @@ class MakeSpec(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """The parts of one model family. Programs are named `module:name` and imported on first use."""
+    """The parts of one model family. Programs are named `module:name` and imported on first use.
+
+    with_drafts: returns a configuration with its draft layers, or raises ModelError; None for a family without any.
+    """
 
     parse: ParseConfig
     inventory: TakeInventory
@@ -73,6 +78,7 @@ class ModelFamily:
     torch_program: str
     kernel_program: str
     conversion: str
+    with_drafts: Callable[[Any], Any] | None = None
 
     @property
     def program(self) -> Any:

@@ -46,6 +46,7 @@ class PackedWeights:
         self._engine = engine
         self._file = file
         self._tensors = StoredTensors(model_dir, progress)
+        self._done: dict[str, NDArray[Any]] = {}
         self._schemes: Mapping[str, Scheme] = {}
         self._shapes: Mapping[str, Shape] = {}
         self.has, self.headers, self.finish = self._tensors.has, self._tensors.headers, self._tensors.finish
@@ -198,14 +199,17 @@ class PackedWeights:
     ) -> NDArray[Any]:
         """Load `size` elements made of `tensors` from the file, or let `fill` write them into zeros."""
         name = " ".join([how, *(tensor.name for tensor in tensors)])
+        if name in self._done:
+            return self._done[name]
         array = None if self._file is None else self._file.load(name, dtype, size)
         if array is not None:
             for tensor in tensors:
                 self._tensors.count(tensor)
-            return array
-        fill(array := zeros(dtype, size))
-        if self._file is not None:
-            self._file.keep(name, array)
+        else:
+            fill(array := zeros(dtype, size))
+            if self._file is not None:
+                self._file.keep(name, array)
+        self._done[name] = array
         return array
 
     def _bias(self, named: Mapping[str, Part], n: int) -> NDArray[np.float32] | None:

@@ -78,10 +78,18 @@ class CheckpointConfig:
         """Describe the checkpoint to the engine, without its weights. Headers of its files tell which are quantised."""
         serving = replace(serving, dtype=self.serving_dtype(serving.dtype))
         headers = {} if self.raw.get(SECTION) is None else read_headers(Path(self.directory))[0]
-        spec = self.family.spec(self.model, serving, headers)
+        spec = self.family.spec(self.served_model(serving.drafts), serving, headers)
         fields = Fields(self.raw, str(Path(self.directory) / CONFIG_FILE))
         names = {"path": self.directory, "architecture": self.architecture}
         return msgspec.structs.replace(spec, **names, eos_token_ids=fields.int_list("eos_token_id"))
+
+    def served_model(self, drafts: bool) -> Any:
+        """Return the model, with its draft layers if `drafts`."""
+        if not drafts:
+            return self.model
+        if self.family.with_drafts is None:
+            raise ModelError(f"{self.architecture} has no draft layers; look drafts up instead (method ngram)")
+        return self.family.with_drafts(self.model)
 
     def contents(self) -> Contents:
         """List what the folder holds, by the best source that is there: files, an index, or config.json alone.
@@ -116,10 +124,10 @@ def _require_finished(path: Path) -> None:
             raise ModelError(f"{path.parent} is an unfinished conversion; run the same `pypto-serving convert` again")
 
 
-def load_config(model_dir: str | Path) -> tuple[str, Any]:
-    """Read architecture and configuration of a checkpoint folder; raise ModelError."""
+def load_config(model_dir: str | Path, drafts: bool = False) -> tuple[str, Any]:
+    """Read architecture and configuration of a checkpoint folder, with draft layers if `drafts`; raise ModelError."""
     config = read_config(model_dir)
-    return config.architecture, config.model
+    return config.architecture, config.served_model(drafts)
 
 
 def load_spec(model_dir: str | Path, serving: Serving = DEFAULT_SERVING) -> ModelSpec:

@@ -145,7 +145,7 @@ class MemoryPlanner:
     def _row_bytes(self, limits: BackendLimits) -> int:
         """Return the bytes of all rows in the worker, with what drafts are looked up in."""
         index = NGRAM_TOKEN_BYTES * limits.max_num_seqs * limits.max_model_len if self.drafts.ngram else 0
-        return row_bytes(self.model.kv_groups, limits) + index
+        return row_bytes(self.model.kv_groups, limits, limits.held_dispatches + self.drafts.in_model) + index
 
     def _limits(self, model_len: int) -> BackendLimits:
         return BackendLimits(
@@ -275,14 +275,14 @@ def largest(fits: Callable[[int], bool], high: int) -> int:
     return low
 
 
-def row_bytes(groups: Sequence[KVCacheGroupSpec], limits: BackendLimits) -> int:
+def row_bytes(groups: Sequence[KVCacheGroupSpec], limits: BackendLimits, num_buffers: int) -> int:
     """Return the bytes of tokens and block tables of all rows in the worker, and of the tables in its buffers.
 
     They are taken as rows are first used, and kept.
     """
     tables = sum(group.table_blocks(limits.max_model_len) for group in groups)
     rows = max(limits.max_num_seqs, *limits.traits.padded_rows, 0)
-    kept, copied = limits.max_num_seqs * (limits.max_model_len + tables), limits.held_dispatches * rows * tables
+    kept, copied = limits.max_num_seqs * (limits.max_model_len + tables), num_buffers * rows * tables
     return 4 * (kept + copied)
 
 

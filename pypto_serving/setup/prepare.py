@@ -22,6 +22,7 @@ from pypto_serving.setup.host import has_npu, raise_file_limit, read_cache_dir, 
 from pypto_serving.setup.locate import locate_model
 from pypto_serving.setup.options import Options
 from pypto_serving.setup.resolver import Resolved, resolve
+from pypto_serving.setup.speculation import needs_draft_layers
 from pypto_serving.types.model import Contents, ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,8 @@ def _is_null(options: Options) -> bool:
 
 
 def _spec(options: Options, config: CheckpointConfig) -> ModelSpec:
-    given = {field.name: getattr(options, field.name) for field in fields(Serving)}
+    given = {field.name: getattr(options, field.name, None) for field in fields(Serving)}
+    given["drafts"] = needs_draft_layers(options)
     spec = config.spec(Serving(**{name: value for name, value in given.items() if value is not None}))
     if spec.own_blocks and options.block_size is not None:
         raise _no_block_size(options, config.directory)

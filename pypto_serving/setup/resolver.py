@@ -75,7 +75,7 @@ def resolve(
     topology, model = _over_ranks(settings, model, host, backend, kernels)
     backend = backend.in_stages(topology.pipeline)
     max_num_seqs = settings.pick("max_num_seqs", backend.max_num_seqs, f"default for {name}")
-    drafts = choose_drafts(settings, host, backend)
+    drafts = choose_drafts(settings, host, backend, topology, kernels)
     planner = MemoryPlanner(options, model, host, backend, max_num_seqs, topology, kernels, drafts)
     memory, model_len = _plan_memory(settings, planner)
     num_threads = choose_threads(settings, model, host)

@@ -34,7 +34,7 @@ TOOL_CALL_PARSERS = (
 )
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1", "mistral")
 DTYPES = ("auto", *SERVING_DTYPES)
-SPEC_METHODS = ("ngram",)
+SPEC_METHODS = ("ngram", "mtp")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 MAX_TOKENS = 2**31 - 1
 MAX_KV_BYTES = 1 << 60

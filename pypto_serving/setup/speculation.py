@@ -6,7 +6,9 @@ import msgspec
 
 from pypto_serving.backend.defaults import BackendDefaults
 from pypto_serving.errors import ConfigError
+from pypto_serving.parallel.topology import Topology
 from pypto_serving.setup.host import HostFacts
+from pypto_serving.setup.options import Options
 from pypto_serving.setup.settings import Settings
 from pypto_serving.types.drafts import NgramConfig, Speculation
 
@@ -19,8 +21,21 @@ class Drafting(msgspec.Struct, frozen=True):
     num_drafts: int = 0
     ngram: NgramConfig | None = None
 
+    @property
+    def in_model(self) -> bool:
+        """Return True if draft layers of the model make drafts."""
+        return self.num_drafts > 0 and self.ngram is None
 
-def choose_drafts(settings: Settings, host: HostFacts, backend: BackendDefaults) -> Drafting:
+
+def needs_draft_layers(options: Options) -> bool:
+    """Return True if the model's draft layers are asked for."""
+    given = options.speculative_config
+    return "mtp" in (options.spec_method, None if given is None else given.method)
+
+
+def choose_drafts(
+    settings: Settings, host: HostFacts, backend: BackendDefaults, topology: Topology, kernels: str
+) -> Drafting:
     """Read `speculative_config`, or the short options in its place. Raises ConfigError."""
     options, given = settings.options, settings.options.speculative_config
     short = [name for name in ("spec_method", "spec_tokens") if getattr(options, name) is not None]
@@ -43,6 +58,17 @@ def choose_drafts(settings: Settings, host: HostFacts, backend: BackendDefaults)
     if given.num_speculative_tokens > (most := backend.traits.max_drafts):
         problem = f"asks for {given.num_speculative_tokens} drafts, but the backend's programs verify at most {most}"
         raise ConfigError(f"{options.label(label)} {problem}; leave it out")
-    if not host.kernels:
+    if given.ngram is not None and not host.kernels:
         raise ConfigError(f"{options.label(label)} needs the CPU kernels, which look drafts up; leave it out")
+    if given.ngram is None and (problem := _without_draft_layers(topology, kernels)):
+        raise ConfigError(f"{options.label(label)} mtp {problem}; choose ngram, or leave it out")
     return Drafting(given.num_speculative_tokens, given.ngram)
+
+
+def _without_draft_layers(topology: Topology, kernels: str) -> str:
+    """Say why draft layers cannot be computed, or nothing if they can."""
+    if topology.pipeline > 1:
+        return "needs all layers in one stage, which computes drafts between two steps"
+    if topology.hosts > 1:
+        return "needs all ranks on one host"
+    return "needs one rank in torch" if kernels == "torch" and topology.num_ranks > 1 else ""

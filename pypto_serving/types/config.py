@@ -80,7 +80,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     fair_scheduling: whether waiting requests start by the tokens that their cache salts got.
     traits: what programs of the backend can do.
     num_drafts: most draft tokens of a row in one step.
-    ngram: how they are looked up in the row's own tokens; None if the program makes them.
+    ngram: how they are looked up in the row's own tokens; None if the program makes them, by draft layers or a device.
     backend_options: read by the backend alone.
     """
 
@@ -143,6 +143,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if chunk > 1 and (step := resume_step(self.groups)) % chunk:
             problem = f"lets prompts be resumed every {step} tokens, but {programs} computes them in chunks of {chunk}"
             raise UnmetError("block_size", f"{problem}; give a multiple of {chunk}")
+        if self.drafts_in_model and traits.stages > 1:
+            raise UnmetError("num_drafts", "of draft layers needs a program without stages; look drafts up instead")
         if self.num_drafts > traits.max_drafts:
             problem = f"is {self.num_drafts}, but {programs} verifies at most {traits.max_drafts}; ask for fewer"
             raise UnmetError("num_drafts", problem)
@@ -175,6 +177,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def longest_blocks(self) -> tuple[int, ...]:
         """Return the most blocks of each group that one request of the longest length holds."""
         return max_live_blocks(self.groups, self.max_model_len, self.unsettled_tokens)
+
+    @property
+    def drafts_in_model(self) -> bool:
+        """Return True if the model's own draft layers make drafts, when the worker asks for them."""
+        return self.num_drafts > 0 and self.ngram is None and not self.traits.samples_on_device
+
+    @property
+    def num_buffers(self) -> int:
+        """Return how many StepBuffers a worker has: for each dispatch that is held, and for draft layers the last."""
+        return self.limits.held_dispatches + self.drafts_in_model
 
     @property
     def limits(self) -> BackendLimits:

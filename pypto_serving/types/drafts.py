@@ -27,19 +27,24 @@ class NgramConfig(msgspec.Struct, frozen=True, kw_only=True):
 class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a user gives, with vLLM's names. Raises ValueError."""
 
-    method: Literal["ngram"]
+    method: Literal["ngram", "mtp"]
     num_speculative_tokens: int = DEFAULT_DRAFTS
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
 
     def __post_init__(self) -> None:
-        shortest, longest = self.ngram.shortest, self.ngram.longest
-        if not (1 <= self.num_speculative_tokens <= MAX_DRAFTS and 1 <= shortest <= longest <= LONGEST_MATCH):
+        if not 1 <= self.num_speculative_tokens <= MAX_DRAFTS:
+            raise ValueError
+        if self.ngram is None and (self.prompt_lookup_min, self.prompt_lookup_max) != (None, None):
+            raise ValueError
+        if self.ngram is not None and not 1 <= self.ngram.shortest <= self.ngram.longest <= LONGEST_MATCH:
             raise ValueError
 
     @property
-    def ngram(self) -> NgramConfig:
-        """Return the bounds of matches; one that was not given follows from the other."""
+    def ngram(self) -> NgramConfig | None:
+        """Return the bounds of matches; one that was not given follows from the other. None if nothing is looked up."""
+        if self.method != "ngram":
+            return None
         longest = LONGEST_MATCH if self.prompt_lookup_max is None else self.prompt_lookup_max
         shortest = min(SHORTEST_MATCH, longest) if self.prompt_lookup_min is None else self.prompt_lookup_min
         return NgramConfig(shortest=shortest, longest=longest)

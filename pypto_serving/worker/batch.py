@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pypto_serving.backend.base import DispatchKind, Drafter, StepBuffers, StepInputs
+from pypto_serving.backend.base import DispatchKind, StepBuffers, StepInputs
 from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.step import BackendLimits, NewRow, StepPlan
 from pypto_serving.types.tokens import id_list, pack_ids, unpack_ids
-from pypto_serving.worker.draft.drafts import Drafts
+from pypto_serving.worker.draft.drafts import Drafts, MakeDrafter
 from pypto_serving.worker.guides import RowGuides
 from pypto_serving.worker.guiding.process import GuideProcess, MakeGuideProcess
 from pypto_serving.worker.layout import NONE, Layout, Part
@@ -58,6 +58,8 @@ class Dispatch(NamedTuple):
 class RowBatch:
     """Owns the state of a worker's rows: tokens, how many are computed, block tables, sampling parameters.
 
+    The last of `buffers` is that of draft layers, where there is one more than dispatches are held.
+
     Arrays are indexed by row in [0, R), R = max_num_seqs. A plan only names differences, so the work of a step grows
     with its tokens and new blocks, not with the length of its rows. Token intervals of a row, half open:
 
@@ -74,7 +76,7 @@ class RowBatch:
         limits: BackendLimits,
         buffers: Sequence[StepBuffers],
         vocab_size: int,
-        drafter: Drafter | None = None,
+        make_drafter: MakeDrafter | None = None,
         model_dir: str = "",
         guide_process: MakeGuideProcess = GuideProcess,
     ) -> None:
@@ -87,7 +89,6 @@ class RowBatch:
         self.num_tokens: Int32Array = np.zeros(rows, dtype=np.int32)
         self.num_computed: Int32Array = np.zeros(rows, dtype=np.int32)
         self.ahead: Int32Array = np.zeros(rows, dtype=np.int32)
-        self.drafts = None if drafter is None else Drafts(drafter, self.tokens)
         self.samplers = RowSamplers(self.tokens, vocab_size, traits.max_drafts)
         self.scoring = PromptScoring()
         processes = partial(guide_process, model_dir, vocab_size, rows, traits.max_drafts)
@@ -95,10 +96,11 @@ class RowBatch:
         self._lives: Int32Array = np.zeros(rows, dtype=np.int32)
         self._ones = pack_ids([1] * rows)
         self._every: Int32Array = np.arange(rows, dtype=np.int32)
-        self._layouts = [Layout(groups, each, traits.padded_rows) for each in buffers]
-        self._next_layout = 0
-        copies = zip(*(layout.copies for layout in self._layouts), strict=True)
-        self.tables = [RowTables(rows, list(each)) for each in copies]
+        layouts = [Layout(groups, each, traits.padded_rows) for each in buffers]
+        self._layouts, self._next_layout = layouts[: limits.held_dispatches], 0
+        self._draft_layout = layouts[-1]
+        self.tables = [RowTables(rows, list(each)) for each in zip(*(layout.copies for layout in layouts), strict=True)]
+        self.drafts = None if make_drafter is None else Drafts(make_drafter, self.tokens, self._lay_out_drafts)
 
     def pack(self, plan: StepPlan) -> list[Dispatch]:
         """Apply a plan's differences and lay out its tokens: in one dispatch, or in two if steps are split."""
@@ -194,6 +196,12 @@ class RowBatch:
         lives = self._lives[sampling] if self._holds_steps else None
         logprobs = self.samplers.num_logprobs(sampling) if self._samples_on_device else NONE
         return Dispatch(inputs, sampling, samples, positions, own, logprobs, lives, scored)
+
+    def _lay_out_drafts(self, rows: Int32Array, positions: Int32Array) -> StepInputs:
+        """Lay out the token of each of `rows` [n] at `positions` [n], in the buffers of draft layers."""
+        every = self._every[: len(rows)]
+        part = Part("decode", rows, np.ones_like(rows), positions, every, None, NONE, ())
+        return self._draft_layout.fill(part, self.tokens, self.tables, (NONE,) * len(self._groups))
 
     def _draft(
         self, rows: Int32Array, known: Int32Array, most: Int32Array, samples: Int32Array, counts: Int32Array

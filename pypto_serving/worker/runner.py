@@ -6,6 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -20,6 +21,8 @@ from pypto_serving.types.tier import TierInventory
 from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.batch import Dispatch, RowBatch
 from pypto_serving.worker.choose import Chosen, from_device, from_logits, guided
+from pypto_serving.worker.draft.drafts import MakeDrafter
+from pypto_serving.worker.draft.model import ModelDrafter
 from pypto_serving.worker.draft.ngram import NgramDrafter
 from pypto_serving.worker.guides import Told
 from pypto_serving.worker.guiding.process import GuideProcess, MakeGuideProcess
@@ -78,7 +81,7 @@ class Runner:
     """Owns the persistent rows and drives the program. Implements PlanExecutor.
 
     `model_dir` has the tokenizer that grammars need, "" if there is none. With `ngram`, the host looks drafts up in the
-    tokens of each row; else the program's drafter makes them, or the device.
+    tokens of each row; else draft layers of the program make them, or the device.
 
     - If the device samples, all dispatches of a step are submitted at once. The program holds steps up to its depth.
     - So they are in a pipeline, which holds a step for each stage.
@@ -102,12 +105,10 @@ class Runner:
         self._held_steps = program.limits.held_steps
         self._steps: deque[_Step] = deque()
         self._collected_s = 0.0
-        drafter = None
-        if num_drafts and not self._on_device:
-            drafter = program.drafter if ngram is None else NgramDrafter(program.limits.max_num_seqs, ngram)
-            if drafter is None:
-                raise ConfigError(f"num_drafts is {num_drafts}, but the program brings no drafter; set it to 0")
-        self.batch = RowBatch(program.groups, program.limits, buffers, vocab_size, drafter, model_dir, guide_process)
+        make_drafter = _drafter_maker(program, ngram) if num_drafts and not self._on_device else None
+        self.batch = RowBatch(
+            program.groups, program.limits, buffers, vocab_size, make_drafter, model_dir, guide_process
+        )
 
     @property
     def num_in_flight(self) -> int:
@@ -158,11 +159,11 @@ class Runner:
         if virtual_s is not None:
             times = StepTimes(virtual_s, 0.0, 0.0)
         if self.batch.drafts is not None:
-            self._measure(step, times.elapsed_s)
+            self._measure(step, times.elapsed_s - times.packing_s)
         return _result(step, found, times)
 
     def _measure(self, step: _Step, elapsed_s: float) -> None:
-        """Let drafts know how long a step of decodes alone took."""
+        """Let drafts know how long a step of decodes alone took, once it was packed."""
         assert self.batch.drafts is not None
         if len(step.dispatches) == 1:
             (dispatch,) = step.dispatches
@@ -190,6 +191,16 @@ class Runner:
         chosen = from_logits(dispatch, logits[:sampling], samplers, self._sampler, limits)
         found, faults = score(dispatch.scored, logits[sampling:], self._sampler)
         return chosen._replace(prompt_logprobs=found, faults=chosen.faults + faults)
+
+
+def _drafter_maker(program: Program, ngram: NgramConfig | None) -> MakeDrafter:
+    """Return what makes the drafter of a host that samples. Raises ConfigError where there is none."""
+    max_rows = program.limits.max_num_seqs
+    if ngram is not None:
+        return lambda *_: NgramDrafter(max_rows, ngram)
+    if program.draft is None:
+        raise ConfigError("the program has no draft layers; look drafts up (method ngram), or set num_drafts to 0")
+    return partial(ModelDrafter, program.draft, max_rows)
 
 
 def _result(step: _Step, found: list[tuple[Dispatch, Chosen]], times: StepTimes) -> StepResult:

@@ -60,6 +60,25 @@ def test_rows_of_pages(engine: Engine, lengths: list[tuple[int, int]]) -> None:
     assert written.sum() == len(positions)
 
 
+@lengths_of_steps
+def test_rows_of_the_tokens_before(engine: Engine, lengths: list[tuple[int, int]]) -> None:
+    """Those of this step and of earlier ones; there are none before position 0."""
+    width, rng, stage = 64, np.random.default_rng(0), Stage(engine)
+    blocks = Blocks([Rows(width, size=16, dtype=np.float32)], lengths)
+    sequences = [rng.standard_normal((first + count, width), np.float32) for first, count in lengths]
+    for row, sequence in enumerate(sequences):
+        blocks.fill(0, row, sequence[: lengths[row][0]])
+    x = np.concatenate([s[first:] for s, (first, _) in zip(sequences, lengths, strict=True)])
+    found, pages = stage.room(np.float32, len(x), width), blocks.pages(stage, 0)
+    stage.record.store_rows(x, pages)
+    stage.record.previous_rows(pages, found)
+    blocks.play(stage)
+    before = [
+        np.concatenate([np.zeros((1, width)), s])[first:-1] for s, (first, _) in zip(sequences, lengths, strict=True)
+    ]
+    assert np.array_equal(found, np.concatenate(before))
+
+
 @dataclass(frozen=True)
 class Compressor:
     """Entries of `dim` from `ratio` tokens, with those before where they overlap."""
@@ -119,6 +138,7 @@ class Shape:
     groups: int = 1
     ratio: int = 4
     top: int = 0  # none chosen
+    begin: int = 0
 
 
 SHAPES = [
@@ -126,6 +146,7 @@ SHAPES = [
     Shape(64, 512, 64, 128, 8, top=40),
     Shape(40, 96, 32, 128, 4, 16),
     Shape(33, 64, 64, 20, 3, 0),
+    Shape(4, 32, 16, 16, 2, 0, begin=1),
 ]
 
 
@@ -181,7 +202,7 @@ def attend(engine: Engine, work: Work) -> Array:
         to_query_panels(work.queries),
         work.sinks,
         NormRopeParams(dim=shape.dim, cos=work.cos, sin=work.sin),
-        MlaSizes(range(shape.heads), shape.window, shape.heads // shape.groups),
+        MlaSizes(range(shape.heads), shape.window, shape.heads // shape.groups, shape.begin),
         blocks.pages(stage, 0),
         strips,
         blocks.pages(stage, 1) if shape.ratio else None,
@@ -197,7 +218,7 @@ def wanted_of(work: Work) -> Array:
     shape, out, token = work.shape, np.zeros(work.queries.shape), 0
     for row, (first, count) in enumerate(work.lengths):
         for p in range(first, first + count):
-            seen = [work.rows[row][max(0, p + 1 - shape.window) : p + 1]]
+            seen = [work.rows[row][max(shape.begin, p + 1 - shape.window) : p + 1]]
             known = (p + 1) // shape.ratio if shape.ratio else 0
             cut = shape.top and known > shape.top
             seen.append(work.entries[row][work.chosen[token] if cut else slice(known)])

@@ -14,6 +14,7 @@ from pypto_serving.backend.cpu import CpuBackend
 from pypto_serving.model.family import Serving
 from pypto_serving.model.registry import load_spec
 from pypto_serving.types.config import Activations, EngineConfig, Head
+from pypto_serving.types.step import BackendTraits
 
 Array = np.ndarray[Any, Any]
 
@@ -33,9 +34,10 @@ def load_program(
     activations: Activations = "int8",
     head: Head = "auto",
     kv_dtype: str = "auto",
+    num_drafts: int = 0,
 ) -> Any:
     """The CPU program of a checkpoint, on torch or on the kernels of an instruction set."""
-    spec = load_spec(path, Serving(dtype, block_size, kv_dtype=kv_dtype))
+    spec = load_spec(path, Serving(dtype, block_size, kv_dtype=kv_dtype, drafts=num_drafts > 0))
     config = EngineConfig(
         model=str(path),
         backend="cpu",
@@ -50,6 +52,8 @@ def load_program(
         activations=activations,
         head=head,
         packed_cache=packed_cache,
+        traits=BackendTraits(max_drafts=num_drafts),
+        num_drafts=num_drafts,
     )
     return CpuBackend(config).prepare(progress)
 
@@ -58,6 +62,16 @@ def compute(program: Any, inputs: StepInputs) -> Any:
     """Logits float32 [s, vocab] of one step."""
     program.submit(inputs, None)
     return program.collect().logits
+
+
+def draft_logits(program: Any, inputs: StepInputs) -> Any:
+    """Logits float32 [s, vocab] of a pass of draft layers."""
+    if not hasattr(program.model, "draft_step"):
+        from pypto_serving.backend.cpu_torch import compute as in_torch
+
+        return in_torch(program.model, inputs, program.model.draft)
+    program.draft(inputs)
+    return program.model.logits[: len(inputs.logits_rows)]
 
 
 def poison(program: Any, blocks: Sequence[Sequence[int]]) -> None:
@@ -110,10 +124,7 @@ class Sequences:
 
     def step(self, work: Sequence[tuple[Sequence_, int]], everywhere: bool = False) -> None:
         """Compute the next `n` tokens of each sequence, with logits of the last of them, or of all."""
-        for sequence, count in work:
-            for group, table, free in zip(self.groups, sequence.tables, self._free, strict=True):
-                wanted = -(-(sequence.computed + count) // group.block_size)
-                table += [int(free.pop()) for _ in range(wanted - len(table))]
+        self._take_blocks(work)
         self.last_inputs = self._inputs(work, everywhere)
         logits = iter(compute(self.program, self.last_inputs))
         for sequence, count in work:
@@ -121,6 +132,29 @@ class Sequences:
             for position in range(sequence.computed - (count if everywhere else 1), sequence.computed):
                 sequence.logits[position] = next(logits).copy()
             self._drop(sequence)
+
+    def draft(self, sequences: Sequence[Sequence_], passes: int) -> Array:
+        """Draft `passes` tokens behind the one that each sequence computes next: logits [sequences, passes, vocab].
+
+        The drafts stay behind the computed tokens of the sequences.
+        """
+        found = []
+        computed = [sequence.computed for sequence in sequences]
+        for _ in range(passes):
+            self._take_blocks([(sequence, 1) for sequence in sequences])
+            found.append(draft_logits(self.program, self._inputs([(s, 1) for s in sequences], False)).copy())
+            for sequence, logits in zip(sequences, found[-1], strict=True):
+                sequence.computed += 1
+                sequence.tokens[sequence.computed] = logits.argmax()
+        for sequence, count in zip(sequences, computed, strict=True):
+            sequence.computed = count
+        return np.stack(found, axis=1)
+
+    def _take_blocks(self, work: Sequence[tuple[Sequence_, int]]) -> None:
+        for sequence, count in work:
+            for group, table, free in zip(self.groups, sequence.tables, self._free, strict=True):
+                wanted = -(-(sequence.computed + count) // group.block_size)
+                table += [int(free.pop()) for _ in range(wanted - len(table))]
 
     def _drop(self, sequence: Sequence_) -> None:
         """Give back what no later token of the sequence needs."""

@@ -90,7 +90,9 @@ def replica(shape: Shape, disk: Path, spare: int = SPARE_BLOCKS[0]) -> Simulatio
         slots = tuple(4 * count for count in num_slots)
         tiers.append(TierConfig(tier="disk", size_bytes=1 << 30, num_slots=slots, place=str(disk)))
     max_drafts = shape["num_drafts"] + shape["spare_drafts"]
-    looked_up = {"ngram": NgramConfig(shortest=1), "vocab_size": FEW_TOKENS} if shape.get("ngram") else {}
+    looked_up: dict[str, Any] = {"vocab_size": FEW_TOKENS} if shape.get("ngram") else {}
+    if shape.get("ngram") or (shape["stages"] > 1 and not shape["samples_on_device"]):
+        looked_up["ngram"] = NgramConfig(shortest=1)
     names = ("samples_on_device", "mixed_steps", "padded_rows", "chunk_tokens", "page_tokens", "stages")
     config = null_config(
         groups,

@@ -158,7 +158,7 @@ def test_tokens_and_tables_of_all_rows_are_planned(groups: tuple[KVCacheGroupSpe
     batch = RowBatch(groups, limits, buffers, 1000)
     tables = [table for each in buffers for table in each.block_tables]
     arrays = [batch.tokens, *(table.blocks for table in batch.tables), *tables]
-    assert row_bytes(groups, limits) == sum(array.nbytes for array in arrays)
+    assert row_bytes(groups, limits, len(buffers)) == sum(array.nbytes for array in arrays)
 
 
 def test_many_rows_of_long_sequences_leave_less_for_kv() -> None:

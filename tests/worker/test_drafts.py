@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
-from pypto_serving.backend.base import Proposals
+from pypto_serving.backend.base import Proposals, StepInputs
 from pypto_serving.kernels import runnable
 from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.drafts import NgramConfig
@@ -171,6 +171,10 @@ def test_many_rows_have_no_drafts_but_sure_ones() -> None:
         assert few[0] in alone and many.max() <= among
 
 
+def no_layout(rows: Int32Array, positions: Int32Array) -> StepInputs:
+    raise AssertionError("nobody asks a model")
+
+
 class Fixed:
     """Proposes tokens 7 as many as wanted, with these odds."""
 
@@ -194,7 +198,7 @@ def test_tokens_that_must_follow_are_drafts(
     odds: float, expected: Mapping[int, Sequence[int]], wanted: list[int] | None
 ) -> None:
     tokens = np.zeros((4, 20), np.int32)
-    counts = Drafts(Fixed(odds), tokens).write(int32(3, 1), int32(4, 6), int32(3, 2), 2, expected)
+    counts = Drafts(lambda *_: Fixed(odds), tokens, no_layout).write(int32(3, 1), int32(4, 6), int32(3, 2), 2, expected)
     assert (counts if counts is None else counts.tolist()) == wanted
     for i, each in expected.items():
         row, start, count = (3, 1)[i], (4, 6)[i], (wanted or [0, 0])[i]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pypto_serving.backend.base import Drafter, SamplingInputs, StepInputs, StepOutput
+from pypto_serving.backend.base import Draft, SamplingInputs, StepInputs, StepOutput
 from pypto_serving.backend.memory import BlockMemory
 from pypto_serving.backend.npu.device import Device
 from pypto_serving.model.contract import Contract, StageName
@@ -20,7 +20,7 @@ class NpuProgram:
     that are not finite.
     """
 
-    drafter: Drafter | None = None
+    draft: Draft | None = None
 
     def __init__(
         self,

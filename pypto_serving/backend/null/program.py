@@ -10,21 +10,19 @@ import numpy as np
 
 from pypto_serving.backend.base import (
     Backend,
-    Drafter,
+    Draft,
     Progress,
-    Proposals,
     SampledTokens,
     SamplingInputs,
     StepInputs,
     StepOutput,
 )
 from pypto_serving.backend.memory import BlockMemory, HostBlocks
-from pypto_serving.backend.null.pages import Pages, Tokens, next_digest
+from pypto_serving.backend.null.pages import Pages, Tokens
 from pypto_serving.backend.null.sampler import DeviceSampler, guess, logits_of
 from pypto_serving.types.arrays import BlockBytes, Float32Array, Int32Array
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.draws import Sampler
-from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.util import hash128
 
 
@@ -49,28 +47,6 @@ class DeviceBlocks(HostBlocks):
         self._counts["write_blocks"] += len(blocks)
         for block, content in zip(blocks, contents, strict=True):
             self.arenas[group][block] = content
-
-
-@dataclass(frozen=True, slots=True)
-class NullDrafter:
-    """Proposes the greedy next tokens, each correct with probability `accuracy`. Implements Drafter."""
-
-    groups: tuple[KVCacheGroupSpec, ...]
-    vocab_size: int
-    accuracy: float
-
-    def start(self, row: int) -> None:
-        """Remember nothing of a row anyway."""
-
-    def propose(self, tokens: Int32Array, rows: Int32Array, known: Int32Array, most: Int32Array) -> Proposals:
-        """Write the tokens that follow if every draft is correct, as many as are wanted."""
-        for row, end, count in zip(rows.tolist(), known.tolist(), most.tolist(), strict=True):
-            history = tokens[row, :end].tolist()
-            for _ in range(count):
-                digest = next_digest(self.groups, history)
-                history.append(guess(digest % self.vocab_size, digest, self.accuracy, self.vocab_size))
-            tokens[row, end : end + count] = history[end:]
-        return Proposals(most.copy(), np.ones(len(rows), np.float32))
 
 
 @dataclass(slots=True)
@@ -112,9 +88,7 @@ class NullProgram:
         self.memory: BlockMemory = (
             DeviceBlocks(arenas, self.counts) if options.get("device_memory") else HostBlocks(arenas)
         )
-        self.drafter: Drafter | None = None
-        if config.num_drafts and not self.limits.traits.samples_on_device:
-            self.drafter = NullDrafter(self.groups, self._vocab_size, self._accuracy)
+        self.draft: Draft | None = self._draft if config.drafts_in_model else None
         self._held: deque[tuple[StepInputs, SamplingInputs | None]] = deque()
         self._rows: dict[int, _Row] = {}
         longest = self.limits.max_model_len + 1 + self.limits.traits.max_drafts
@@ -164,6 +138,15 @@ class NullProgram:
             self._pages.write(tokens)
             return StepOutput(logits=self._logits(inputs, tokens), virtual_s=elapsed_s)
         return StepOutput(sampled=self._sample(inputs, tokens, sampling), virtual_s=elapsed_s)
+
+    def _draft(self, inputs: StepInputs) -> Int32Array:
+        """Write the rows of the tokens, and guess each next one. Implements Draft."""
+        self.counts["draft_passes"] += 1
+        tokens = self._tokens(inputs)
+        self._pages.write(tokens)
+        digests = [self._digest(inputs, tokens, int(index)) for index in inputs.logits_rows]
+        guesses = [guess(digest % self._vocab_size, digest, self._accuracy, self._vocab_size) for digest in digests]
+        return np.array(guesses, np.int32)
 
     def _tokens(self, inputs: StepInputs) -> Tokens:
         """Return a dispatch's tokens. In pending rows, put the token that the device sampled, at its true position."""

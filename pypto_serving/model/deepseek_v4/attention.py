@@ -130,7 +130,8 @@ class Attention:
     def __init__(
         self, model: DeepseekV4Config, weights: Weights, layer: int, pages: dict[str, Pages], comm: Comm
     ) -> None:
-        prefix, kind, rank = f"layers.{layer}.attn.", model.kinds[layer], comm.rank
+        prefix, kind, rank = f"{model.prefix(layer)}attn.", model.kinds[layer], comm.rank
+        self._first_row = model.first_row(layer)
         self.model, self.kind, self._comm = model, kind, comm
         self.heads = rank.heads(model.num_heads)
         self.attended = _parts_of_heads(comm, model.num_heads, model.head_dim)
@@ -166,8 +167,7 @@ class Attention:
         latent = rms_norm(q_latent, self.query_norm, eps).to(dtype)
         heads = self.query(latent).float().view(len(x), len(self.heads), model.head_dim)
         heads = apply_rope(rms_norm(heads, None, eps), *view.rope) * model.head_dim**-0.5
-        shared = apply_rope(rms_norm(shared, self.norm, eps), *view.rope)
-        self.rows.write(view.rows.slots["ori"], shared)
+        self._write_row(shared, view)
         for compressor, state, entries in self.compressors:
             kv, gates, *projected = projected
             compressor(kv, gates, view.rows, view.closed, view.closed_rope, state, entries)
@@ -175,6 +175,15 @@ class Attention:
         cos, sin = view.rope
         attended = apply_rope(self._attend(heads, view, topk_indices), cos, -sin)
         return self._output(attended.to(dtype).flatten(1))
+
+    def write_rows(self, x: Tensor, view: StepView) -> None:
+        """Write the cache rows of an SWA layer for float32 x [t, hidden], and compute nothing else."""
+        _, shared = self._project(x)
+        self._write_row(shared, view)
+
+    def _write_row(self, shared: Tensor, view: StepView) -> None:
+        rows = apply_rope(rms_norm(shared, self.norm, self.model.rms_norm_eps), *view.rope)
+        self.rows.write(view.rows.slots["ori"], rows)
 
     def _project(self, x: Tensor) -> list[Tensor]:
         """Project the input, float32: the query latent, the shared latent, and kv and gates of each compressor."""
@@ -213,7 +222,7 @@ class Attention:
         """Gather the rows that `tokens` [n] attend to, [n, window + width, dim], and their mask."""
         window, device = self.model.window, tokens.device
         positions = view.rows.positions[tokens][:, None] + torch.arange(1 - window, 1, device=device)
-        exists = positions >= 0
+        exists = positions >= self._first_row
         rows = self.rows.read(view.rows.find("ori", tokens, positions, exists))
         if not width:
             return rows, exists

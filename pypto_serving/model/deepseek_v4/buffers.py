@@ -19,6 +19,8 @@ from pypto_serving.util import ceil_div
 
 _POST_COMB = 20
 """Hyper-connection coefficients post (4) and comb (4 x 4) of a token."""
+_ADDS = np.concatenate([np.ones(4), np.eye(4).ravel()]).astype(np.float32)
+"""Those that add a vector to each stream."""
 
 
 def projections(kind: LayerKind) -> list[str]:
@@ -45,19 +47,13 @@ def layer_spans(group: KVCacheGroupSpec, layers: range) -> Spans:
 class Arenas:
     """Owns the blocks of all KV groups, uint8 [num_blocks, block_bytes] each, and finds a layer's rows in them."""
 
-    def __init__(self, config: EngineConfig, step: Recording, peers: Peers) -> None:
-        self._groups, self._step = config.groups, step
+    def __init__(self, config: EngineConfig, peers: Peers) -> None:
+        self._groups = config.groups
         counts = zip(config.groups, config.num_blocks, strict=True)
         self.blocks = tuple(peers.zeros_for_all(np.uint8, count, group.block_bytes) for group, count in counts)
-        self._known: dict[tuple[str, str, int], Pages] = {}
 
-    def pages(self, name: str, tensor: str, layer: int) -> Pages:
-        """Return the rows of a tensor of the group `name` in a layer."""
-        if (name, tensor, layer) not in self._known:
-            self._known[name, tensor, layer] = self._find(name, tensor, layer)
-        return self._known[name, tensor, layer]
-
-    def _find(self, name: str, wanted: str, layer: int) -> Pages:
+    def pages(self, step: Recording, name: str, wanted: str, layer: int) -> Pages:
+        """Return the rows of a tensor of the group `name` in a layer, for operations of `step`."""
         number = [group.name for group in self._groups].index(name)
         group, offset = self._groups[number], 0
         for tensor in group.tensors:
@@ -65,7 +61,7 @@ class Arenas:
             if tensor.name == wanted:
                 offset += tensor.layers.index(layer) * layer_bytes
                 place = (number, group.block_size, tensor.ratio)
-                return self._step.pages(self.blocks[number], offset, tensor.row_bytes, *place)
+                return step.pages(self.blocks[number], offset, tensor.row_bytes, *place)
             offset += len(tensor.layers) * layer_bytes
         raise KeyError(wanted)
 
@@ -89,7 +85,7 @@ class Buffers:
         self.projected: dict[LayerKind, Float32Array] = {}
         self.heads: dict[LayerKind, Float32Array] = {}
         for kind in sorted(set(model.kinds)):
-            prefix = f"layers.{model.kinds.index(kind)}.attn."
+            prefix = f"{model.prefix(model.kinds.index(kind))}attn."
             self.widths[kind] = [shapes[f"{prefix}{name}.weight"][0] for name in projections(kind)]
             indexer = model.indexer if kind == "csa" else None
             indexed = len(rank.heads(indexer.num_heads)) * indexer.head_dim if indexer else 0
@@ -112,7 +108,11 @@ class Buffers:
         self.expert_out = peers.zeros(np.float32, entries, hidden)
         self.logits = peers.zeros(np.float32, rows, model.vocab_size)
         widest = max(hidden, model.q_lora_rank, model.o_groups * model.o_lora_rank, experts.intermediate_size)
-        self._sizes = (max(tokens, rows), widest, entries, max(hidden, experts.intermediate_size))
+        streams = tokens * model.hyper.streams if model.drafts else 0
+        if streams:
+            self.stream_rows = zeros(np.uint32, streams * hidden // 2)
+            self.added = np.tile(_ADDS, (tokens, 1))
+        self._sizes = (max(tokens, rows, streams), widest, entries, max(hidden, experts.intermediate_size))
 
     def products(self, step: Recording, exact: bool) -> Products:
         """Return what records products of these activations; see Products."""

@@ -9,9 +9,10 @@ Every layer has a sliding window. There are three kinds of layers:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from pypto_serving.errors import ModelError
 from pypto_serving.model.deepseek_v4 import parts
 from pypto_serving.model.deepseek_v4.parts import Experts, HyperConnections, Indexer, LayerKind
 from pypto_serving.model.deepseek_v4.storage import Storage
@@ -24,7 +25,8 @@ class DeepseekV4Config:
     """The values of config.json that programs need. `indexer` is None for a model without CSA layers.
 
     SWA layers use `rope`, the others `compress_rope`. Both rotate the last `rope_dim` channels of a head, in
-    interleaved pairs. `mtp_layers` counts draft layers in the checkpoint, which are not read.
+    interleaved pairs. `mtp_layers` counts the draft layers of the checkpoint. They are read only `with_drafts`; then
+    `kinds` has them too, behind the `num_layers` of the model itself.
     """
 
     vocab_size: int
@@ -91,6 +93,27 @@ class DeepseekV4Config:
             mtp_layers=config.natural("num_nextn_predict_layers", default=0, most=layers),
             storage=Storage.from_json(config),
         )
+
+    def with_drafts(self) -> Self:
+        """Return the model with its draft layer. Raises ModelError where there is not exactly one."""
+        if self.mtp_layers != 1:
+            raise ModelError(
+                f"num_nextn_predict_layers is {self.mtp_layers}, but drafts need a model with 1 draft layer"
+            )
+        return replace(self, kinds=(*self.kinds, "swa"))
+
+    @property
+    def drafts(self) -> range:
+        """The draft layers that are served."""
+        return range(self.num_layers, len(self.kinds))
+
+    def prefix(self, layer: int) -> str:
+        """Return what the names of a layer's tensors begin with."""
+        return f"mtp.{layer - self.num_layers}." if layer in self.drafts else f"layers.{layer}."
+
+    def first_row(self, layer: int) -> int:
+        """Return the first position with a row in `ori`. A draft layer joins a token with the stream before it."""
+        return int(layer in self.drafts)
 
     def layers_of(self, *kinds: LayerKind) -> tuple[int, ...]:
         """List the layers of `kinds`, ascending."""

@@ -24,11 +24,13 @@ def kv_groups(model: DeepseekV4Config, dtype: str, block_size: int = 0) -> tuple
     | hca_state       | kv, then gates with position bias (ape)     | one per token |
     | csa_state       | the same, twice as wide: windows overlap    | one per token |
     | csa_inner_state | the same for the indexer's keys             | one per token |
+    | streams         | residual streams that draft layers read     | one per token |
 
-    A block is laid out by tensor, then layer, then row.
+    A block is laid out by tensor, then layer, then row. A draft layer's row of `ori` at a position is that of the
+    stream before it and the token there, so that it depends on no later token.
     """
     csa, hca, dim, size = model.layers_of("csa"), model.layers_of("hca"), model.head_dim, history_block(model)
-    ori = KVTensorSpec(name="kv", layers=tuple(range(model.num_layers)), dtype=dtype, row_shape=(dim,))
+    ori = KVTensorSpec(name="kv", layers=tuple(range(len(model.kinds))), dtype=dtype, row_shape=(dim,))
     groups: list[KVCacheGroupSpec] = [WindowSpec(name="ori", block_size=size, window=model.window, tensors=(ori,))]
     compressed = []
     if csa:
@@ -47,6 +49,10 @@ def kv_groups(model: DeepseekV4Config, dtype: str, block_size: int = 0) -> tuple
         assert model.indexer is not None
         groups.append(_state("csa_state", csa, 4 * dim, model.csa_ratio, model.csa_ratio))
         groups.append(_state("csa_inner_state", csa, 4 * model.indexer.head_dim, model.csa_ratio, model.csa_ratio))
+    if model.drafts:
+        width = model.hyper.streams * model.hidden_size
+        stream = KVTensorSpec(name="stream", layers=tuple(model.drafts), dtype="float32", row_shape=(width,))
+        groups.append(StateSpec(name="streams", block_size=_MAX_STATE_BLOCK, period=1, overlap=1, tensors=(stream,)))
     return tuple(groups)
 
 

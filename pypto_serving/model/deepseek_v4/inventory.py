@@ -29,6 +29,8 @@ _SPLITS: Mapping[str, Split] = {
     "w1": "columns",
     "w2": "columns",
     "w3": "columns",
+    "e_proj": "columns",
+    "h_proj": "columns",
     "embed": "columns",
     "head": "columns",
 }
@@ -43,12 +45,14 @@ _UNITS = {"gate": 4, "w1": GATE_HALF, "w3": GATE_HALF}
 class DeepseekV4Inventory:
     """The tensors of a checkpoint: `model` and `drafts` by upstream name. Implements Inventory.
 
-    `drafts` are the tensors of draft (MTP) layers, which are not read. `headers`, if any, decide where config.json
+    `drafts` are the tensors of draft (MTP) layers that are not read. `headers`, if any, decide where config.json
     leaves a choice.
     """
 
     def __init__(self, config: DeepseekV4Config, headers: Mapping[str, StoredTensor] | None = None) -> None:
-        self.model, self.drafts = model_tensors(config), draft_tensors(config)
+        served = range(len(config.drafts))
+        self.model = model_tensors(config) | draft_tensors(config, served)
+        self.drafts = draft_tensors(config, range(served.stop, config.mtp_layers))
         self._config, self._headers = config, headers or {}
         self._schemes = {role: config.storage.schemes_of(role) for role in get_args(Role)}
 
@@ -139,8 +143,8 @@ class DeepseekV4Inventory:
         )
 
     def ignores(self, name: str) -> bool:
-        """Return True for tensors of draft layers."""
-        return name.startswith("mtp.")
+        """Return True for tensors of draft layers, where these are not read."""
+        return name.startswith("mtp.") and not self._config.drafts
 
     def _all(self, mtp: bool) -> dict[str, Tensor]:
         return self.model | self.drafts if mtp else self.model
@@ -158,7 +162,7 @@ def model_tensors(model: DeepseekV4Config) -> dict[str, Tensor]:
     """List every tensor of the model by upstream name, without draft layers."""
     vocab, hidden = model.vocab_size, model.hidden_size
     tensors = {"embed.weight": Tensor((vocab, hidden))}
-    for layer, kind in enumerate(model.kinds):
+    for layer, kind in enumerate(model.kinds[: model.num_layers]):
         prefix = f"layers.{layer}."
         tensors |= {prefix + name: tensor for name, tensor in _layer_tensors(model, layer, kind).items()}
     tensors |= {"norm.weight": Tensor((hidden,)), "head.weight": Tensor((vocab, hidden))}
@@ -230,8 +234,8 @@ def _expert_tensors(model: DeepseekV4Config, layer: int) -> dict[str, Tensor]:
     return tensors
 
 
-def draft_tensors(model: DeepseekV4Config) -> dict[str, Tensor]:
-    """List the tensors of draft layers by upstream name.
+def draft_tensors(model: DeepseekV4Config, layers: range) -> dict[str, Tensor]:
+    """List the tensors of some draft layers by upstream name.
 
     A draft layer is an SWA layer routed by score, with projections that join stream and token, and its own head mix.
     """
@@ -239,4 +243,4 @@ def draft_tensors(model: DeepseekV4Config) -> dict[str, Tensor]:
     layer = _layer_tensors(model, model.num_layers, "swa") | _head_mix_tensors(model)
     layer |= {f"{name}.weight": Tensor((hidden, hidden), "linear") for name in ("e_proj", "h_proj")}
     layer |= {f"{name}.weight": Tensor((hidden,)) for name in ("enorm", "hnorm", "norm")}
-    return {f"mtp.{i}.{name}": tensor for i in range(model.mtp_layers) for name, tensor in layer.items()}
+    return {f"mtp.{i}.{name}": tensor for i in layers for name, tensor in layer.items()}

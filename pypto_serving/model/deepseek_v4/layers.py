@@ -139,7 +139,7 @@ class MoE:
     """
 
     def __init__(self, model: DeepseekV4Config, weights: Weights, layer: int, comm: Comm) -> None:
-        prefix, rank = f"layers.{layer}.ffn.", comm.rank
+        prefix, rank = f"{model.prefix(layer)}ffn.", comm.rank
         self.sizes, self._comm = model.experts, comm
         limit, inner, hidden = self.sizes.limit, self.sizes.intermediate_size, model.hidden_size
         own = rank.columns(self.sizes.count, _ROUTER_UNIT)

@@ -2,52 +2,25 @@
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
-
-from pypto_serving.kernels import (
-    GATE_HALF,
-    PANEL,
-    Engine,
-    Matrix,
-    MlaSizes,
-    NormRopeParams,
-    Pages,
-    Peers,
-    Recording,
-    Routing,
-    Rows,
-    Scoring,
-    StripColumns,
-)
+from pypto_serving.kernels import Engine, Peers, Recording
 from pypto_serving.model.attention_share import AttentionShare
-from pypto_serving.model.deepseek_v4.buffers import Arenas, Buffers, layer_spans, projections
+from pypto_serving.model.deepseek_v4.buffers import Arenas, Buffers, layer_spans
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
-from pypto_serving.model.deepseek_v4.parts import LayerKind
+from pypto_serving.model.deepseek_v4.recorder import LayerRecorder, ModelPart
 from pypto_serving.model.packed import PackedWeights
-from pypto_serving.model.products import Feed
 from pypto_serving.model.rope import rope_tables
-from pypto_serving.model.shares import columns_of, cut, expert_outputs, rows_of
 from pypto_serving.parallel.topology import Rank
-from pypto_serving.types.arrays import Float32Array
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import Spans
-from pypto_serving.util import ceil_div
-
-LOG2_E = math.log2(math.e)
-_ROUTER_UNIT = 4
-"""Outputs that the router computes at once."""
 
 
 class NativeDeepseekV4:
     """Owns packed weights, the arenas of all KV groups and the recorded step of a DeepSeek V4 model, or a rank's part.
 
     A block is laid out by tensor, then layer, then row. Residual streams, compressor states, hyper-connections and
-    routing are float32. `logits` is float32 [max_logits, vocab]. Ranks of a stage split every matrix by its outputs and
-    meet where they need those of all. What all heads share, such as rows of the KV cache, each rank computes: all write
-    the same bytes. Where they split the rows of attention, each has its matrices whole.
+    routing are float32. `logits` is float32 [max_logits, vocab]. `draft_step` computes draft layers for one token of
+    each row, whose logits are those of the token after the next; None without draft layers.
     """
 
     layout = "block, tensor, layer, row"
@@ -61,7 +34,8 @@ class NativeDeepseekV4:
     @staticmethod
     def kv_spans(model: DeepseekV4Config, config: EngineConfig, rank: Rank) -> list[Spans]:
         """Return which bytes of a block of each KV group a rank reads and writes: all heads share them."""
-        return [layer_spans(group, rank.layers(model.num_layers)) for group in config.groups]
+        layers = rank.layers(model.num_layers)
+        return [layer_spans(group, range(layers.start, layers.stop + len(model.drafts))) for group in config.groups]
 
     def __init__(
         self,
@@ -74,224 +48,38 @@ class NativeDeepseekV4:
     ) -> None:
         inventory = DeepseekV4Inventory(model, weights.headers)
         weights.require(inventory.expected(), inventory.ignores, inventory.schemes(), inventory.sizes())
-        self.model, self._weights = model, weights
-        self._rank, self._peers = rank or Rank(), peers or Peers()
+        rank, peers = rank or Rank(), peers or Peers()
         self.step = Recording(engine)
-        self._arenas = Arenas(config, self.step, self._peers)
-        self.arenas = self._arenas.blocks
-        self._attention = AttentionShare(self._rank, self._peers)
-        self._buffers = Buffers(model, config, self._attention, self._peers)
-        self._products = self._buffers.products(self.step, exact=config.activations == "bf16")
-        self.logits = self._buffers.logits
-        self._record(config)
+        self.draft_step = Recording(engine) if model.drafts else None
+        arenas, attention = Arenas(config, peers), AttentionShare(rank, peers)
+        buffers, ropes = Buffers(model, config, attention, peers), rope_tables(model.ropes(), config.max_model_len)
+        self.arenas, self.logits = arenas.blocks, buffers.logits
+        self._record(config, ModelPart(model, weights, rank, peers, attention, buffers, arenas, ropes))
         weights.finish()
-        del self._weights
 
-    def _record(self, config: EngineConfig) -> None:
-        b, model, mine = self._buffers, self.model, self._rank.vocabulary(self.model.vocab_size)
-        if self._rank.embeds:
-            if mine:
-                self.step.embed(self._weights.table("embed.weight", mine), b.streams, mine.start)
-            self._peers.meet(self.step, b.streams)
-        self._peers.begin_stage(self.step, b.streams)
-        tables = rope_tables(model.ropes(), config.max_model_len)
-        for layer in self._rank.layers(model.num_layers):
-            kind = model.kinds[layer]
-            with self._attention.of(self.step, b.streams) as streams:
-                self._record_hyper_connection_pre(streams, f"layers.{layer}.hc_attn")
-                self._record_attention(layer, kind, *tables[kind])
-                self._record_hyper_connection_post(streams, self._attention.rank, self._attention.peers)
-            self._record_hyper_connection_pre(b.streams, f"layers.{layer}.hc_ffn")
-            self._record_experts(layer)
-            self._record_hyper_connection_post(b.streams, self._rank, self._peers)
-        if self._rank.projects:
-            self._record_logits(config, mine)
-        self._peers.end_stage(self.step, b.streams, b.logits)
+    def _record(self, config: EngineConfig, part: ModelPart) -> None:
+        b, model, rank = part.buffers, part.model, part.rank
+        record = LayerRecorder(self.step, part, config)
+        if rank.embeds:
+            record.embed(b.streams)
+        part.peers.begin_stage(self.step, b.streams)
+        for layer in rank.layers(model.num_layers):
+            record.layer(layer)
+        if model.drafts:
+            record.store_streams()
+        if rank.projects:
+            record.logits()
+        for layer in model.drafts:
+            record.draft_input(layer)
+            record.draft_rows(layer)
+        part.peers.end_stage(self.step, b.streams, b.logits)
+        if self.draft_step is not None:
+            self._record_drafting(LayerRecorder(self.draft_step, part, config), model)
 
-    def _record_logits(self, config: EngineConfig, mine: range) -> None:
-        b = self._buffers
-        self._record_hyper_connection_pre(b.streams, "hc_head", Rows.LOGITS)
-        normed = self._normed(self._weights.exact("norm.weight"), Rows.LOGITS)
-        head = self._weights.rounded("head", mine) if config.head == "int8" else self._matrix("head", mine)
-        self._products.linear(normed, head, columns_of(b.logits, mine), Rows.LOGITS)
-        self._peers.gather_logits(self.step, b.logits)
-
-    def _matrix(self, module: str, outputs: range) -> list[Matrix]:
-        return self._weights.matrix([module], [outputs])
-
-    def _normed(self, norm: Float32Array, rows: Rows = Rows.TOKENS) -> Feed:
-        """Return RMSNorm(x) times `norm`."""
-        b = self._buffers
-        return self._products.normed(b.x, norm, self.model.rms_norm_eps, b.normed, rows)
-
-    def _record_hyper_connection_pre(self, streams: Float32Array, mixer: str, rows: Rows = Rows.TOKENS) -> None:
-        """Record x = the weighted sum of streams."""
-        b, hyper, eps = self._buffers, self.model.hyper, self.model.rms_norm_eps
-        weight, base, scale = (self._weights.exact(f"{mixer}_{name}") for name in ("fn", "base", "scale"))
-        ends = rows == Rows.LOGITS
-        scale = np.repeat(scale, [4] if ends else [4, 4, 16])
-        mixes, post_comb = (b.head_mixes, None) if ends else (b.mixes, b.post_comb)
-        self.step.rms_norm_linear(streams, weight, eps, mixes, rows)
-        self.step.hyper_connection_pre(streams, mixes, scale, base, hyper.eps, b.x, post_comb, hyper.iterations)
-
-    def _record_hyper_connection_post(self, streams: Float32Array, rank: Rank, peers: Peers) -> None:
-        """Record the streams from y: the rank's columns."""
-        if mine := rank.columns(self.model.hidden_size):
-            y, post_comb = self._buffers.y[:, : len(mine)], self._buffers.post_comb
-            self.step.hyper_connection_post(y, post_comb, streams[:, :, mine.start : mine.stop])
-        peers.meet(self.step, streams)
-
-    def _record_attention(self, layer: int, kind: LayerKind, cos: Float32Array, sin: Float32Array) -> None:
-        """Record y = wo_b(wo_a(attention)), wo_a by groups, and the writes to the KV cache."""
-        b, model, weights = self._buffers, self.model, self._weights
-        prefix, eps = f"layers.{layer}.attn.", model.rms_norm_eps
-        parts = self._project(layer, kind)
-        rope = NormRopeParams(dim=model.head_dim, cos=cos, sin=sin, eps=eps)
-        latent = self._products.normed(parts["wq_a"], weights.exact(f"{prefix}q_norm.weight"), eps, b.latent)
-        heads, queries = self._attention.rank.heads(model.num_heads), self._record_queries(layer, kind, latent)
-        query_rope = NormRopeParams(dim=model.head_dim, cos=cos, sin=sin, eps=eps, scale=model.head_dim**-0.5 * LOG2_E)
-        width = len(heads) * model.head_dim
-        if heads:
-            self.step.norm_rope(queries[:, :width], len(heads), query_rope, b.queries)
-        rows = self._arenas.pages("ori", "kv", layer)
-        self.step.norm_rope(parts["wkv"], 1, _weighted(rope, weights.exact(f"{prefix}kv_norm.weight")), rows)
-        entries = topk_indices = None
-        if kind != "swa":
-            entries = self._arenas.pages("cmp", kind, layer)
-            self._record_compressor(f"{prefix}compressor.", parts, f"{kind}_state", layer, rope, entries)
-        if kind == "csa":
-            topk_indices = b.topk_indices
-            self._record_indexer(layer, parts, queries[:, width:], rope)
-        sinks = np.zeros(ceil_div(len(heads), PANEL) * PANEL, np.float32)
-        sinks[: len(heads)] = weights.exact(f"{prefix}attn_sink")[heads.start : heads.stop] * LOG2_E
-        sizes = MlaSizes(heads, model.window, model.num_heads // model.o_groups)
-        if heads:
-            self.step.mla_attention(b.queries, sinks, rope, sizes, rows, b.attended, entries, topk_indices)
-        self._record_output(prefix)
-
-    def _record_queries(self, layer: int, kind: LayerKind, latent: Feed) -> Float32Array:
-        """Record the projections of the query latent: heads of attention, then those of the indexer."""
-        model, prefix, indexer, rank = self.model, f"layers.{layer}.attn.", self.model.indexer, self._attention.rank
-        names, outputs = [f"{prefix}wq_b"], [rows_of(rank.heads(model.num_heads), model.head_dim)]
-        if kind == "csa":
-            assert indexer is not None
-            names.append(f"{prefix}indexer.wq_b")
-            outputs.append(rows_of(rank.heads(indexer.num_heads), indexer.head_dim))
-        self._products.linear(latent, self._weights.matrix(names, outputs), out := self._buffers.heads[kind])
-        return out
-
-    def _record_output(self, prefix: str) -> None:
-        """Record y = wo_b(wo_a(attended)), wo_a by groups of heads."""
-        b, model, rank, peers = self._buffers, self.model, self._attention.rank, self._attention.peers
-        width = model.o_groups * model.o_lora_rank
-        inner = rank.columns(width)
-        peers.meet(self.step, b.attended)
-        for wo_a in self._matrix(f"{prefix}wo_a", inner):
-            out = StripColumns(b.out_latent, width, inner.start)
-            self.step.linear_groups(b.attended, wo_a, model.o_lora_rank, out)
-        peers.meet(self.step, b.out_latent)
-        wo_b = self._matrix(f"{prefix}wo_b", rank.columns(model.hidden_size))
-        self._products.linear(self._products.strips(b.out_latent), wo_b, b.y)
-
-    def _project(self, layer: int, kind: LayerKind) -> dict[str, Float32Array]:
-        """Record all projections of the normed input. Return their columns by name."""
-        names, prefix = [f"layers.{layer}.attn.{name}" for name in projections(kind)], f"layers.{layer}."
-        out, widths = self._buffers.projected[kind], self._buffers.widths[kind]
-        mine = self._attention.rank.columns(sum(widths))
-        normed = self._normed(self._weights.exact(f"{prefix}attn_norm.weight"))
-        self._products.linear(normed, self._weights.matrix(names, cut(widths, mine)), columns_of(out, mine))
-        self._attention.peers.meet(self.step, out)
-        return dict(zip(projections(kind), np.split(out, np.cumsum(widths)[:-1], axis=1), strict=True))
-
-    def _record_compressor(
-        self, prefix: str, parts: dict[str, Float32Array], group: str, layer: int, rope: NormRopeParams, entries: Pages
-    ) -> None:
-        local = prefix.split(".attn.")[1]
-        kv, gates = parts[f"{local}wkv"], parts[f"{local}wgate"]
-        ape = self._weights.exact(f"{prefix}ape")
-        state = self._arenas.pages(group, "state", layer)
-        self.step.compressor_state(kv, gates, ape, state)
-        weighted = _weighted(rope, self._weights.exact(f"{prefix}norm.weight"))
-        self.step.compress(state, ape.shape[1], weighted, entries)
-
-    def _record_indexer(
-        self, layer: int, parts: dict[str, Float32Array], queries: Float32Array, rope: NormRopeParams
-    ) -> None:
-        """Record the indexer: its compressor, query RoPE and top-k."""
-        b, indexer, rank, peers = self._buffers, self.model.indexer, self._attention.rank, self._attention.peers
-        assert indexer is not None
-        keys = self._arenas.pages("idx", "key", layer)
-        query_rope = NormRopeParams(dim=indexer.head_dim, cos=rope.cos, sin=rope.sin)
-        key_rope = NormRopeParams(dim=indexer.head_dim, cos=rope.cos, sin=rope.sin, eps=rope.eps)
-        prefix = f"layers.{layer}.attn.indexer.compressor."
-        self._record_compressor(prefix, parts, "csa_inner_state", layer, key_rope, keys)
-        if heads := rank.heads(indexer.num_heads):
-            self.step.norm_rope(queries, len(heads), query_rope, b.index_queries, heads.start)
-        peers.meet(self.step, b.index_queries)
-        scale = (indexer.num_heads * indexer.head_dim) ** -0.5
-        inputs = (b.index_queries, parts["indexer.weights_proj"], scale, query_rope, keys)
-        tokens = (rank.tensor, rank.topology.tensor)
-        self.step.indexer_topk(*inputs, b.topk_indices, b.scores, *tokens)
-        peers.meet(self.step, b.topk_indices)
-
-    def _record_experts(self, layer: int) -> None:
-        """Record y = shared expert + weighted sum of the routed experts."""
-        b, products, rank, hidden = self._buffers, self._products, self._rank, self.model.hidden_size
-        prefix, width, limit = f"layers.{layer}.ffn.", self.model.experts.intermediate_size, self.model.experts.limit
-        norm, inner, mine = (
-            self._weights.exact(f"layers.{layer}.ffn_norm.weight"),
-            rank.columns(width, GATE_HALF),
-            rank.columns(hidden),
-        )
-        self._record_router(prefix, norm)
-        normed = self._normed(norm)
-        shared = self._weights.gate_up([f"{prefix}shared_experts.w1"], [f"{prefix}shared_experts.w3"], [inner])
-        products.swiglu(normed, shared, StripColumns(b.gated, width, inner.start), limit)
-        self._peers.meet(self.step, b.router_logits, b.gated)
-        y = b.y[:, : len(mine)]
-        products.linear(products.strips(b.gated), self._matrix(f"{prefix}shared_experts.w2", mine), y)
-        routing = self._route(layer)
-        self._record_routed(prefix, routing, normed)
-        if rank.topology.expert > 1:  # else the columns that a rank adds to y are its own
-            self._peers.meet(self.step, b.expert_out)
-        if mine:
-            self.step.moe_combine(routing, columns_of(b.expert_out, mine), y)
-
-    def _record_router(self, prefix: str, norm: Float32Array) -> None:
-        b, mine = self._buffers, self._rank.columns(self.model.experts.count, _ROUTER_UNIT)
-        router = self._weights.exact(f"{prefix}gate.weight")[mine.start : mine.stop] * norm
-        if mine:
-            logits = columns_of(b.router_logits, mine)
-            self.step.rms_norm_linear(b.x, router, self.model.rms_norm_eps, logits)
-
-    def _route(self, layer: int) -> Routing:
-        experts, prefix = self.model.experts, f"layers.{layer}.ffn.gate."
-        bias = tid2eid = None
-        if layer in experts.hash_layers:
-            tid2eid = self._weights.ids(f"{prefix}tid2eid", experts.count)
-        else:
-            bias = self._weights.exact(f"{prefix}bias")
-        logits, scoring, mine = self._buffers.router_logits, Scoring.SQRT_SOFTPLUS, self._rank.experts(experts.count)
-        return self.step.route(logits, experts.per_token, scoring, experts.scale, bias, tid2eid, mine)
-
-    def _record_routed(self, prefix: str, routing: Routing, normed: Feed) -> None:
-        """Record the outputs of the routed experts, by entry."""
-        b, products, rank, experts = self._buffers, self._products, self._rank, self.model.experts
-        inner, outer = (
-            rank.expert_columns(experts.intermediate_size, GATE_HALF),
-            rank.expert_columns(self.model.hidden_size),
-        )
-        w1, w2, w3 = ([f"{prefix}experts.{e}.{part}" for e in range(experts.count)] for part in ("w1", "w2", "w3"))
-        rows = products.gathered(routing, normed, b.expert_rows)
-        gate_up = self._weights.gate_up(w1, w3, expert_outputs(rank, experts.count, inner))
-        out = StripColumns(b.expert_gated, experts.intermediate_size, inner.start)
-        products.expert_swiglu(routing, rows, gate_up, out, experts.limit)
-        if rank.topology.tensor > rank.topology.expert:  # else an expert has one rank
-            self._peers.meet(self.step, b.expert_gated)
-        down = self._weights.several(w2, expert_outputs(rank, experts.count, outer))
-        gated = products.strips(b.expert_gated, routing)
-        products.expert_linear(routing, gated, down, columns_of(b.expert_out, outer))
-
-
-def _weighted(rope: NormRopeParams, weight: Float32Array) -> NormRopeParams:
-    return NormRopeParams(dim=rope.dim, cos=rope.cos, sin=rope.sin, eps=rope.eps, weight=weight)
+    def _record_drafting(self, record: LayerRecorder, model: DeepseekV4Config) -> None:
+        """Record a step that drafts. Its streams stand where the token's will, so that the next draft can use them."""
+        (layer,) = model.drafts
+        record.draft_input(layer)
+        record.layer(layer)
+        record.store_streams()
+        record.logits(model.prefix(layer))

@@ -8,50 +8,21 @@ import torch
 from torch import Tensor
 
 from pypto_serving.model.comm import Comm
-from pypto_serving.model.deepseek_v4.attention import Attention, StepView
+from pypto_serving.model.deepseek_v4.attention import StepView
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
+from pypto_serving.model.deepseek_v4.decoder_layer import DecoderLayer
+from pypto_serving.model.deepseek_v4.draft_layer import DraftLayer
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
-from pypto_serving.model.deepseek_v4.layers import MIN_ROWS, HyperConnection, MoE, hyper_connection_post, matrix, vector
+from pypto_serving.model.deepseek_v4.layers import MIN_ROWS, HyperConnection, matrix, vector
 from pypto_serving.model.deepseek_v4.pages import Pages, StepRows
 from pypto_serving.model.deepseek_v4.parts import LayerKind
-from pypto_serving.model.layers import Embedding, Linear, rms_norm, settle_rows
+from pypto_serving.model.layers import Embedding, rms_norm, settle_rows
 from pypto_serving.model.loader import Weights
 from pypto_serving.model.rope import rope_tables
 from pypto_serving.model.step import StepTensors
 from pypto_serving.types.config import EngineConfig
 
 logger = logging.getLogger(__name__)
-
-
-class DecoderLayer:
-    """One layer: attention and MoE, each with hyper-connections to the residual streams."""
-
-    def __init__(
-        self, model: DeepseekV4Config, weights: Weights, layer: int, pages: dict[str, Pages], comm: Comm
-    ) -> None:
-        prefix, self.eps = f"layers.{layer}.", model.rms_norm_eps
-        self.kind, self.dtype = model.kinds[layer], weights.dtype
-        self.norms = [vector(weights, f"{prefix}{part}_norm.weight") for part in ("attn", "ffn")]
-        self.hyper_connections = [
-            HyperConnection(weights, f"{prefix}hc_{part}", model.hyper, self.eps) for part in ("attn", "ffn")
-        ]
-        self.attention = Attention(model, weights, layer, pages, comm)
-        self.moe = MoE(model, weights, layer, comm)
-
-    def __call__(self, h: Tensor, view: StepView) -> Tensor:
-        """Compute one layer over streams h [t, n, hidden], float32, and write the cache rows of the step's tokens."""
-        x, post, comb = self.hyper_connections[0].pre(h)
-        h = hyper_connection_post(h, self.attention(rms_norm(x, self.norms[0], self.eps), view), post, comb)
-        x, post, comb = self.hyper_connections[1].pre(h)
-        y = self.moe(rms_norm(x, self.norms[1], self.eps), view.rows.token_ids, self.dtype)
-        return hyper_connection_post(h, y, post, comb)
-
-    def linears(self) -> list[Linear]:
-        return [
-            *(hyper_connection.fn for hyper_connection in self.hyper_connections),
-            *self.attention.linears(),
-            *self.moe.linears(),
-        ]
 
 
 class DeepseekV4Program:
@@ -82,6 +53,7 @@ class DeepseekV4Program:
         ]
         self.hc_head = HyperConnection(weights, "hc_head", model.hyper, model.rms_norm_eps)
         self.norm, self.head = vector(weights, "norm.weight"), matrix(weights, "head", outputs=mine)
+        self.drafting = DraftLayer(model, weights, self._groups, self._comm) if model.drafts else None
         weights.finish()
         self._tables: dict[LayerKind, tuple[Tensor, Tensor]] = {
             kind: (torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device))
@@ -92,6 +64,8 @@ class DeepseekV4Program:
     def _settle_rows(self) -> int:
         """Find the fewest rows per call from which results do not depend on the row count. Warn if there are none."""
         linears = [self.head, self.hc_head.fn, *(linear for layer in self.layers for linear in layer.linears())]
+        if self.drafting is not None:
+            linears += self.drafting.linears()
         rows, stable = settle_rows(linears)
         if not stable:
             logger.warning("matrix products on this machine depend on the row count: outputs may vary with the batch")
@@ -102,13 +76,33 @@ class DeepseekV4Program:
         if not len(step.token_ids):
             return torch.empty(0, self.model.vocab_size, device=self.norm.device)
         rows = StepRows(step, self._groups)
-        views = {kind: StepView.of(rows, tables, kind, self.model.ratio(kind)) for kind, tables in self._tables.items()}
-        h = self.embedding(step.token_ids).float()
-        h = h[:, None].expand(-1, self.model.hyper.streams, -1).contiguous()
+        views = {kind: self._view(rows, kind) for kind in self._tables}
+        embedded = self.embedding(step.token_ids).float()
+        h = embedded[:, None].expand(-1, self.model.hyper.streams, -1).contiguous()
         for layer in self.layers:
             h = layer(h, views[layer.kind])
-        if not len(step.logits_rows):
-            return torch.empty(0, self.model.vocab_size, device=self.norm.device)
-        x = self.hc_head.head(h.index_select(0, step.logits_rows))
-        logits = self.head(rms_norm(x, self.norm, self.model.rms_norm_eps).to(self.head.dtype))
+        if self.drafting is not None:
+            self.drafting.store(h, rows)
+            self.drafting.write_rows(embedded, views["swa"])
+        return self._logits(h, step.logits_rows, self.hc_head, self.norm)
+
+    def draft(self, step: StepTensors) -> Tensor:
+        """Return the draft layer's logits of `step.logits_rows`, float32 [s, vocab], for tokens that follow all others.
+
+        Its streams stand where those of the tokens will, so that the next draft can use them.
+        """
+        assert self.drafting is not None
+        rows = StepRows(step, self._groups)
+        h = self.drafting(self.embedding(step.token_ids).float(), self._view(rows, "swa"))
+        self.drafting.store(h, rows)
+        return self._logits(h, step.logits_rows, self.drafting.hc_head, self.drafting.norm)
+
+    def _view(self, rows: StepRows, kind: LayerKind) -> StepView:
+        return StepView.of(rows, self._tables[kind], kind, self.model.ratio(kind))
+
+    def _logits(self, h: Tensor, logits_rows: Tensor, hc_head: HyperConnection, norm: Tensor) -> Tensor:
+        if not len(logits_rows):
+            return torch.empty(0, self.model.vocab_size, device=norm.device)
+        x = hc_head.head(h.index_select(0, logits_rows))
+        logits = self.head(rms_norm(x, norm, self.model.rms_norm_eps).to(self.head.dtype))
         return self._comm.columns(logits, self.model.vocab_size).float()

@@ -96,4 +96,5 @@ FAMILY = ModelFamily(
     torch_program="pypto_serving.model.deepseek_v4.program:DeepseekV4Program",
     kernel_program="pypto_serving.model.deepseek_v4.native:NativeDeepseekV4",
     conversion="pypto_serving.model.deepseek_v4.convert:plan_conversion",
+    with_drafts=DeepseekV4Config.with_drafts,
 )

@@ -41,6 +41,8 @@ class NativeQwen3:
     Where they split the rows of attention, each has its matrices whole.
     """
 
+    draft_step = None
+
     layout = "block, layer, k or v, head, panels of 32 tokens: keys dim / 2 x 32 x 2, values dim / 32 x 16 x 32 x 2"
     """Order of the dimensions of a block's pages in bfloat16; part of the fingerprint, as the dtype is."""
 

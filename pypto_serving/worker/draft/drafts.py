@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pypto_serving.backend.base import Drafter
 from pypto_serving.types.arrays import Int32Array
+from pypto_serving.worker.draft.model import LayOut
 from pypto_serving.worker.draft.pacing import Pacing
+
+MakeDrafter = Callable[[LayOut, Pacing], Drafter]
 
 
 class Drafts:
     """Owns the drafter of a worker's rows, whose `tokens` [R, max_model_len] their owner keeps up to date."""
 
-    def __init__(self, drafter: Drafter, tokens: Int32Array) -> None:
+    def __init__(self, make: MakeDrafter, tokens: Int32Array, lay_out: LayOut) -> None:
         self.pacing = Pacing()
-        self._drafter = drafter
+        self._drafter = make(lay_out, self.pacing)
         self._tokens = tokens
 
     def start(self, row: int) -> None:

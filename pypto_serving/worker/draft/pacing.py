@@ -41,6 +41,11 @@ class Pacing:
         self._squares = self._squares * KEPT + num_tokens**2
         self._products = self._products * KEPT + num_tokens * elapsed_s
 
+    @property
+    def is_measured(self) -> bool:
+        """Return True once anything was measured."""
+        return self._weight > 0
+
     def cost(self) -> tuple[float, float]:
         """Return the seconds of a step, without tokens and for each token."""
         if not self._weight:
@@ -69,3 +74,25 @@ class Pacing:
         taken = order[: fails[0] if len(fails) else len(order)]
         found: Int32Array = np.bincount(taken // max(1, len(ranks)), minlength=len(counts)).astype(np.int32)
         return np.minimum(found, counts)
+
+
+def paying_passes(most: Int32Array, odds: Float32Array, steps: Pacing, passes: Pacing) -> Int32Array:
+    """Return how many drafts of each of n rows pay, at most `most` [n], where each costs a pass of draft layers.
+
+    All rows that have a j-th draft share the j-th pass. `odds` [n] are those of a draft to be right if all before it
+    are. Until a step and a pass were measured, all pay.
+    """
+    if not (steps.is_measured and passes.is_measured):
+        return most
+    (base_s, token_s), (pass_s, row_s) = steps.cost(), passes.cost()
+    plain_s = base_s + token_s * len(most)
+    ranks = np.arange(1, 1 + int(most.max(initial=0)))
+    chances = np.where(ranks <= most[:, None], odds[:, None] ** ranks, 0.0)
+    chances[chances * plain_s <= LEAST_GAIN * (token_s + row_s) * len(most)] = 0.0
+    shares = (chances > 0).sum(axis=0)
+    seconds = plain_s + np.cumsum(LEAST_GAIN * pass_s + (token_s + row_s) * shares)
+    speeds = (len(most) + np.cumsum(chances.sum(axis=0))) / seconds
+    best = int(speeds.argmax()) if len(speeds) else 0
+    passed = best + 1 if len(speeds) and speeds[best] * plain_s > len(most) else 0
+    counts: Int32Array = np.minimum((chances > 0).sum(axis=1), passed).astype(np.int32)
+    return counts

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pypto_serving.backend.base import Drafter, Proposals, SamplingInputs, StepInputs, StepOutput
+from pypto_serving.backend.base import SamplingInputs, StepInputs, StepOutput
 from pypto_serving.backend.cpu import CpuBackend
 from pypto_serving.kernels import runnable
 from pypto_serving.kv import positions
@@ -35,6 +35,7 @@ from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import BackendTraits, NewRow, StepPlan
 from pypto_serving.types.tier import Tier, TierConfig, Transfers
 from pypto_serving.types.tokens import unpack_ids
+from pypto_serving.worker.batch import RowBatch
 from tests.checkpoints import make_checkpoint, random_model
 from tests.deepseek_v4 import FAST as FAST_MODEL
 from tests.deepseek_v4 import check_greedy
@@ -85,37 +86,34 @@ DEPTH = 2
 MAX_DRAFTS = 4
 
 
-class KnowingDrafter:
-    """Proposes what is said in `answers`, each token with some probability another one. Implements Drafter."""
+class KnowingProgram:
+    """A program that was loaded for more blocks and longer steps than `config` has, in virtual time.
+
+    Its draft layer computes, but most of the time what is said in `answers` becomes the draft.
+    """
 
     ODDS = 0.7
 
-    def __init__(self, answers: Mapping[tuple[int, ...], list[int]]) -> None:
-        self._texts = [[*prompt, *answer] for prompt, answer in answers.items()]
-        self._rng = random.Random(3)
-
-    def start(self, row: int) -> None:
-        """Remember nothing of a row anyway."""
-
-    def propose(self, tokens: Int32Array, rows: Int32Array, known: Int32Array, most: Int32Array) -> Proposals:
-        counts = np.zeros(len(rows), np.int32)
-        for i, (row, end) in enumerate(zip(rows.tolist(), known.tolist(), strict=True)):
-            history = tokens[row, :end].tolist()
-            text = next((text for text in self._texts if text[:end] == history), history)
-            drafts = [t if self._rng.random() < self.ODDS else t ^ 1 for t in text[end : end + most[i]]]
-            tokens[row, end : end + len(drafts)] = drafts
-            counts[i] = len(drafts)
-        return Proposals(counts, np.full(len(rows), self.ODDS, np.float32))
-
-
-class TimedProgram:
-    """A program that was loaded for more blocks and longer steps than `config` has, in virtual time."""
-
-    def __init__(self, program: Any, config: EngineConfig, drafter: Drafter) -> None:
+    def __init__(self, program: Any, config: EngineConfig, answers: Mapping[tuple[int, ...], list[int]]) -> None:
         self._program = program
         self.groups, self.num_blocks, self.limits = config.groups, config.num_blocks, config.limits
         self.fingerprint, self.memory, self.sampler = program.fingerprint, program.memory, program.sampler
-        self.drafter = drafter
+        self.draft = self._draft if config.drafts_in_model else None
+        self._texts = [[*prompt, *answer] for prompt, answer in answers.items()]
+        self._rng = random.Random(3)
+
+    def attach(self, batch: RowBatch) -> None:
+        """Learn what tokens rows have from the `batch` of the worker."""
+        self._tokens = batch.tokens
+
+    def _draft(self, inputs: StepInputs) -> Int32Array:
+        found = self._program.draft(inputs)
+        for i, (row, end) in enumerate(zip(inputs.rows.tolist(), inputs.context_lens.tolist(), strict=True)):
+            history = self._tokens[row, :end].tolist()
+            text = next((text for text in self._texts if len(text) > end and text[:end] == history), None)
+            if text is not None and self._rng.random() < self.ODDS:
+                found[i] = text[end]
+        return np.asarray(found)
 
     def submit(self, inputs: StepInputs, sampling: SamplingInputs | None) -> None:
         self._program.submit(inputs, sampling)
@@ -172,7 +170,7 @@ class Oracle:
 
     @cached_property
     def largest(self) -> EngineConfig:
-        spec = load_spec(self.model, Serving(self.subject.dtype))
+        spec = load_spec(self.model, Serving(self.subject.dtype, drafts=True))
         budget = max(self.subject.steps)
         groups, total = spec.kv_groups, self.subject.longest + self.subject.output
         return EngineConfig(
@@ -211,7 +209,7 @@ class Oracle:
     def make_program(self, config: EngineConfig) -> Any:
         """The one program with pages of NaN, as a worker of `config` would have it."""
         poison(self.program, [range(count) for count in self.largest.num_blocks])
-        return TimedProgram(self.program, config, KnowingDrafter(self.answers))
+        return KnowingProgram(self.program, config, self.answers)
 
     def tiers(self, names: Sequence[Tier], disk: Path) -> tuple[TierConfig, ...]:
         """Host memory for some five sequences and twenty checkpoints, a disk for three times as much."""
