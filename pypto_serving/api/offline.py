@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence, Sized
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +24,7 @@ from pypto_serving.api.generation.choice import Delta
 from pypto_serving.api.generation.generation import Generation
 from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, fit_params, fit_prompt, new_scores
 from pypto_serving.api.generation.structured import checked
+from pypto_serving.api.generation.usage import Usage
 from pypto_serving.api.offline_inputs import (
     Messages,
     Prompt,
@@ -163,8 +164,10 @@ class LLM:
         encode = partial(self._encode_chat, kwargs=read_chat_fields(fields, chat_template_kwargs))
         return self._loop.call(lambda: self._run(map(encode, conversations, params), progress))
 
-    def stream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None) -> Iterator[TextPart]:
-        """Answer one conversation piece by piece; closing the iterator ends the request.
+    def stream_chat(
+        self, messages: Messages, sampling_params: SamplingParams | None = None
+    ) -> Generator[TextPart, None, Usage]:
+        """Answer one conversation piece by piece; closing the generator ends the request. Its value is the usage.
 
         Pieces are reasoning or content; tool calls are left out. Raises like `chat`, and RequestError unless n is 1.
         """
@@ -173,11 +176,14 @@ class LLM:
         if params.n != 1:
             raise RequestError(f"n is {params.n}, but stream_chat makes one answer; set n to 1", param="n")
 
+        usage: list[Usage] = []
+
         async def stream(put: Put[TextPart]) -> None:
             job = await self._encode_chat(conversation, params)
-            await self._stream(job, put)
+            usage.append(await self._stream(job, put))
 
         yield from self._loop.iterate(stream)
+        return usage[0]
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return SamplingParams with the model's own defaults, from its generation_config.json."""
@@ -242,8 +248,8 @@ class LLM:
             scored = prompt_logprobs(generation.scores[0].entries(width, self._service.tokenizer))
         return GenerationOutput(choices[0].request_id, job.text, ids, made, choices[0].num_cached, scored)
 
-    async def _stream(self, job: _Job, put: Put[TextPart]) -> None:
-        """Put the text parts of the only choice as they come."""
+    async def _stream(self, job: _Job, put: Put[TextPart]) -> Usage:
+        """Put the text parts of the only choice as they come; return what it took."""
         parser = None if job.new_parser is None else job.new_parser()
 
         def take(deltas: list[Delta]) -> None:
@@ -258,6 +264,7 @@ class LLM:
 
         with closing(self._submit(job, keep_token_ids=False)) as generation:
             await generation.run(take)
+            return generation.usage()
 
     def _submit(self, job: _Job, keep_token_ids: bool) -> Generation:
         name = f"offline-{next(self._ids)}"

@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from pypto_serving.api.chat.output import TextPart
+from pypto_serving.api.generation.usage import Usage
 from pypto_serving.errors import ConfigError, PyptoError
 from pypto_serving.types.server_url import parse_server_url
 from pypto_serving.util import brief, parse_json
@@ -49,14 +50,20 @@ class ChatClient:
 
     def stream(
         self, model: str, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]
-    ) -> Generator[TextPart]:
-        """Yield pieces of the answer as they arrive; raise ServerError. Closing the iterator aborts the request."""
+    ) -> Generator[TextPart, None, Usage | None]:
+        """Yield pieces of the answer as they arrive; raise ServerError. Closing the generator aborts the request.
+
+        Its value is the usage, if the server tells.
+        """
+        usage = None
         body = {"model": model, "messages": list(messages), "stream": True, **sampling}
+        body["stream_options"] = {"include_usage": True}
         connection, response = self._request("POST", "/v1/chat/completions", json.dumps(body))
         try:
             for event in _events(response):
                 if "error" in event:
                     raise ServerError(_error_message(event, "the server gave up on the answer"))
+                usage = _usage(event.get("usage")) or usage
                 for choice in event["choices"]:
                     yield from _parts(choice["delta"])
         except _MALFORMED:
@@ -65,6 +72,7 @@ class ChatClient:
             raise ServerError(f"the server ended the answer early: {type(error).__name__}") from None
         finally:
             connection.close()
+        return usage
 
     def _request(
         self, method: str, path: str, body: str | None = None
@@ -106,6 +114,13 @@ def _parts(delta: Mapping[str, Any]) -> Iterator[TextPart]:
         yield TextPart("reasoning", thought)
     if text := delta.get("content"):
         yield TextPart("content", text)
+
+
+def _usage(told: Any) -> Usage | None:
+    if not told:
+        return None
+    cached = (told.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return Usage(told["prompt_tokens"], told["completion_tokens"], cached, ())
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:

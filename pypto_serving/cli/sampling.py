@@ -65,6 +65,19 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
+def read_value(name: str, text: str) -> Any:
+    """Read the value of the option `name`; raise ConfigError for a wrong one."""
+    kinds: dict[str, Callable[[str], Any]] = {"top_k": int, "max_tokens": int, "stop": lambda text: [text]}
+    try:
+        value = kinds.get(name, float)(text)
+        SamplingParams(**{name: value})
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}, but must be a number") from None
+    except RequestError as error:
+        raise ConfigError(str(error)) from None
+    return value
+
+
 def sampling_params(llm: LLM, given: dict[str, Any]) -> SamplingParams:
     """Make the parameters: values `given`, then the model's own defaults; without `max_tokens`, up to its own end."""
     return msgspec.structs.replace(llm.get_default_sampling_params(), **{"max_tokens": None, **given})

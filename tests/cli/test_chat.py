@@ -14,8 +14,8 @@ import typer
 
 from pypto_serving.api.chat.output import TextPart
 from pypto_serving.cli import main
-from pypto_serving.cli.chat import Conversation, Message
 from pypto_serving.cli.client import ChatClient, ServerError
+from pypto_serving.cli.conversation import Conversation, Message
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 
@@ -67,7 +67,7 @@ def test_exit_leaves_at_once(capsys: pytest.CaptureFixture[str]) -> None:
 def test_unknown_commands_are_not_sent(capsys: pytest.CaptureFixture[str]) -> None:
     chat = Conversation(echo, [], Script("/help"))
     chat.run("model")
-    assert "/exit leaves" in capsys.readouterr().err
+    assert "/exit             leave" in capsys.readouterr().err
     assert chat.messages == []
 
 

@@ -1,0 +1,182 @@
+"""Hold a conversation on a terminal: messages, answers as they come, and what the user commands in between."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import typer
+
+from pypto_serving.api.chat.output import TextPart
+from pypto_serving.api.generation.usage import Usage
+from pypto_serving.cli.sampling import FLAGS, read_value
+from pypto_serving.errors import ConfigError, PyptoError
+
+Message = dict[str, str]
+Answering = Generator[TextPart, None, Usage | None]
+Answer = Callable[[Sequence[Message]], Answering]
+
+HINT = '/help lists commands, """ begins and ends several lines; Ctrl-C stops an answer, Ctrl-D leaves'
+HELP = """\
+/set NAME VALUE   set a sampling option; without VALUE it is the model's again, without NAME all are shown
+/system TEXT      set the system prompt, without TEXT none, and forget the conversation
+/retry            answer the last message again
+/undo             forget the last message and its answer
+/clear            forget the conversation
+/stats            show or hide statistics behind each answer
+/exit             leave"""
+
+
+@dataclass
+class Timing:
+    """When an answer began and came, in seconds of `time.monotonic`."""
+
+    started_s: float = field(default_factory=time.monotonic)
+    first_s: float = 0.0
+    last_s: float = 0.0
+
+    def arrived(self) -> None:
+        self.last_s = time.monotonic()
+        self.first_s = self.first_s or self.last_s
+
+    def describe(self, usage: Usage | None) -> str:
+        """Write one line of statistics."""
+        facts = [f"first text after {(self.first_s or time.monotonic()) - self.started_s:.2f} s"]
+        if usage is not None:
+            facts.insert(0, f"{usage.num_output_tokens} tokens")
+            if usage.num_output_tokens > 1 and self.last_s > self.first_s:
+                facts.insert(1, f"{(usage.num_output_tokens - 1) / (self.last_s - self.first_s):.1f} tokens/s")
+            facts.append(f"{usage.num_prompt_tokens} prompt tokens, {usage.num_cached_tokens} cached")
+        return "[" + ", ".join(facts) + "]"
+
+
+class Conversation:
+    """Hold the messages of a chat and answer lines. `answer` streams the reply to all messages.
+
+    `sampling` holds the options that `/set` changes, for `answer` to read. Reasoning is printed to stderr and not kept.
+    """
+
+    def __init__(
+        self,
+        answer: Answer,
+        opening: Sequence[Message],
+        read_line: Callable[[], str],
+        sampling: dict[str, Any] | None = None,
+    ) -> None:
+        self._answer_to = answer
+        self._opening = list(opening)
+        self._read_line = read_line
+        self._sampling = {} if sampling is None else sampling
+        self._shows_stats = sys.stdin.isatty()
+        self.messages = list(opening)
+
+    def run(self, name: str) -> None:
+        """Answer lines until the input ends or the user leaves."""
+        if sys.stdin.isatty():
+            typer.echo(f"{name}: {HINT}", err=True)
+        while True:
+            try:
+                line = self._read_line().strip()
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                if not sys.stdin.isatty():
+                    raise
+                typer.echo(f"\n{HINT}", err=True)
+                continue
+            if line in ("/exit", "/quit"):
+                return
+            if line.startswith("/"):
+                name, _, rest = line.partition(" ")
+                self._command(name, rest.strip())
+            elif line:
+                self._answer(line)
+
+    def _command(self, name: str, rest: str) -> None:
+        match name:
+            case "/clear":
+                self.messages = list(self._opening)
+            case "/system":
+                self._opening = [{"role": "system", "content": rest}] if rest else []
+                self.messages = list(self._opening)
+            case "/undo":
+                self._forget_last()
+            case "/retry":
+                if last := self._forget_last():
+                    self._answer(last)
+            case "/stats":
+                self._shows_stats = not self._shows_stats
+            case "/set":
+                option, _, value = rest.partition(" ")
+                self._set(option, value.strip())
+            case _:
+                typer.echo(HELP, err=True)
+
+    def _forget_last(self) -> str:
+        """Forget the last message of the user with its answer, and return it; "" if there is none."""
+        while len(self.messages) > len(self._opening):
+            message = self.messages.pop()
+            if message["role"] == "user":
+                return message["content"]
+        return ""
+
+    def _set(self, name: str, value: str) -> None:
+        """Change one sampling option, and show those that are set."""
+        try:
+            if name and name not in FLAGS:
+                raise ConfigError(f"there is no option {name}; there are {', '.join(FLAGS)}")
+            if value:
+                self._sampling[name] = read_value(name, value)
+            else:
+                self._sampling.pop(name, None)
+        except ConfigError as error:
+            typer.echo(f"error: {error}", err=True)
+            return
+        given = ", ".join(f"{key} {self._sampling[key]}" for key in self._sampling)
+        typer.echo(given or "all options are the model's own", err=True)
+
+    def _answer(self, line: str) -> None:
+        """Stream one answer. Keep what came before an interrupt; forget a refused message."""
+        self.messages.append({"role": "user", "content": line})
+        pieces: list[str] = []
+        timing, usage = Timing(), None
+        stream = self._answer_to(self.messages)
+        try:
+            usage = _print(stream, pieces, timing)
+        except KeyboardInterrupt:
+            typer.echo(" [stopped]", nl=False, err=True)
+        except PyptoError as error:
+            self.messages.pop()
+            typer.echo(f"error: {error}", err=True)
+            if not sys.stdin.isatty():
+                raise typer.Exit(error.exit_code) from None
+            return
+        finally:
+            stream.close()
+        typer.echo()
+        if self._shows_stats:
+            typer.secho(timing.describe(usage), err=True, dim=True)
+        self.messages.append({"role": "assistant", "content": "".join(pieces)})
+
+
+def _print(stream: Answering, pieces: list[str], timing: Timing) -> Usage | None:
+    """Print an answer, put its content into `pieces`, and return what it took."""
+    thought = False
+    while True:
+        try:
+            part = next(stream)
+        except StopIteration as end:
+            usage: Usage | None = end.value
+            return usage
+        timing.arrived()
+        if part.kind == "reasoning":
+            typer.secho(part.text, nl=False, err=True, dim=True)
+            thought = True
+            continue
+        if thought and not pieces:
+            typer.echo("\n", err=True)
+        pieces.append(part.text)
+        typer.echo(part.text, nl=False)
