@@ -18,7 +18,20 @@ COMMANDS = {
     "convert": "pypto_serving.cli.convert:app",
     "kv": "pypto_serving.cli.kv:kv_app",
     "bench": "pypto_serving.cli.bench:bench_app",
+    "collect-env": "pypto_serving.cli.collect_env:app",
 }
+PANELS = {
+    "serve": "Serve",
+    "join": "Serve",
+    "generate": "Use",
+    "chat": "Use",
+    "check": "Prepare",
+    "convert": "Prepare",
+    "kv": "Look after",
+    "bench": "Look after",
+    "collect-env": "Look after",
+}
+"""Under which heading the help lists a command."""
 
 
 class LazyCommands(MutableMapping[str, Any]):
@@ -34,6 +47,7 @@ class LazyCommands(MutableMapping[str, Any]):
             single = len(commands.registered_commands) == 1
             command: Any = typer.main.get_command(commands) if single else typer.main.get_group(commands)
             command.name = name
+            command.rich_help_panel = PANELS.get(name)
             self._loaded[name] = command
         return self._loaded[name]
 

@@ -76,7 +76,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
     code, out, _ = run(capsys, *argv)
     assert code == 0
-    for command in ("serve", "generate", "chat", "check", "bench", "--install-completion"):
+    for command in ("serve", "generate", "chat", "check", "bench", "collect-env", "--install-completion"):
         assert command in out
 
 
