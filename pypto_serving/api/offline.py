@@ -49,6 +49,7 @@ from pypto_serving.errors import RequestError
 from pypto_serving.setup.defaults import QUIET_DEFAULTS
 from pypto_serving.setup.options import Options, make_options
 from pypto_serving.setup.prepare import model_spec, prepare
+from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.types.sampling import SamplingParams
 
@@ -184,6 +185,11 @@ class LLM:
 
         yield from self._loop.iterate(stream)
         return usage[0]
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration of the engine; of the first one where there are several."""
+        return self._engine.config
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return SamplingParams with the model's own defaults, from its generation_config.json."""

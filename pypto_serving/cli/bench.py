@@ -17,6 +17,9 @@ from pypto_serving.cli.bench_common import (
     request_progress,
     server_url,
 )
+from pypto_serving.cli.bench_local import add_to
+from pypto_serving.cli.bench_startup import startup
+from pypto_serving.cli.bench_sweep import sweep
 from pypto_serving.cli.bench_trace import trace
 from pypto_serving.errors import ConfigError
 from pypto_serving.types.config import ServerConfig, default_of
@@ -26,8 +29,14 @@ if TYPE_CHECKING:
     from pypto_serving.bench.options import RampUp
     from pypto_serving.bench.runner import Benchmark, Outcome
 
-bench_app = typer.Typer(help="Measure a running server.", no_args_is_help=True)
-bench_app.command()(trace)
+RUNNING, RESULTS, STARTS = "Measure a running server", "Compare results", "Measure a start"
+REST_ALLOWED = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+bench_app = typer.Typer(help="Measure a server, or a model without one.", no_args_is_help=True)
+bench_app.command(rich_help_panel=RUNNING)(trace)
+bench_app.command(rich_help_panel=RUNNING)(sweep)
+bench_app.command(rich_help_panel=STARTS, context_settings=REST_ALLOWED)(startup)
+add_to(bench_app)
 
 DatasetName = Literal["random", "prefix_repetition", "custom"]
 _DATASET_OPTIONS = {
@@ -38,7 +47,7 @@ _DATASET_OPTIONS = {
 _PREFIX_REPETITION: dict[str, Any] = {"metavar": "N", "rich_help_panel": "Prefix repetition"}
 
 
-@bench_app.command()
+@bench_app.command(rich_help_panel=RUNNING)
 def serve(
     context: typer.Context,
     backend: Annotated[Literal["openai", "openai-chat"], typer.Option(help="API to speak.")] = "openai",
@@ -167,7 +176,7 @@ def serve(
         report_outcome(_run(benchmark), saving if save_result else None)
 
 
-@bench_app.command()
+@bench_app.command(rich_help_panel=RESULTS)
 def compare(
     a: Annotated[Path, typer.Argument(metavar="A.json", help="Result to compare against.")],
     b: Annotated[Path, typer.Argument(metavar="B.json", help="Result to compare.")],

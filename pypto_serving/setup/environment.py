@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
-from pypto_serving import __version__
 from pypto_serving.kernels.library import runnable
 from pypto_serving.setup.host import has_npu, read_cache_dir, read_host_facts
 from pypto_serving.util import counted, format_size
@@ -28,7 +27,7 @@ def read_environment(root: Path = Path("/"), variables: Mapping[str, str] = os.e
     host = read_host_facts(root)
     return {
         "Installation": {
-            "pypto-serving": __version__,
+            "pypto-serving": _version(DISTRIBUTION),
             "Python": f"{platform.python_version()}, {sys.executable}",
             "CPU kernels": ", ".join(runnable()) or "none",
             "cache": read_cache_dir() or "none",

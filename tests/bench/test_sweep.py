@@ -1,0 +1,56 @@
+"""Several loads of one server: order, table, files and refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from pypto_serving.bench.sweep import parse_loads
+from pypto_serving.cli.bench import bench_app
+from pypto_serving.errors import ConfigError
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(bench_app, ["sweep", *map(str, arguments)])
+
+
+def test_each_load_has_a_line_and_a_result(server, tmp_path):
+    file = tmp_path / "r.json"
+    small = ("--num-prompts", 4, "--input-len", 8, "--output-len", 3)
+    result = invoke("--base-url", server.url, "--concurrency", "2,1", *small, "--output-json", file)
+    assert result.exit_code == 0, result.output
+    heading, one, two = result.stdout.splitlines()
+    assert heading.split()[:4] == ["in", "flight", "req/s", "output"]
+    assert (one.split()[0], two.split()[0], one.split()[-1]) == ("1", "2", "0")
+    saved = json.loads(file.read_text())
+    assert [each["max_concurrency"] for each in saved] == [1, 2]
+    assert [each["completed"] for each in saved] == [4, 4] and saved[0]["median_ttft_ms"] > 0
+
+
+def test_rates_are_loads_too(server):
+    small = ("--num-prompts", 3, "--input-len", 8, "--output-len", 3)
+    result = invoke("--base-url", server.url, "--rates", "50,200.5", *small)
+    assert [line.split()[0] for line in result.stdout.splitlines()] == ["sent/s", "50", "200.5"], result.output
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1,2", "a", "1,,2"])
+def test_loads_are_positive_numbers(text):
+    with pytest.raises(ConfigError, match=r"--concurrency is .* must be positive numbers"):
+        parse_loads("--concurrency", text)
+
+
+def test_what_does_not_go_together_is_refused(server):
+    result = invoke("--base-url", server.url, "--concurrency", "1", "--rates", "1")
+    assert result.exit_code == 2 and "exclude each other" in result.output
+    result = invoke("--base-url", server.url, "--port", 1)
+    assert result.exit_code == 2 and "drop --port" in result.output
+
+
+def test_a_plot_is_drawn(server, tmp_path):
+    pytest.importorskip("matplotlib")
+    small = ("--num-prompts", 2, "--input-len", 8, "--output-len", 3)
+    result = invoke("--base-url", server.url, "--concurrency", "1,2", *small, "--plot", tmp_path / "plot.png")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "plot.png").stat().st_size > 1000
