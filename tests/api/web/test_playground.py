@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from pypto_serving.api.text.tokenizer import Tokenizer
 from tests.api.running import RunningServer
+from tests.api.scripted_engine import Script
 from tests.api.web.browser import Page
 from tests.api.web.chatting import FIELD, LAST, answer, answered, ask, fill, setting, unfold
 from tests.api.web.conftest import OpenPage
@@ -165,6 +167,42 @@ def test_a_key_is_asked_for(start: Callable[..., RunningServer], open_page: Open
     refused = [each for each in page.complaints if "401" in each]
     assert len(refused) == 2
     page.complaints = [each for each in page.complaints if each not in refused]
+
+
+def test_reasoning_is_folded(
+    start: Callable[..., RunningServer],
+    open_page: OpenPage,
+    tokenizer: Tokenizer,
+    is_accessible: Callable[[Page], None],
+) -> None:
+    server = start(reasoning_parser="qwen3")
+    server.engine.script = lambda request: Script(tokenizer.encode("<think>so it **is**</think>It is."), "stop")
+    page = open_page(server.url + "/")
+    assert ask(page, "Is it?").strip() == "so it is"
+    assert page.run(f"{LAST}.querySelector('.body > .prose').textContent").strip() == "It is."
+    assert page.run(f"{LAST}.querySelector('details.reasoning').open") is False
+    is_accessible(page)
+    page.click(f"{LAST}.querySelector('.reasoning summary')")
+    page.wait(f"{LAST}.querySelector('.reasoning .prose').checkVisibility()")
+
+
+def test_a_browser_without_room_goes_on(bundled: Server, page: Page) -> None:
+    page.run("Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError'); }")
+    assert ask(page, "What is 4 + 5?") == "4 + 5 = 9"
+    assert ask(page, "What is 4 + 6?") == "4 + 6 = 10"
+
+
+def test_the_oldest_conversations_leave(page: Page) -> None:
+    kept = page.run(
+        """import('/web/store.js').then(({saveChat, listChats}) => {
+            const chat = (i, text) => ({id: `c${i}`, title: `${i}`, updated: i, nodes: {text, tokens: text}});
+            for (let i = 0; i < 105; i++) saveChat(chat(i, 'x'));
+            const many = listChats().map(chat => chat.title);
+            for (let i = 200; i < 205; i++) saveChat(chat(i, 'x'.repeat(1_000_000)));
+            return [many.length, many[0], many.at(-1), listChats().map(chat => chat.title)];
+        })"""
+    )
+    assert kept == [100, "104", "5", ["204", "203"]]
 
 
 def test_it_fits_a_phone(bundled: Server, open_page: OpenPage, is_accessible: Callable[[Page], None]) -> None:

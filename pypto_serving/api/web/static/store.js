@@ -1,5 +1,7 @@
 // Conversations in localStorage, within bounds: the oldest leave when there are too many, or too large ones.
 
+import { say } from "./dom.js";
+
 const PREFIX = "pypto.chat.";
 const SETTINGS = "pypto.settings";
 const MAX_CHATS = 100;
@@ -41,6 +43,7 @@ function read(key) {
   }
 }
 
+/** Write, and let the oldest conversations go for it. What the browser does not take is not kept; the page goes on. */
 function write(key, text) {
   const kept = chats().filter((chat) => PREFIX + chat.id !== key);
   let size = text.length + kept.reduce((sum, chat) => sum + localStorage.getItem(PREFIX + chat.id).length, 0);
@@ -53,8 +56,8 @@ function write(key, text) {
   for (;;) {
     try {
       return localStorage.setItem(key, text);
-    } catch (error) {
-      if (!kept.length) throw error;
+    } catch {
+      if (!kept.length) return say("The browser has no room to keep this conversation");
       drop();
     }
   }
