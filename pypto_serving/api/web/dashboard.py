@@ -79,6 +79,7 @@ class Dashboard(msgspec.Struct, frozen=True, kw_only=True):
     replicas: list[Replica]
     groups: list[Group]
     tiers: tuple[str, ...]
+    used_tiers: tuple[str, ...]
     step_parts: tuple[str, ...]
     num_drafts: int
     memory: list[Part]
@@ -122,6 +123,7 @@ def dashboard(service: Service, memory: MemoryPlan | None, samples: int, finishe
         replicas=[_replica(each) for each in engine.engines],
         groups=_groups(config),
         tiers=TIERS,
+        used_tiers=("device", *(tier.tier for tier in config.tiers)),
         step_parts=STEP_PARTS,
         num_drafts=config.num_drafts,
         memory=[] if memory is None else _parts(memory),

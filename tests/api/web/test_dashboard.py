@@ -64,6 +64,8 @@ def test_it_moves_under_load(working: Server, open_page: OpenPage, is_accessible
     assert len(drawn) >= 12
     shown = page.run("document.querySelector('.plot .line').getAttribute('d')")
     page.wait(f"document.querySelector('.plot .line').getAttribute('d') !== '{shown}'")
+    tiers = "[...document.querySelectorAll('figure')].find(f => f.textContent.includes('from the cache'))"
+    assert page.run(f"[...{tiers}.querySelectorAll('li')].map(li => li.childNodes[1].data)") == ["device", "host"]
     headings = page.run("[...document.querySelectorAll('#panels h2')].map(h => h.textContent)")
     assert headings == ["Recent requests", "Workers", "Memory plan", "Drafts", "Tiers"]
     assert page.run("[...document.querySelectorAll('#panels .piece.decode')].length") > 5
@@ -101,6 +103,15 @@ def test_nothing_is_asked_while_it_is_paused(working: Server, open_page: OpenPag
     assert len(page.requests) <= asked + 1
     page.click(page.button("Resume"))
     page.until(lambda: len(page.requests) > asked + 2)
+
+
+def test_a_new_worker_is_another_life(open_page: OpenPage) -> None:
+    with Server("--max-model-len", "256") as server:
+        page = open_page(server.url + "/dashboard")
+        lives = "document.querySelector('[aria-label=Workers] td:nth-child(4)')?.textContent"
+        page.wait(f"{lives} === '1'")
+        server.worker().kill()
+        page.wait(f"{lives} === '2' && document.querySelector('#state').textContent === 'ready'")
 
 
 def test_it_says_that_the_server_is_gone(open_page: OpenPage) -> None:

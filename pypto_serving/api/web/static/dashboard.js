@@ -21,7 +21,7 @@ let paused = false;
 let timer = 0;
 
 /** Charts by what they show; the names of groups and tiers come from the server. */
-function makeCharts({ groups, tiers, step_parts: parts }) {
+function makeCharts({ groups, used_tiers: tiers, step_parts: parts }) {
   const quantiles = ["p50", "p90", "p99"];
   const found = {
     tokens: new Chart("Tokens per second", ["output", "prompt"], { format: speed }),
@@ -50,7 +50,8 @@ function showCharts(stats) {
   show("next", ...quantiles("next_token", stats.next_token_bounds_s));
   show("steps", ...stats.step_parts.map((_, i) => quotients(history.growth("step_s", SMOOTH_S, i), steps)));
   show("kv", ...stats.groups.map((_, i) => history.values("kv_usage").map((usage) => usage[i] ?? null)));
-  show("hits", ...stats.tiers.map((_, i) => quotients(history.growth("hit_tokens", RECENT_S, i), queried)));
+  const hits = (tier) => history.growth("hit_tokens", RECENT_S, stats.tiers.indexOf(tier));
+  show("hits", ...stats.used_tiers.map((tier) => quotients(hits(tier), queried)));
   show("preemptions", history.rate("preemptions", SMOOTH_S));
 }
 

@@ -148,7 +148,7 @@ function statsOf({ usage, rate, ttft_s: ttft, finish }) {
   const found = [];
   if (usage) found.push([`${short(usage.completion_tokens)} tokens`, "Output tokens"]);
   if (rate) found.push([`${short(rate)} tok/s`, "Output tokens per second after the first"]);
-  if (ttft !== undefined) found.push([`first after ${time(ttft)}`, "Time to the first token"]);
+  if (ttft !== undefined) found.push([`TTFT ${time(ttft)}`, "Time to the first token"]);
   if (usage) found.push(cached(usage));
   const drafts = usage?.completion_tokens_details;
   const drafted = drafts ? drafts.accepted_prediction_tokens + drafts.rejected_prediction_tokens : 0;

@@ -122,6 +122,7 @@ function json(label, name, settings, set, example) {
     write(JSON.stringify(example, null, 2));
     input.focus();
     input.setSelectionRange(0, 0);
+    input.scrollTop = 0;
   });
   look();
   return h("div", { class: "field" }, h("label", { for: id }, label), input, wrong, insert);
