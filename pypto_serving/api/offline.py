@@ -174,14 +174,27 @@ class LLM:
         """
         conversation = read_conversation(messages)
         (params,) = self._params_of(sampling_params, 1, max_tokens=None)
-        if params.n != 1:
-            raise RequestError(f"n is {params.n}, but stream_chat makes one answer; set n to 1", param="n")
+        return (yield from self._iterate(params, lambda: self._encode_chat(conversation, params)))
 
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[TextPart, None, Usage]:
+        """Continue one prompt piece by piece; closing the generator ends the request. Its value is the usage.
+
+        Raises like `generate`, and RequestError unless n is 1.
+        """
+        (entry,) = read_prompts(prompt)
+        (params,) = self._params_of(sampling_params, 1)
+        return (yield from self._iterate(params, lambda: self._encode(entry, params)))
+
+    def _iterate(
+        self, params: SamplingParams, encode: Callable[[], Coroutine[Any, Any, _Job]]
+    ) -> Generator[TextPart, None, Usage]:
+        """Yield the pieces of the only choice, and return its usage."""
+        if params.n != 1:
+            raise RequestError(f"n is {params.n}, but a stream is one answer; set n to 1", param="n")
         usage: list[Usage] = []
 
         async def stream(put: Put[TextPart]) -> None:
-            job = await self._encode_chat(conversation, params)
-            usage.append(await self._stream(job, put))
+            usage.append(await self._stream(await encode(), put))
 
         yield from self._loop.iterate(stream)
         return usage[0]

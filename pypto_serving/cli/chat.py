@@ -22,6 +22,10 @@ from pypto_serving.types.server_url import KEY_VARIABLES, key_in, require_key
 
 app = typer.Typer(add_completion=False)
 
+ServerKey = Annotated[
+    str | None, typer.Option(help=f"API key of the server at --url. (default: {' or '.join(KEY_VARIABLES)})")
+]
+
 
 @app.command(cls=HelpCommand)
 @takes_options(*ENGINE_PANELS)
@@ -30,9 +34,7 @@ def chat(
     options: Options,
     sampling: dict[str, Any],
     url: Annotated[str | None, typer.Option(help="Chat with this running server; load no model here.")] = None,
-    api_key: Annotated[
-        str | None, typer.Option(help=f"API key of the server at --url. (default: {' or '.join(KEY_VARIABLES)})")
-    ] = None,
+    api_key: ServerKey = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
 ) -> None:
     """Chat with MODEL, by default the bundled one, or with a running server. Lines may come from a pipe."""
@@ -42,14 +44,11 @@ def chat(
         Conversation(answer, opening, LineReader(history_file()), sampling).run(name)
 
     if url is not None:
-        _refuse_engine_options(options)
-        key = key_in(os.environ) if api_key is None else require_key("--api-key", api_key)
-        client = ChatClient(url, key)
+        client = remote_model(options, url, api_key)
         model = options.model or client.models()[0]
         talk(lambda messages: client.stream(model, messages, sampling), model)
-    elif api_key is not None:
-        raise ConfigError("--api-key has no effect without --url; drop it")
     else:
+        refuse_key(api_key)
         with local_model(options) as llm:
 
             def answer(messages: Sequence[Message]) -> Answering:
@@ -58,7 +57,15 @@ def chat(
             talk(answer, options.model or "bundled")
 
 
-def _refuse_engine_options(options: Options) -> None:
+def remote_model(options: Options, url: str, api_key: str | None) -> ChatClient:
+    """Return the client of a running server; raise ConfigError for options of an engine."""
     for name in RULES:
         if name != "model" and getattr(options, name) is not None:
             raise ConfigError(f"{options.label(name)} has no effect with --url; drop one of them")
+    return ChatClient(url, key_in(os.environ) if api_key is None else require_key("--api-key", api_key))
+
+
+def refuse_key(api_key: str | None) -> None:
+    """Raise ConfigError for the key of a server where none is asked."""
+    if api_key is not None:
+        raise ConfigError("--api-key has no effect without --url; drop it")

@@ -55,17 +55,25 @@ class ChatClient:
 
         Its value is the usage, if the server tells.
         """
+        return self._stream("/v1/chat/completions", {"model": model, "messages": list(messages), **sampling})
+
+    def stream_text(
+        self, model: str, prompt: str, sampling: Mapping[str, Any]
+    ) -> Generator[TextPart, None, Usage | None]:
+        """Continue `prompt`; else as `stream`."""
+        return self._stream("/v1/completions", {"model": model, "prompt": prompt, **sampling})
+
+    def _stream(self, path: str, fields: Mapping[str, Any]) -> Generator[TextPart, None, Usage | None]:
         usage = None
-        body = {"model": model, "messages": list(messages), "stream": True, **sampling}
-        body["stream_options"] = {"include_usage": True}
-        connection, response = self._request("POST", "/v1/chat/completions", json.dumps(body))
+        body = {**fields, "stream": True, "stream_options": {"include_usage": True}}
+        connection, response = self._request("POST", path, json.dumps(body))
         try:
             for event in _events(response):
                 if "error" in event:
                     raise ServerError(_error_message(event, "the server gave up on the answer"))
                 usage = _usage(event.get("usage")) or usage
                 for choice in event["choices"]:
-                    yield from _parts(choice["delta"])
+                    yield from _parts(choice["delta"] if "delta" in choice else {"content": choice["text"]})
         except _MALFORMED:
             raise ServerError("the server streams something other than OpenAI's events") from None
         except (http.client.HTTPException, OSError) as error:

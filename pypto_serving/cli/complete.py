@@ -1,0 +1,49 @@
+"""Run the command `complete`: continue texts as they are typed, on a running server or in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from pypto_serving.cli.chat import ServerKey, refuse_key, remote_model
+from pypto_serving.cli.conversation import Answer, Answering, Conversation, Message
+from pypto_serving.cli.generate import DEFAULT_MAX_TOKENS
+from pypto_serving.cli.help import HelpCommand
+from pypto_serving.cli.lines import LineReader
+from pypto_serving.cli.local import local_model
+from pypto_serving.cli.options import ENGINE_PANELS, takes_options
+from pypto_serving.cli.sampling import sampling_params, takes_sampling
+from pypto_serving.setup.options import Options
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(cls=HelpCommand)
+@takes_options(*ENGINE_PANELS)
+@takes_sampling
+def complete(
+    options: Options,
+    sampling: dict[str, Any],
+    url: Annotated[str | None, typer.Option(help="Ask this running server; load no model here.")] = None,
+    api_key: ServerKey = None,
+) -> None:
+    """Continue each line with MODEL, by default the bundled one, or with a running server, as it comes."""
+    sampling.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
+
+    def talk(answer: Answer, name: str) -> None:
+        Conversation(answer, [], LineReader(), sampling).run(name)
+
+    if url is not None:
+        client = remote_model(options, url, api_key)
+        model = options.model or client.models()[0]
+        talk(lambda messages: client.stream_text(model, messages[-1]["content"], sampling), model)
+    else:
+        refuse_key(api_key)
+        with local_model(options) as llm:
+
+            def answer(messages: Sequence[Message]) -> Answering:
+                return llm.stream(messages[-1]["content"], sampling_params(llm, sampling))
+
+            talk(answer, options.model or "bundled")
