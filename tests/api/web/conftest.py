@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tarfile
 from collections.abc import Callable, Iterator
@@ -48,20 +49,27 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
 
 
 @pytest.fixture(scope="session")
-def axe(pytestconfig: pytest.Config) -> str:
-    """The source of axe-core, fetched once with npm."""
+def axe(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The source of axe-core, fetched once with npm and kept in pytest's cache."""
     assert pytestconfig.cache is not None
     file = Path(pytestconfig.cache.mkdir(AXE.replace("@", "-"))) / "axe.min.js"
     if not file.exists():
-        try:
-            subprocess.run(["npm", "pack", "--silent", AXE], cwd=file.parent, check=True, timeout=FETCH_S)
-        except (OSError, subprocess.SubprocessError):
-            pytest.skip(f"npm cannot fetch {AXE}")
-        with tarfile.open(next(file.parent.glob("*.tgz"))) as archive:
-            source = archive.extractfile(AXE_FILE)
-            assert source is not None
-            file.write_bytes(source.read())
+        fetched = _fetch(tmp_path_factory.mktemp("axe"))
+        fresh = file.with_suffix(f".{os.getpid()}")
+        fresh.write_bytes(fetched)
+        fresh.replace(file)
     return file.read_text(encoding="utf-8")
+
+
+def _fetch(folder: Path) -> bytes:
+    try:
+        subprocess.run(["npm", "pack", "--silent", AXE], cwd=folder, check=True, timeout=FETCH_S, capture_output=True)
+    except (OSError, subprocess.SubprocessError):
+        pytest.skip(f"npm cannot fetch {AXE}")
+    with tarfile.open(next(folder.glob("*.tgz"))) as archive:
+        source = archive.extractfile(AXE_FILE)
+        assert source is not None
+        return source.read()
 
 
 @pytest.fixture

@@ -55,8 +55,8 @@ export function memory(parts, groups) {
     const legend = own.map(({ name, num_bytes: size }, i) => h("li", {}, h("span", { class: `key ${name === "free" ? "free" : `series-${(i % 6) + 1}`}` }), name, h("output", { class: "figures" }, bytes(size))));
     return h("div", { class: "plan" }, h("h3", {}, `${tier}, ${bytes(all)}`), h("div", { class: "track" }, pieces), h("ul", { class: "legend" }, legend));
   });
-  const rows = groups.map((group) => [group.name, group.kind, short(group.blocks), `${group.block_tokens} tokens`, bytes(group.block_bytes), bytes(group.blocks * group.block_bytes)]);
-  return card("Memory plan", "of each replica", bars, table("KV groups", ["KV group", "Kind", "Blocks", "Block", "", "All"], rows));
+  const rows = groups.map((group) => [group.name, group.kind, short(group.blocks), `${group.block_tokens}`, bytes(group.block_bytes), bytes(group.blocks * group.block_bytes)]);
+  return card("Memory plan", "of each replica", bars, table("KV groups", ["KV group", "Kind", "Blocks", "Tokens each", "Bytes each", "All"], rows));
 }
 
 /** The replicas: what they do, and how often their processes were started. */
@@ -72,7 +72,7 @@ export function workers(replicas, ranks) {
     short(replica.steps),
     time(replica.last_step_age_s),
   ]);
-  return card("Workers", "", table("Workers", ["Replica", "State", "Ranks", "Worker lives", "Core lives", "Running + waiting", "Last batch", "Steps", "Last step"], rows));
+  return card("Workers", "", table("Workers", ["Replica", "State", "Ranks", "Worker life", "Core life", "Requests", "Last batch", "Steps", "Last step"], rows));
 }
 
 /** The tiers below the device, of all replicas; null if there are none. */
