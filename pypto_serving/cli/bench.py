@@ -21,6 +21,7 @@ from pypto_serving.cli.bench_local import add_to
 from pypto_serving.cli.bench_startup import startup
 from pypto_serving.cli.bench_sweep import sweep
 from pypto_serving.cli.bench_trace import trace
+from pypto_serving.cli.help import in_panels
 from pypto_serving.errors import ConfigError
 from pypto_serving.types.config import ServerConfig, default_of
 
@@ -44,10 +45,30 @@ _DATASET_OPTIONS = {
     "prefix_repetition": ("prefix_repetition_",),
     "custom": ("dataset_path", "custom_"),
 }
-_PREFIX_REPETITION: dict[str, Any] = {"metavar": "N", "rich_help_panel": "Prefix repetition"}
+_LENGTH: dict[str, Any] = {"metavar": "N"}
+_PANELS = {
+    "Server": ("backend", "base_url", "host", "port", "endpoint", "model", "extra_body", "timeout", "disable_stream"),
+    "Prompts": (
+        *("dataset_name", "dataset_path", "custom_output_len", "tokenizer", "vocab_size", "seed"),
+        *("random_input_len", "random_output_len", "random_range_ratio", "random_prefix_len"),
+    ),
+    "Prefix repetition": (
+        *("prefix_repetition_prefix_len", "prefix_repetition_suffix_len"),
+        *("prefix_repetition_num_prefixes", "prefix_repetition_output_len"),
+    ),
+    "Traffic": (
+        *("num_prompts", "num_warmups", "request_rate", "burstiness", "max_concurrency"),
+        *("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps"),
+    ),
+    "Sampling": ("ignore_eos", "temperature"),
+    "Result": (
+        *("goodput", "percentile_metrics", "metric_percentiles", "save_result", "save_detailed"),
+        *("result_dir", "result_filename", "metadata"),
+    ),
+}
 
 
-@bench_app.command(rich_help_panel=RUNNING)
+@bench_app.command(cls=in_panels(_PANELS), rich_help_panel=RUNNING)
 def serve(
     context: typer.Context,
     backend: Annotated[Literal["openai", "openai-chat"], typer.Option(help="API to speak.")] = "openai",
@@ -96,12 +117,12 @@ def serve(
     random_output_len: Annotated[int, typer.Option(help="Mean output tokens.")] = 128,
     random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by up to this fraction, in [0, 1).")] = 0.0,
     random_prefix_len: Annotated[int, typer.Option(help="Tokens that all prompts share.")] = 0,
-    prefix_repetition_prefix_len: Annotated[int, typer.Option(**_PREFIX_REPETITION, help="Tokens per prefix.")] = 256,
+    prefix_repetition_prefix_len: Annotated[int, typer.Option(**_LENGTH, help="Tokens per prefix.")] = 256,
     prefix_repetition_suffix_len: Annotated[
-        int, typer.Option(**_PREFIX_REPETITION, help="Tokens per prompt after its prefix.")
+        int, typer.Option(**_LENGTH, help="Tokens per prompt after its prefix.")
     ] = 256,
-    prefix_repetition_num_prefixes: Annotated[int, typer.Option(**_PREFIX_REPETITION, help="Number of prefixes.")] = 10,
-    prefix_repetition_output_len: Annotated[int, typer.Option(**_PREFIX_REPETITION, help="Output tokens.")] = 128,
+    prefix_repetition_num_prefixes: Annotated[int, typer.Option(**_LENGTH, help="Number of prefixes.")] = 10,
+    prefix_repetition_output_len: Annotated[int, typer.Option(**_LENGTH, help="Output tokens.")] = 128,
     custom_output_len: Annotated[int, typer.Option(help="Output tokens of rows that set none.")] = 256,
 ) -> None:
     """Load a server with requests and report latencies and throughput, as `vllm bench serve` does.

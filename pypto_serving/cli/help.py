@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from typer.core import TyperCommand
@@ -16,6 +17,19 @@ class HelpCommand(TyperCommand):
         shown = copy.copy(self)
         shown.params = [_in_one_column(parameter) for parameter in self.params]
         TyperCommand.format_help(shown, ctx, formatter)
+
+
+def in_panels(panels: Mapping[str, Sequence[str]]) -> type[HelpCommand]:
+    """Return a kind of command whose help lists parameters under headings; `panels` has their names."""
+
+    class PaneledCommand(HelpCommand):
+        def __init__(self, *arguments: Any, **attributes: Any) -> None:
+            super().__init__(*arguments, **attributes)
+            of = {name: panel for panel, names in panels.items() for name in names}
+            for parameter in self.params:
+                parameter.rich_help_panel = of.get(parameter.name)  # type: ignore[attr-defined]
+
+    return PaneledCommand
 
 
 def _in_one_column(parameter: Any) -> Any:

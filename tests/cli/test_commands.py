@@ -88,6 +88,13 @@ def test_help_is_grouped(capsys: pytest.CaptureFixture[str], command: str) -> No
         assert f"─ {panel} ─" in out
 
 
+def test_help_of_the_load_generator_is_grouped(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "bench", "serve", "--help")
+    headings = re.findall(r"─ ([A-Z][\w ]+) ─", out)
+    assert (code, headings[1:]) == (0, ["Server", "Prompts", "Traffic", "Sampling", "Result", "Prefix repetition"])
+    assert "--help" in out.split("─ Server ─")[0] and out.split("─ Server ─")[0].count("--") == 1
+
+
 def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Every command with its path, groups included."""
     group = group or typer.main.get_command(app)
