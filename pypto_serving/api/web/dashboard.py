@@ -69,7 +69,6 @@ class Dashboard(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     version: str
     backend: str
-    now_s: float
     interval_s: float
     max_samples: int
     max_finished: int
@@ -113,7 +112,6 @@ def dashboard(service: Service, memory: MemoryPlan | None, samples: int, finishe
         model=service.model_name,
         version=__version__,
         backend=config.backend,
-        now_s=now_s,
         interval_s=INTERVAL_S,
         max_samples=MAX_SAMPLES,
         max_finished=MAX_FINISHED,

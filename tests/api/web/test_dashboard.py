@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.api.running import RunningServer
 from tests.api.web.browser import Page
 from tests.api.web.conftest import OpenPage
 from tests.e2e.server import Server
@@ -103,6 +104,22 @@ def test_nothing_is_asked_while_it_is_paused(working: Server, open_page: OpenPag
     assert len(page.requests) <= asked + 1
     page.click(page.button("Resume"))
     page.until(lambda: len(page.requests) > asked + 2)
+
+
+def test_a_key_is_asked_for_once(start: Callable[..., RunningServer], open_page: OpenPage) -> None:
+    page = open_page(start(api_key="sesame").url + "/dashboard")
+    page.wait("document.querySelector('dialog[open]')")
+    page.press("Escape", 27)
+    page.wait("document.querySelector('#state').textContent.startsWith('No answer: the API key')")
+    asked = len(page.requests)
+    page.until(lambda: len(page.requests) > asked + 1)
+    assert page.run("document.querySelector('dialog')") is None
+    page.click(page.button("API key"))
+    page.wait("document.querySelector('#key-field')")
+    page.type("sesame")
+    page.press("Enter", 13, "\r")
+    page.wait("document.querySelector('#state').textContent === 'ready'")
+    page.complaints = [each for each in page.complaints if "401" not in each]
 
 
 def test_a_new_worker_is_another_life(open_page: OpenPage) -> None:

@@ -5,6 +5,7 @@ import { h, openDialog } from "./dom.js";
 const KEY = "pypto.key";
 const wanted = [];
 let asking = null;
+let declined = false;
 
 /** Whether this tab has a key, which it keeps until it closes. */
 export const needsKey = () => sessionStorage.getItem(KEY) !== null;
@@ -23,7 +24,7 @@ export class ServerError extends Error {
 /** Ask for the API key; resolve to whether one was given. At most one dialog is open. */
 export function askForKey() {
   asking ??= new Promise((resolve) => {
-    const field = h("input", { type: "password", autocomplete: "off", spellcheck: "false", id: "key-field", required: true });
+    const field = h("input", { type: "password", autocomplete: "off", spellcheck: "false", id: "key-field", required: true, autofocus: true });
     field.value = sessionStorage.getItem(KEY) ?? "";
     const form = h(
       "form",
@@ -39,14 +40,18 @@ export function askForKey() {
     });
     openDialog("API key", form).addEventListener("close", () => {
       asking = null;
+      declined = !given;
       resolve(given);
     });
   });
   return asking;
 }
 
-/** Fetch from this server. Ask for the key where it is missing or wrong. Throw ServerError for any other refusal. */
-export async function ask(path, init = {}) {
+/** Fetch from this server. Ask for the key where it is missing or wrong. Throw ServerError for any other refusal.
+ *
+ * What the page fetches of its own accord is `quiet`: it does not ask again once the user has declined.
+ */
+export async function ask(path, init = {}, { quiet = false } = {}) {
   for (;;) {
     const key = sessionStorage.getItem(KEY);
     const headers = { ...init.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };
@@ -54,7 +59,7 @@ export async function ask(path, init = {}) {
     if (response.ok) return response;
     if (response.status === 401) {
       for (const listener of wanted) listener();
-      if (await askForKey()) continue;
+      if (!(quiet && declined) && (await askForKey())) continue;
     }
     throw new ServerError(response.status, await reason(response));
   }

@@ -99,9 +99,10 @@ function showState(status, text) {
 
 async function look() {
   const { samples, finished } = history.seen;
-  const stats = await (await ask(`dashboard/stats?samples=${samples}&finished=${finished}`)).json();
+  const stats = await (await ask(`dashboard/stats?samples=${samples}&finished=${finished}`, {}, { quiet: true })).json();
   history.take(stats);
   at("model").textContent = stats.model;
+  at("server").textContent = `pypto-serving ${stats.version}, ${stats.backend}`;
   showState(stats.status, stats.detail ? `${stats.status}: ${stats.detail}` : stats.status);
   charts ??= makeCharts(stats);
   showCharts(stats);
