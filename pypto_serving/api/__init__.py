@@ -5,6 +5,7 @@ Listed from the top down: modules import only their own line and those below. On
 
 - `run`: run the HTTP server in this process
 - `server`: route HTTP requests to handlers
+- `status`: answer probes and operators
 - `openapi`: describe the endpoints for /openapi.json
 - `web`: pages for browsers, and what the dashboard shows
 - `reading`: where bodies are read
@@ -16,5 +17,5 @@ Listed from the top down: modules import only their own line and those below. On
 - `chat`: turn chat messages into prompts and outputs into messages, by model family
 - `settings`: hold the options of the server and the sampling defaults of the checkpoint
 - `text`: encode and decode text
-- `connection`, `gate`, `disconnect`, `drain`, `errors`, `middleware`: the parts of HTTP that know no endpoint
+- `connection`, `gate`, `disconnect`, `drain`, `errors`, `middleware`, `paths`: the parts of HTTP that know no endpoint
 """

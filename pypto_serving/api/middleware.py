@@ -15,12 +15,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pypto_serving.api.drain import SHUTTING_DOWN
 from pypto_serving.api.errors import AuthenticationError, OriginError, describe, internal_error
+from pypto_serving.api.paths import Paths
 from pypto_serving.errors import UnavailableError
 from pypto_serving.util import brief
 
 logger = logging.getLogger("pypto_serving.api")
 
-_SLASHES = re.compile(r"/{2,}")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 SERVER_SEND = "pypto.server_send"
@@ -32,10 +32,11 @@ ANSWERED = "pypto.answered"
 
 
 class RequestScope:
-    """Normalize paths, give every response an x-request-id, count responses and log them if asked. The outermost."""
+    """Find the path that is meant, give every response an x-request-id, count and maybe log it. The outermost."""
 
-    def __init__(self, app: ASGIApp, count: Callable[[int], None], log_requests: bool) -> None:
+    def __init__(self, app: ASGIApp, count: Callable[[int], None], log_requests: bool, paths: Paths) -> None:
         self.app = app
+        self._paths = paths
         self._count = count
         self._log = log_requests
 
@@ -43,8 +44,7 @@ class RequestScope:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        path = _SLASHES.sub("/", scope["path"])
-        scope["path"] = path.rstrip("/") or "/"
+        path = scope["path"] = self._paths.find(scope["path"])
         request_id = _request_id(scope)
         scope["state"] = dict(scope.get("state") or {}, request_id=request_id.decode())
         started_s = time.monotonic()
@@ -163,7 +163,7 @@ def _is_loopback(server: tuple[str, int] | None) -> bool:
 
 
 class ApiKeyGuard:
-    """Refuse requests without the API key, except for /health and paths that `is_public`."""
+    """Refuse requests without the API key, except for paths that `is_public`."""
 
     def __init__(self, app: ASGIApp, api_key: str, is_public: Callable[[str], bool]) -> None:
         self.app = app
@@ -171,14 +171,11 @@ class ApiKeyGuard:
         self._expected = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._is_open(scope["path"]) or self._allows(scope):
+        if scope["type"] != "http" or self._is_public(scope["path"]) or self._allows(scope):
             await self.app(scope, receive, send)
             return
         message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
         await describe(AuthenticationError(message)).response()(scope, receive, send)
-
-    def _is_open(self, path: str) -> bool:
-        return path == "/health" or self._is_public(path)
 
     def _allows(self, scope: Scope) -> bool:
         for name, value in scope["headers"]:

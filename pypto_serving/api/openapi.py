@@ -14,6 +14,7 @@ from pypto_serving.api.openai import answers as openai
 from pypto_serving.api.openai.answers import Answer, Error
 from pypto_serving.api.openai.fields import CHAT_RULES, COMPLETION_RULES, FieldRules
 from pypto_serving.api.openai.schemas import ChatBody, CompletionBody
+from pypto_serving.api.status import PROBES
 from pypto_serving.types.tier import TIERS
 
 REFERENCE = "#/components/schemas/{name}"
@@ -102,11 +103,13 @@ def complete(document: dict[str, Any], needs_key: bool) -> dict[str, Any]:
             if field.get("default", ...) is None:
                 del field["default"]  # a field that is not given; where it is required, null is no value of it
     paths = document["paths"]
+    open_paths = PROBES & paths.keys()
     if needs_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]
-        paths["/health"]["get"]["security"] = []
-    for operations in [paths["/health"]] if needs_key else paths.values():
+        for path in open_paths:
+            paths[path]["get"]["security"] = []
+    for operations in [paths[path] for path in open_paths] if needs_key else paths.values():
         for operation in operations.values():
             del operation["responses"]["401"]
     return document

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -27,8 +26,10 @@ from pypto_serving.api.openai.answers import (
     ChatCompletionChunk,
     Completion,
     HealthState,
+    Load,
     Model,
     ModelList,
+    ServerInfo,
     Version,
 )
 from pypto_serving.api.openai.body import TRUNCATED_HEADER
@@ -38,14 +39,15 @@ from pypto_serving.api.openai.fields import IGNORED_HEADER
 from pypto_serving.api.openai.models import list_models, retrieve_model
 from pypto_serving.api.openai.schemas import ChatBody, CompletionBody
 from pypto_serving.api.openapi import MODEL_PARAMETER, TIER_PARAMETER
+from pypto_serving.api.paths import Paths
 from pypto_serving.api.reading.reader import BodyReader
 from pypto_serving.api.reading.reading import Reading
 from pypto_serving.api.service import Service
 from pypto_serving.api.settings import ServingConfig
+from pypto_serving.api.status import PROBES, health, load, metrics, ready, server_info, show_version
 from pypto_serving.api.web.dashboard import show_stats
 from pypto_serving.api.web.pages import ASSETS, PAGES, is_page, show_page
 from pypto_serving.engine.client import EngineClient
-from pypto_serving.engine.metrics import CONTENT_TYPE
 from pypto_serving.errors import PyptoError, RequestError
 from pypto_serving.setup.kv_shares import MemoryPlan
 from pypto_serving.types.tier import TIERS
@@ -85,7 +87,7 @@ def create_app(engine: EngineClient, serving: ServingConfig, memory: MemoryPlan 
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
     app.add_middleware(Faults)
     if serving.api_key is not None:
-        app.add_middleware(ApiKeyGuard, api_key=serving.api_key.strip(), is_public=is_page)
+        app.add_middleware(ApiKeyGuard, api_key=serving.api_key.strip(), is_public=_is_public)
     else:
         app.add_middleware(OriginGuard, allowed=serving.allowed_origins)
     if serving.allowed_origins:
@@ -96,7 +98,10 @@ def create_app(engine: EngineClient, serving: ServingConfig, memory: MemoryPlan 
             allow_headers=("*",),
             expose_headers=("x-request-id", IGNORED_HEADER, TRUNCATED_HEADER),
         )
-    app.add_middleware(RequestScope, count=service.metrics.count_response, log_requests=serving.log_requests)
+    paths = Paths(route.path_format for route in app.routes)  # type: ignore[attr-defined]
+    app.add_middleware(
+        RequestScope, count=service.metrics.count_response, log_requests=serving.log_requests, paths=paths
+    )
     return app
 
 
@@ -119,22 +124,24 @@ def _add_routes(app: FastAPI) -> None:
     add("/v1/models", list_models, openapi.responses(ModelList))
     add("/v1/models/{model_id:path}", retrieve_model, openapi.responses(Model, 404), parameters=[MODEL_PARAMETER])
     add("/health", health, openapi.responses(HealthState, busy=HealthState))
+    add("/ready", ready, openapi.responses(HealthState, 429, busy=HealthState))
+    add("/load", load, openapi.responses(Load))
+    add("/server_info", server_info, openapi.responses(ServerInfo))
     add("/version", show_version, openapi.responses(Version))
     add("/metrics", metrics, openapi.responses("text/plain"))
     answers = openapi.responses("text/plain", 400)
     add("/reset_prefix_cache", reset_prefix_cache, answers, "POST", parameters=[TIER_PARAMETER])
     app.add_api_route("/health", health, methods=["HEAD"], include_in_schema=False)
+    app.add_api_route("/ready", ready, methods=["HEAD"], include_in_schema=False)
+    app.add_api_route("/ping", health, methods=["GET", "HEAD", "POST"], include_in_schema=False)
     app.add_api_route("/dashboard/stats", show_stats, methods=["GET"], include_in_schema=False)
     for path in (*PAGES, ASSETS + "{name}"):
         app.add_api_route(path, show_page, methods=["GET", "HEAD"], include_in_schema=False)
 
 
-async def health(request: Request) -> Response:
-    """Answer 200 while the engine makes progress and admits requests, else 503; the body gives the reason."""
-    service: Service = request.app.state.service
-    state = service.health()
-    body = {"status": state.status, "detail": state.detail, "last_step_age_s": round(state.age_s, 3)}
-    return Response(msgspec.json.encode(body), 200 if state.ok else 503, media_type="application/json")
+def _is_public(path: str) -> bool:
+    """Return whether a request needs no API key."""
+    return path in PROBES or is_page(path)
 
 
 async def reset_prefix_cache(request: Request) -> Response:
@@ -146,17 +153,6 @@ async def reset_prefix_cache(request: Request) -> Response:
             raise RequestError(f"the tier is {name[:200]!r}, but must be one of {', '.join(TIERS)}", param="tier")
     service.engine.clear_cache([tier for tier in TIERS if not names or tier in names])
     return Response(media_type="text/plain")
-
-
-async def show_version(request: Request) -> Response:
-    """Answer with the version of this server."""
-    return Response(msgspec.json.encode({"version": __version__}), media_type="application/json")
-
-
-async def metrics(request: Request) -> Response:
-    """Answer with the metrics in Prometheus' text format."""
-    service: Service = request.app.state.service
-    return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
 
 async def _answer_lost(request: Request, error: HTTPException) -> Response:

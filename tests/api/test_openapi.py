@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from jsonschema import Draft202012Validator
 
-from pypto_serving.api.openai.answers import Error, HealthState, Model, ModelList, Version
+from pypto_serving.api.openai.answers import Error, HealthState, Load, Model, ModelList, ServerInfo, Version
 from tests.api.bad_bodies import BAD_CHATS, BAD_COMPLETIONS, HELLO
 from tests.api.running import RunningServer
 
@@ -57,7 +57,7 @@ def test_schemas_are_those_of_json_schema(document: dict[str, Any]) -> None:
 
 def test_operations_are_described(document: dict[str, Any]) -> None:
     names = [operation["operationId"] for _, operation in operations(document)]
-    assert len(set(names)) == len(names) == 10
+    assert len(set(names)) == len(names) == 13
     for path, operation in operations(document):
         in_path = [p["name"] for p in operation.get("parameters", ()) if p["in"] == "path" and p["required"]]
         assert in_path == [part[1:-1] for part in path.split("/") if part.startswith("{")]
@@ -156,7 +156,15 @@ def test_events_are_described_with_their_end(document: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("path", "kind"),
-    [("/v1/models", ModelList), ("/v1/models/tiny", Model), ("/health", HealthState), ("/version", Version)],
+    [
+        ("/v1/models", ModelList),
+        ("/v1/models/tiny", Model),
+        ("/health", HealthState),
+        ("/version", Version),
+        ("/ready", HealthState),
+        ("/load", Load),
+        ("/server_info", ServerInfo),
+    ],
 )
 def test_small_answers_are_as_described(server: RunningServer, path: str, kind: type[msgspec.Struct]) -> None:
     msgspec.json.decode(server.http.get(path).content, type=kind)
@@ -167,6 +175,7 @@ def test_a_key_is_described_where_it_is_needed(start: Callable[..., RunningServe
     server = start(api_key="secret")
     document = server.http.get("/openapi.json", headers={"Authorization": "Bearer secret"}).json()
     assert document["security"] == [{"key": []}] and "key" in document["components"]["securitySchemes"]
-    assert document["paths"]["/health"]["get"]["security"] == []
+    free = {"/health", "/ready"}
+    assert all(document["paths"][path]["get"]["security"] == [] for path in free)
     refusing = {path for path, operation in operations(document) if "401" in operation["responses"]}
-    assert refusing == set(document["paths"]) - {"/health"}
+    assert refusing == set(document["paths"]) - free

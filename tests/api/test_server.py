@@ -47,8 +47,14 @@ def test_model_names_with_a_slash(start: Callable[..., RunningServer]) -> None:
     assert server.openai().models.retrieve("org/model").id == "org/model"
 
 
-@pytest.mark.parametrize("path", ["//v1//models", "/v1/models/", "///v1/models//"])
-def test_superfluous_slashes_are_tolerated(server: RunningServer, path: str) -> None:
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("//v1//models", "/v1/models/", "///v1/models//", "/models", "/v1/v1/models", "//models/tiny"),
+        *("/v1/health", "/v1/version", "/v1/v1//metrics", "/v1/openapi.json", "/v1/ping", "/v1//ready/", "/"),
+    ],
+)
+def test_superfluous_slashes_and_versions_are_tolerated(server: RunningServer, path: str) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S) as connection:
         connection.sendall(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
@@ -69,6 +75,42 @@ def test_health_follows_the_engine(server: RunningServer) -> None:
     response = server.http.get("/health")
     assert response.status_code == 503
     assert response.json() == {"status": "stalled", "detail": "work waits", "last_step_age_s": 200.0}
+
+
+def test_readiness_follows_the_queue_too(server: RunningServer) -> None:
+    get = server.http.get
+    assert [get(path).status_code for path in ("/ready", "/ping", "/health")] == [200, 200, 200]
+    assert server.http.post("/ping").json() == get("/health").json()
+    server.engine.refusal = QueueFullError("full", 3)
+    full = get("/ready")
+    assert (full.status_code, full.headers["retry-after"], get("/health").status_code) == (429, "3", 200)
+    server.engine.refusal = None
+    server.engine.state = Health(ok=False, status="loading", age_s=0.0)
+    assert [get(path).status_code for path in ("/ready", "/ping", "/health")] == [503, 503, 503]
+    assert server.http.head("/ready").status_code == 503
+
+
+def test_probes_need_no_key(start: Callable[..., RunningServer]) -> None:
+    server = start(api_key="secret")
+    paths = ("/health", "/ready", "/ping", "/v1/health", "/load", "/server_info", "/models")
+    assert [server.http.get(path).status_code for path in paths] == [200, 200, 200, 200, 401, 401, 401]
+
+
+def test_load_counts_requests(server: RunningServer) -> None:
+    assert server.http.get("/load").json()["server_load"] == 0
+    server.engine.script = lambda request: Script([], hang=True)
+    connection = server.raw_post(PATH, {"prompt": "hello"})
+    server.engine.wait_for(lambda: len(server.engine.requests) == 1)
+    assert server.http.get("/load").json()["server_load"] == 1
+    connection.close()
+    server.wait_idle()
+    assert server.http.get("/load").json()["server_load"] == 0
+
+
+def test_what_the_server_is(server: RunningServer) -> None:
+    info = server.http.get("/server_info").json()
+    assert (info["served_model_names"], info["max_model_len"], info["backend"]) == (["tiny", "tiny-alias"], 512, "null")
+    assert info["kv_groups"] == [{"name": "full", "block_size": 16, "num_blocks": 100}]
 
 
 def test_metrics(start: Callable[..., RunningServer]) -> None:

@@ -206,6 +206,37 @@ class HealthState(Answer):
     last_step_age_s: float
 
 
+class Load(Answer):
+    """`server_load`: requests in the server. `kv_usage`: share of the blocks in use, of the fullest KV group."""
+
+    server_load: int
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+
+
+class KVGroup(Answer):
+    name: str
+    block_size: int
+    num_blocks: int
+
+
+class ServerInfo(Answer):
+    version: str
+    served_model_names: list[str]
+    architecture: str
+    replicas: int
+    max_body_bytes: int
+    default_sampling: dict[str, float]
+    backend: str
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+    max_num_seqs: int
+    max_queued_requests: int
+    kv_groups: list[KVGroup]
+
+
 class Version(Answer):
     version: str
 
@@ -230,6 +261,8 @@ ANSWERS: tuple[type[Answer], ...] = (
     Model,
     ModelList,
     HealthState,
+    Load,
+    ServerInfo,
     Version,
     Error,
 )

@@ -1,0 +1,86 @@
+"""Serve what operators, probes and load balancers ask: health, readiness, load, and what this server is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pypto_serving import __version__
+from pypto_serving.api.service import Service
+from pypto_serving.engine.metrics import CONTENT_TYPE
+from pypto_serving.types.config import EngineConfig
+
+PROBES = frozenset({"/health", "/ready", "/ping"})
+"""Paths that need no API key."""
+
+
+async def health(request: Request) -> Response:
+    """Answer 200 while the engine makes progress and admits requests, else 503; the body gives the reason."""
+    service: Service = request.app.state.service
+    state = service.health()
+    body = {"status": state.status, "detail": state.detail, "last_step_age_s": round(state.age_s, 3)}
+    return _json(body, 200 if state.ok else 503)
+
+
+async def ready(request: Request) -> Response:
+    """Answer like /health, and with a 429 while the queue is full: whether to send a request here now."""
+    service: Service = request.app.state.service
+    if service.health().ok:
+        service.require_admission(1)
+    return await health(request)
+
+
+async def load(request: Request) -> Response:
+    """Answer with the number of requests in the server, and what its replicas do with them."""
+    service: Service = request.app.state.service
+    stats = [engine.stats for engine in service.engine.engines]
+    body = {
+        "server_load": service.admission.in_flight,
+        "num_running": sum(one.num_running for one in stats),
+        "num_waiting": sum(one.num_waiting for one in stats),
+        "kv_usage": max((usage for one in stats for usage in one.kv_usage), default=0.0),
+    }
+    return _json(body)
+
+
+async def server_info(request: Request) -> Response:
+    """Answer with what this server serves, and its limits."""
+    service: Service = request.app.state.service
+    serving = service.serving
+    body = {
+        "version": __version__,
+        "served_model_names": serving.served_model_names,
+        "architecture": serving.architecture,
+        "replicas": len(service.engine.engines),
+        "max_body_bytes": serving.max_body_bytes,
+        "default_sampling": serving.default_sampling.effective(),
+        **_engine_info(service.engine.config),
+    }
+    return _json(body)
+
+
+def _engine_info(config: EngineConfig) -> dict[str, Any]:
+    names = ("backend", "dtype", "max_model_len", "vocab_size", "max_num_seqs", "max_queued_requests")
+    groups = [
+        {"name": group.name, "block_size": group.block_size, "num_blocks": count}
+        for group, count in zip(config.groups, config.num_blocks, strict=True)
+    ]
+    return {**{name: getattr(config, name) for name in names}, "kv_groups": groups}
+
+
+async def show_version(request: Request) -> Response:
+    """Answer with the version of this server."""
+    return _json({"version": __version__})
+
+
+async def metrics(request: Request) -> Response:
+    """Answer with the metrics in Prometheus' text format."""
+    service: Service = request.app.state.service
+    return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
