@@ -5,9 +5,10 @@ Listed from the top down: modules import only their own line and those below. On
 
 - `run`: run the HTTP server in this process
 - `server`: route HTTP requests to handlers
-- `status`: answer probes and operators
 - `openapi`: describe the endpoints for /openapi.json
+- `status`: answer probes and operators
 - `web`: pages for browsers, and what the dashboard shows
+- `batch`: the requests of files
 - `reading`: where bodies are read
 - `openai`, `anthropic`: the endpoints of the OpenAI API and of Anthropic's Messages API
 - `respond`: answer with a generation, in any endpoint's form

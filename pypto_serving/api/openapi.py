@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, get_args
 
 import msgspec
@@ -10,6 +11,9 @@ from pydantic import BaseModel
 from pypto_serving.api.anthropic import answers as anthropic
 from pypto_serving.api.anthropic.schemas import RULES as MESSAGES_RULES
 from pypto_serving.api.anthropic.schemas import CountTokensBody, MessagesBody
+from pypto_serving.api.batch import answers as batch
+from pypto_serving.api.batch.schemas import RULES as BATCH_RULES
+from pypto_serving.api.batch.schemas import BatchBody
 from pypto_serving.api.openai import answers as openai
 from pypto_serving.api.openai.answers import Answer, Error
 from pypto_serving.api.openai.fields import CHAT_RULES, COMPLETION_RULES, FieldRules
@@ -23,8 +27,9 @@ BODIES: dict[type[BaseModel], FieldRules] = {
     ChatBody: CHAT_RULES,
     MessagesBody: MESSAGES_RULES,
     CountTokensBody: MESSAGES_RULES,
+    BatchBody: BATCH_RULES,
 }
-ANSWERS = (*openai.ANSWERS, *anthropic.ANSWERS)
+ANSWERS = (*openai.ANSWERS, *anthropic.ANSWERS, *batch.ANSWERS)
 _ERRORS = {
     400: "The request cannot be served as sent; the message says why.",
     401: "The API key is missing or wrong.",
@@ -46,6 +51,27 @@ TIER_PARAMETER = {
     "description": "A tier to forget; may repeat. Default: all.",
     "schema": {"type": "array", "items": {"type": "string", "enum": list(TIERS)}},
 }
+PAGE = [
+    {"name": "after", "in": "query", "description": "Begin behind this id.", "schema": {"type": "string"}},
+    {
+        "name": "limit",
+        "in": "query",
+        "description": "Most entries; there are at most 100.",
+        "schema": {"type": "integer", "minimum": 1, "maximum": 10_000},
+    },
+]
+UPLOAD = {
+    "required": True,
+    "content": {
+        "multipart/form-data": {
+            "schema": {
+                "type": "object",
+                "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"const": "batch"}},
+                "required": ["file"],
+            }
+        }
+    },
+}
 MODEL_PARAMETER = {
     "name": "model_id",
     "in": "path",
@@ -63,6 +89,15 @@ def reference(kind: type[Answer] | type[BaseModel]) -> dict[str, str]:
 def body(kind: type[BaseModel]) -> dict[str, Any]:
     """Describe a request body, which the handler parses itself."""
     return {"required": True, "content": {"application/json": {"schema": reference(kind)}}}
+
+
+def path_parameters(path: str, described: dict[str, Any]) -> dict[str, Any]:
+    """Describe the ids in a path, beside the parameters that are `described`."""
+    ids = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"\{(\w+)\}", path)
+    ]
+    return {"parameters": [*described.get("parameters", ()), *ids]}
 
 
 def responses(

@@ -16,6 +16,7 @@ from typing import Any, cast
 import uvicorn
 from fastapi import FastAPI
 
+from pypto_serving.api.batch.batches import Batches
 from pypto_serving.api.connection import BoundedProtocol
 from pypto_serving.api.gate import Gate, places
 from pypto_serving.api.reading.reading import Reading
@@ -44,6 +45,7 @@ class ApiServer:
     def __init__(self, app: FastAPI, host: str, port: int, drain_timeout_s: float = DRAIN_TIMEOUT_S) -> None:
         self._service: Service = app.state.service
         self._reading: Reading = app.state.reading
+        self._batches: Batches | None = app.state.batches
         self._socket = bind(host, port)
         self._drain_timeout_s = drain_timeout_s
         self._drain: asyncio.Task[None] | None = None
@@ -83,12 +85,16 @@ class ApiServer:
     async def run(self, on_bound: OnBound) -> None:
         """Serve until stopped; call `on_bound(port)` when connections are accepted."""
         self._server.on_started = lambda: on_bound(self.port)
+        if self._batches is not None:
+            self._batches.start()
         try:
             await self._server.serve(sockets=[self._socket])
         finally:
             if self._drain is not None:
                 self._drain.cancel()
             self._socket.close()
+            if self._batches is not None:
+                await self._batches.close()
             await self._reading.close()
 
     def stop(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -18,6 +19,21 @@ from pypto_serving.api import openapi
 from pypto_serving.api.anthropic.answers import Message, MessageError, TokenCount
 from pypto_serving.api.anthropic.messages import count_tokens, create_message
 from pypto_serving.api.anthropic.schemas import CountTokensBody, MessagesBody
+from pypto_serving.api.batch.answers import Batch, BatchList, DeletedFile, File, FileList
+from pypto_serving.api.batch.batches import Batches
+from pypto_serving.api.batch.direct import Direct
+from pypto_serving.api.batch.endpoints import (
+    cancel_batch,
+    create_batch,
+    create_file,
+    delete_file,
+    file_content,
+    list_batches,
+    list_files,
+    retrieve_batch,
+    retrieve_file,
+)
+from pypto_serving.api.batch.schemas import BatchBody
 from pypto_serving.api.disconnect import nobody_listens
 from pypto_serving.api.errors import ApiError, describe
 from pypto_serving.api.middleware import SERVER_SEND, ApiKeyGuard, Faults, OriginGuard, RequestScope
@@ -85,6 +101,11 @@ def create_app(engine: EngineClient, serving: ServingConfig, memory: MemoryPlan 
     app.add_exception_handler(PyptoError, _answer_error)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _answer_lost)  # type: ignore[arg-type]
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
+    app.state.batches = None
+    if serving.batch_dir is not None:
+        width = max(1, engine.config.max_num_seqs // 2)
+        app.state.batches = Batches(Path(serving.batch_dir), Direct(app), serving.max_body_bytes, width)
+        _add_batches(app)
     app.add_middleware(Faults)
     if serving.api_key is not None:
         app.add_middleware(ApiKeyGuard, api_key=serving.api_key.strip(), is_public=_is_public)
@@ -137,6 +158,29 @@ def _add_routes(app: FastAPI) -> None:
     app.add_api_route("/dashboard/stats", show_stats, methods=["GET"], include_in_schema=False)
     for path in (*PAGES, ASSETS + "{name}"):
         app.add_api_route(path, show_page, methods=["GET", "HEAD"], include_in_schema=False)
+
+
+def _add_batches(app: FastAPI) -> None:
+    for method, path, handler, answer, described in (
+        ("POST", "/v1/files", create_file, File, {"requestBody": openapi.UPLOAD}),
+        ("GET", "/v1/files", list_files, FileList, {"parameters": openapi.PAGE}),
+        ("GET", "/v1/files/{file_id}", retrieve_file, File, {}),
+        ("GET", "/v1/files/{file_id}/content", file_content, "application/octet-stream", {}),
+        ("DELETE", "/v1/files/{file_id}", delete_file, DeletedFile, {}),
+        ("POST", "/v1/batches", create_batch, Batch, {"requestBody": openapi.body(BatchBody)}),
+        ("GET", "/v1/batches", list_batches, BatchList, {"parameters": openapi.PAGE}),
+        ("GET", "/v1/batches/{batch_id}", retrieve_batch, Batch, {}),
+        ("POST", "/v1/batches/{batch_id}/cancel", cancel_batch, Batch, {}),
+    ):
+        errors = (400, 404, 413, 415) if method == "POST" else (400, 404)
+        app.add_api_route(
+            path,
+            handler,
+            methods=[method],
+            responses=openapi.responses(answer, *errors),
+            openapi_extra=described | openapi.path_parameters(path, described),
+            response_class=Response,
+        )
 
 
 def _is_public(path: str) -> bool:

@@ -77,6 +77,7 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
     client_priority: bool = default_of(ServerConfig, "client_priority")
     allowed_origins: tuple[str, ...] = default_of(ServerConfig, "allowed_origins")
     max_body_bytes: int = default_of(ServerConfig, "max_body_bytes")
+    batch_dir: str | None = default_of(ServerConfig, "batch_dir")
 
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):
@@ -135,6 +136,7 @@ def serving_config(server: ServerConfig, model: ModelSpec) -> ServingConfig:
         client_priority=server.client_priority,
         allowed_origins=server.allowed_origins,
         max_body_bytes=server.max_body_bytes,
+        batch_dir=server.batch_dir,
     )
 
 

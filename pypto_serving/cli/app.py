@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 COMMANDS = {
     "serve": "pypto_serving.cli.serve:app",
     "generate": "pypto_serving.cli.generate:app",
+    "run-batch": "pypto_serving.cli.run_batch:app",
     "chat": "pypto_serving.cli.chat:app",
     "complete": "pypto_serving.cli.complete:app",
     "join": "pypto_serving.cli.join:app",

@@ -104,6 +104,7 @@ FLAGS = (
     ),
     Flag("max_queued_requests", SERVER, "N", "Maximum requests that wait for a row; more are refused."),
     Flag("max_body_bytes", SERVER, "SIZE", "Largest body of a request, such as 64MiB."),
+    Flag("batch_dir", SERVER, "DIR", "Serve /v1/files and /v1/batches, kept in this folder.", "none"),
     Flag("drain_timeout", SERVER, "SECONDS", "Time to finish admitted requests when told to stop."),
     Flag("log_requests", SERVER, "", "Log one line per request."),
     Flag("client_priority", SERVER, "", "Let requests choose their priority."),

@@ -87,6 +87,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout: float | None = None
     step_timeout: float | None = None
     max_body_bytes: int | None = None
+    batch_dir: str | None = None
     log_requests: bool | None = None
     client_priority: bool | None = None
     api_key_file: str = ""

@@ -210,6 +210,7 @@ def _server(settings: Settings, model: ModelSpec) -> ServerConfig:
     settings.record("allowed_origins", ", ".join(origins) or "none", origin_or("allowed_origins", "default: no others"))
     max_body_bytes: int = options.max_body_bytes or settings.defaults["max_body_bytes"]
     settings.record("max_body_bytes", format_size(max_body_bytes), origin_or("max_body_bytes", "default"))
+    settings.record("batch_dir", options.batch_dir or "none", origin_or("batch_dir", "default: no batches"))
     settings.record("chat_template", template or "its own", origin_or("chat_template", "from the model's files"))
     return ServerConfig(
         served_model_names=names,
@@ -225,6 +226,7 @@ def _server(settings: Settings, model: ModelSpec) -> ServerConfig:
         client_priority=settings.pick_fixed("client_priority"),
         allowed_origins=origins,
         max_body_bytes=max_body_bytes,
+        batch_dir=options.batch_dir,
     )
 
 

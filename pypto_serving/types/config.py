@@ -206,6 +206,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     client_priority: whether requests may name a priority.
     tool_call_parser, reasoning_parser: "auto" chooses by the model, "none" parses nothing.
     trust_request_chat_template: whether requests may bring a chat template.
+    batch_dir: where files and batches are kept; None for neither.
     """
 
     served_model_names: tuple[str, ...]
@@ -221,3 +222,4 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     client_priority: bool = True
     allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = 64 << 20
+    batch_dir: str | None = None

@@ -1,0 +1,98 @@
+"""Describe files and batches, as they are answered and stored."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from pypto_serving.api.openai.answers import Answer
+
+Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "cancelling", "cancelled"]
+FINAL: tuple[Status, ...] = ("failed", "completed", "cancelled")
+
+
+class Shown(Answer, omit_defaults=False):
+    """Base of answers that show every field."""
+
+
+class File(Shown):
+    """A file of requests or answers."""
+
+    id: str
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    object: Literal["file"] = "file"
+    status: Literal["processed"] = "processed"
+
+
+class FileList(Shown):
+    data: list[File]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+    object: Literal["list"] = "list"
+
+
+class DeletedFile(Shown):
+    id: str
+    object: Literal["file"] = "file"
+    deleted: Literal[True] = True
+
+
+class BatchError(Shown):
+    """Why a line of the input cannot be a request."""
+
+    message: str
+    line: int
+    code: Literal["invalid_request"] = "invalid_request"
+    param: None = None
+
+
+class BatchErrors(Shown):
+    data: list[BatchError]
+    object: Literal["list"] = "list"
+
+
+class RequestCounts(Shown):
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class Batch(Shown):
+    """Requests of a file that are answered one by one; times are in seconds since the epoch."""
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    created_at: int
+    expires_at: int | None = None
+    status: Status = "validating"
+    output_file_id: str | None = None
+    error_file_id: None = None
+    errors: BatchErrors | None = None
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: RequestCounts = msgspec.field(default_factory=RequestCounts)
+    metadata: dict[str, str] | None = None
+    object: Literal["batch"] = "batch"
+
+
+class BatchList(Shown):
+    data: list[Batch]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+    object: Literal["list"] = "list"
+
+
+ANSWERS: tuple[type[Answer], ...] = (File, FileList, DeletedFile, Batch, BatchList)

@@ -1,0 +1,183 @@
+"""Run the batches of a server, one after the other; those that a server left unfinished go on with the next."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from pypto_serving.api.batch.answers import FINAL, Batch, BatchError, BatchErrors, RequestCounts
+from pypto_serving.api.batch.direct import Direct
+from pypto_serving.api.batch.lines import Found, Limits, check, read
+from pypto_serving.api.batch.running import Output, Run
+from pypto_serving.api.batch.schemas import BatchBody
+from pypto_serving.api.batch.store import MAX_BATCHES, Store
+from pypto_serving.errors import ConfigError, RequestError
+
+logger = logging.getLogger("pypto_serving.api")
+
+MAX_REQUESTS = 50_000
+OUTPUT_PURPOSE = "batch_output"
+
+
+class Batches:
+    """Owns the batches of all keys, in `folder`. Used in the server's event loop only.
+
+    `width` requests of a batch are in the server at once. Raises ConfigError if the folder cannot be used.
+    """
+
+    def __init__(self, folder: Path, direct: Direct, max_line_bytes: int, width: int) -> None:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            Store(folder, b"")
+        except OSError as error:
+            raise ConfigError(f"the folder of batches {folder} cannot be used: {error.strerror}") from error
+        self._folder = folder
+        self._direct = direct
+        self._max_line_bytes = max_line_bytes
+        self._width = width
+        self._waiting: deque[tuple[Store, str]] = deque()
+        self._arrived = asyncio.Event()
+        self._running: tuple[str, Run, Output] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def store(self, key: bytes) -> Store:
+        """Return what the holder of an API key stored."""
+        return Store(self._folder, key)
+
+    def start(self) -> None:
+        """Go on with unfinished batches, and wait for others."""
+        for store in Store.of_all(self._folder):
+            for batch in reversed(store.batches()):
+                if batch.status not in FINAL:
+                    self._waiting.append((store, batch.id))
+        self._arrived.set()
+        self._task = asyncio.create_task(self._run_all())
+
+    async def close(self) -> None:
+        """End; what is unfinished goes on with the next server."""
+        if self._running is not None:
+            self._running[1].left.set()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def create(self, store: Store, body: BatchBody) -> Batch:
+        """Store a batch, to be run in its turn. Raises RequestError."""
+        if not self._direct.knows(body.endpoint):
+            message = f"endpoint is {body.endpoint[:100]!r}, which is not available in batches"
+            raise RequestError(message, param="endpoint")
+        store.file(body.input_file_id)
+        store.require_room()
+        if len(store.batches()) >= MAX_BATCHES:
+            raise RequestError(f"there are {MAX_BATCHES} batches already", code="too_many_batches")
+        batch = Batch(
+            id=f"batch_{uuid.uuid4().hex}",
+            endpoint=body.endpoint,
+            input_file_id=body.input_file_id,
+            completion_window=body.completion_window,
+            created_at=_now(),
+            metadata=body.metadata,
+        )
+        store.save(batch)
+        self._waiting.append((store, batch.id))
+        self._arrived.set()
+        return batch
+
+    def cancel(self, store: Store, batch_id: str) -> Batch:
+        """End a batch; what it answered stays. Raises LostError, RequestError if it has ended already."""
+        batch = self.shown(store.batch(batch_id))
+        if batch.status in FINAL:
+            raise RequestError(f"the batch is {batch.status} already", param="batch_id", code="batch_ended")
+        batch = replace(batch, status="cancelling", cancelling_at=_now())
+        if self._running is not None and self._running[0] == batch_id:
+            self._running[1].left.set()
+        else:
+            batch = replace(batch, status="cancelled", cancelled_at=_now())
+        store.save(batch)
+        return batch
+
+    def needs(self, store: Store, file_id: str) -> bool:
+        """Return whether a batch that has not ended reads or writes a file."""
+        running = [batch for batch in store.batches() if batch.status not in FINAL]
+        return any(file_id in (batch.input_file_id, batch.output_file_id) for batch in running)
+
+    def shown(self, batch: Batch) -> Batch:
+        """Return a batch with the counts that it has by now."""
+        if self._running is None or self._running[0] != batch.id:
+            return batch
+        return replace(batch, request_counts=_counts(batch.request_counts.total, self._running[2]))
+
+    async def _run_all(self) -> None:
+        while True:
+            while self._waiting:
+                store, batch_id = self._waiting.popleft()
+                try:
+                    await self._run(store, batch_id)
+                except (OSError, ValueError, RequestError):
+                    logger.exception("batch %s failed", batch_id)
+                    with suppress(OSError, RequestError):
+                        store.save(replace(store.batch(batch_id), status="failed", failed_at=_now()))
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    async def _run(self, store: Store, batch_id: str) -> None:
+        batch = store.batch(batch_id)
+        if batch.status == "cancelling":  # when a server was killed
+            store.save(replace(batch, status="cancelled", cancelled_at=_now()))
+        limits = Limits(MAX_REQUESTS, self._max_line_bytes, lambda url: url == batch.endpoint)
+        source = store.content(batch.input_file_id)
+        if batch.status == "validating":
+            found = await asyncio.to_thread(check, source, limits)
+            batch = _begun(store, store.batch(batch_id), found)
+        if batch.status == "in_progress" and batch.output_file_id is not None:
+            output = await asyncio.to_thread(Output, store.content(batch.output_file_id))
+            run = Run(self._direct, output, self._width)
+            self._running = batch_id, run, output
+            try:
+                await run.answer(read(source, limits))
+            finally:
+                self._running = None
+                output.close()
+            _end(store, store.batch(batch_id), output)
+
+
+def _begun(store: Store, batch: Batch, found: Found) -> Batch:
+    """Begin a batch with the requests that were `found`, or end it if there are others; it may be cancelled already."""
+    if batch.status in FINAL:
+        return batch
+    if found.problems:
+        errors = BatchErrors([BatchError(problem.message, problem.line) for problem in found.problems])
+        batch = replace(batch, status="failed", failed_at=_now(), errors=errors)
+    else:
+        target = store.new_file(f"{batch.id}_output.jsonl", OUTPUT_PURPOSE, _now())
+        counts = RequestCounts(total=found.num_requests)
+        begun: dict[str, Any] = {"in_progress_at": _now(), "output_file_id": target.id}
+        batch = replace(batch, status="in_progress", request_counts=counts, **begun)
+    store.save(batch)
+    return batch
+
+
+def _end(store: Store, batch: Batch, output: Output) -> None:
+    """End a batch that is cancelled or has all answers; otherwise the server ends, and the next one goes on."""
+    batch = replace(batch, request_counts=_counts(batch.request_counts.total, output))
+    if batch.status == "cancelling":
+        batch = replace(batch, status="cancelled", cancelled_at=_now())
+    elif len(output.answered) == batch.request_counts.total:
+        batch = replace(batch, status="completed", finalizing_at=_now(), completed_at=_now())
+    store.save(batch)
+
+
+def _counts(total: int, output: Output) -> RequestCounts:
+    return RequestCounts(total, len(output.answered) - output.num_failed, output.num_failed)
+
+
+def _now() -> int:
+    return int(time.time())

@@ -1,0 +1,78 @@
+"""Call the endpoints of an application in this process, past connections, keys and other middleware."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import uuid
+from typing import NamedTuple
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.middleware import Middleware
+from starlette.types import Message, Scope
+
+from pypto_serving.api.middleware import SERVER_SEND, Faults
+from pypto_serving.api.paths import VERSION
+
+NOT_FOR_BATCHES = {f"{VERSION}/files", f"{VERSION}/batches"}
+
+
+class Answer(NamedTuple):
+    """The answer to a request. `request_id` names it in the log."""
+
+    status: int
+    request_id: str
+    body: bytes
+
+
+class Direct:
+    """Call endpoints. They read bodies, admit requests and answer errors as they do for clients."""
+
+    def __init__(self, app: FastAPI) -> None:
+        bare = copy.copy(app)
+        bare.user_middleware = [Middleware(Faults)]
+        self._app = app
+        self._paths = {
+            route.path
+            for route in app.routes
+            if isinstance(route, APIRoute) and "POST" in (route.methods or ()) and route.path.startswith(VERSION + "/")
+        } - NOT_FOR_BATCHES
+        self._handle = bare.build_middleware_stack()
+
+    def knows(self, path: str) -> bool:
+        """Return whether requests of a batch may ask for `path`."""
+        return path in self._paths
+
+    async def post(self, path: str, body: bytes, left: asyncio.Event) -> Answer:
+        """Return the answer to a request; once `left` is set, it ends like one whose client left."""
+        request_id = uuid.uuid4().hex
+        unread, status, written = [body], 0, bytearray()
+
+        async def receive() -> Message:
+            if unread:
+                return {"type": "http.request", "body": unread.pop(), "more_body": False}
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                written.extend(message.get("body", b""))
+
+        scope: Scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+            "app": self._app,
+            "state": {"request_id": request_id},
+            SERVER_SEND: send,
+        }
+        await self._handle(scope, receive, send)
+        return Answer(status, request_id, bytes(written))

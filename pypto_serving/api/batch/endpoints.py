@@ -1,0 +1,138 @@
+"""Serve /v1/files and /v1/batches, in the form of OpenAI's API."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+
+from pypto_serving.api.batch.answers import Batch, BatchList, DeletedFile, File, FileList
+from pypto_serving.api.batch.batches import Batches
+from pypto_serving.api.batch.multipart import read_form
+from pypto_serving.api.batch.schemas import MAX_METADATA_CHARS, RULES, BatchBody
+from pypto_serving.api.batch.store import Store
+from pypto_serving.api.middleware import BODY_PARSED
+from pypto_serving.api.openai.body import parse_json, read_body, require_json
+from pypto_serving.api.service import Service
+from pypto_serving.errors import RequestError
+from pypto_serving.util import brief
+
+MAX_PAGE = 100
+Item = TypeVar("Item", File, Batch)
+
+
+async def create_file(request: Request) -> Response:
+    """Store a file of requests."""
+    try:
+        raw = await _body(request)
+        form = read_form(request.headers.get("content-type", ""), bytes(raw))
+    finally:
+        request.scope.get(BODY_PARSED, lambda: None)()
+    purpose = form.fields.get("purpose", "batch")
+    if purpose != "batch":
+        raise RequestError(f"purpose is {brief(purpose)}, but must be 'batch'", param="purpose")
+    new_file = _store(request).new_file
+    return _json(await asyncio.to_thread(new_file, form.filename, purpose, int(time.time()), form.data))
+
+
+async def list_files(request: Request) -> Response:
+    """List files, the newest first."""
+    files, more = _page(request, await asyncio.to_thread(_store(request).files))
+    return _json(FileList(files, more, *_ends(files)))
+
+
+async def retrieve_file(request: Request) -> Response:
+    """Describe a file."""
+    return _json(_store(request).file(request.path_params["file_id"]))
+
+
+async def file_content(request: Request) -> Response:
+    """Answer with the bytes of a file."""
+    store = _store(request)
+    file = store.file(request.path_params["file_id"])
+    return FileResponse(store.content(file.id), media_type="application/octet-stream")
+
+
+async def delete_file(request: Request) -> Response:
+    """Delete a file that no batch needs."""
+    store, file_id = _store(request), request.path_params["file_id"]
+    if _batches(request).needs(store, file_id):
+        raise RequestError("a batch that has not ended needs this file; cancel it first", param="file_id")
+    store.delete(file_id)
+    return _json(DeletedFile(file_id))
+
+
+async def create_batch(request: Request) -> Response:
+    """Begin to answer the requests of a file."""
+    require_json(request)
+    try:
+        body = parse_json(await _body(request), BatchBody)
+    finally:
+        request.scope.get(BODY_PARSED, lambda: None)()
+    service: Service = request.app.state.service
+    service.warn_ignored(RULES.screen(body.extra))
+    if any(len(part) > MAX_METADATA_CHARS for entry in (body.metadata or {}).items() for part in entry):
+        raise RequestError(f"metadata has more than {MAX_METADATA_CHARS} characters in one place", param="metadata")
+    return _json(_batches(request).create(_store(request), body))
+
+
+async def list_batches(request: Request) -> Response:
+    """List batches, the newest first."""
+    found, more = _page(request, await asyncio.to_thread(_store(request).batches))
+    batches = [_batches(request).shown(batch) for batch in found]
+    return _json(BatchList(batches, more, *_ends(batches)))
+
+
+async def retrieve_batch(request: Request) -> Response:
+    """Describe a batch, and how far it is."""
+    return _json(_batches(request).shown(_store(request).batch(request.path_params["batch_id"])))
+
+
+async def cancel_batch(request: Request) -> Response:
+    """End a batch; what it answered stays."""
+    return _json(_batches(request).cancel(_store(request), request.path_params["batch_id"]))
+
+
+async def _body(request: Request) -> bytearray:
+    service: Service = request.app.state.service
+    return await read_body(request, service.serving.max_body_bytes)
+
+
+def _batches(request: Request) -> Batches:
+    batches: Batches = request.app.state.batches
+    return batches
+
+
+def _store(request: Request) -> Store:
+    """Return what the client's API key stored."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    given = request.headers.get("x-api-key", key if scheme.lower() == "bearer" else "")
+    service: Service = request.app.state.service
+    return _batches(request).store(given.strip().encode() if service.serving.api_key is not None else b"")
+
+
+def _page(request: Request, items: Sequence[Item]) -> tuple[list[Item], bool]:
+    """Return the items that the query asks for, and whether there are more."""
+    query = request.query_params
+    limit, after = query.get("limit", str(MAX_PAGE)), query.get("after")
+    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:9]) <= 10_000:
+        raise RequestError(f"limit is {brief(limit)}, but must be between 1 and 10000", param="limit")
+    ids = [item.id for item in items]
+    if after is not None and after not in ids:
+        raise RequestError(f"after is {brief(after)}, but there is no such id", param="after")
+    start = 0 if after is None else ids.index(after) + 1
+    end = start + min(int(limit), MAX_PAGE)
+    return list(items[start:end]), end < len(items)
+
+
+def _ends(items: Sequence[Item]) -> tuple[str | None, str | None]:
+    return (items[0].id, items[-1].id) if items else (None, None)
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

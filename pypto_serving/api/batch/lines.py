@@ -1,0 +1,131 @@
+"""Read the requests of a file, and write their answers: one JSON object a line, in the form of OpenAI's batches."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from pypto_serving.api.batch.direct import Answer
+
+MAX_ID_CHARS = 512
+_BEGINNING = b'{"id":"batch_req_'
+MAX_PROBLEMS = 100
+"""Lines that a refusal names; the others are not read."""
+
+
+class Request(msgspec.Struct):
+    """One line of a file."""
+
+    custom_id: str
+    url: str
+    body: msgspec.Raw
+    method: str = "POST"
+
+    @property
+    def key(self) -> bytes:
+        """Return what tells the request from the others of its file."""
+        return key_of(self.custom_id)
+
+
+class Problem(NamedTuple):
+    """Why a line, counted from 1, cannot be a request."""
+
+    line: int
+    message: str
+
+
+class Found(NamedTuple):
+    """How many requests a file has, and what is wrong with it."""
+
+    num_requests: int
+    problems: list[Problem]
+
+
+class Limits(NamedTuple):
+    """What a file may have. `knows` tells whether a request may ask for a path."""
+
+    max_requests: int
+    max_line_bytes: int
+    knows: Callable[[str], bool]
+
+
+class _Body(msgspec.Struct):
+    stream: bool | None = None
+
+
+_REQUEST, _BODY = msgspec.json.Decoder(Request), msgspec.json.Decoder(_Body)
+
+
+def key_of(custom_id: str) -> bytes:
+    """Return what tells a request from the others of its file."""
+    return hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
+
+
+def check(path: Path, limits: Limits) -> Found:
+    """Read all requests of a file, as far as the first problems. Raises OSError."""
+    seen: set[bytes] = set()
+    problems: list[Problem] = []
+    for number, line in _lines(path, limits.max_line_bytes):
+        if problem := _problem(line, seen, limits):
+            problems.append(Problem(number, problem))
+        if len(problems) == MAX_PROBLEMS or len(seen) > limits.max_requests or len(line) > limits.max_line_bytes:
+            break
+    if not seen and not problems:
+        problems.append(Problem(1, "the file has no requests"))
+    return Found(len(seen), problems)
+
+
+def read(path: Path, limits: Limits) -> Iterator[Request]:
+    """Iterate over the requests of a file that `check` found nothing wrong with."""
+    for _, line in _lines(path, limits.max_line_bytes):
+        yield _REQUEST.decode(line)
+
+
+def write(request: Request, answer: Answer) -> bytes:
+    """Write the line of an answer."""
+    response = {"status_code": answer.status, "request_id": answer.request_id, "body": msgspec.Raw(answer.body)}
+    line = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": request.custom_id, "response": response, "error": None}
+    return msgspec.json.encode(line) + b"\n"
+
+
+def require_beginning(cut: bytes) -> None:
+    """Raise ValueError unless `cut` may be the beginning of a line of `write`."""
+    if not cut.startswith(_BEGINNING[: len(cut)]):
+        raise ValueError(f"{cut[:100]!r} begins no answer")
+
+
+def _lines(path: Path, limit: int) -> Iterator[tuple[int, bytes]]:
+    """Iterate over the lines of a file that are not blank, with their numbers; one that is too long is cut."""
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(limit + 2):
+            number += 1
+            if line := line.strip():
+                yield number, line
+
+
+def _problem(line: bytes, seen: set[bytes], limits: Limits) -> str:
+    """Return what is wrong with a line, "" for nothing; add its request to those `seen`."""
+    if len(line) > limits.max_line_bytes:
+        return f"the line has more than {limits.max_line_bytes} bytes; send less"
+    try:
+        request = _REQUEST.decode(line)
+        body = _BODY.decode(request.body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return f"this is no request: {error}; send custom_id, url and body as a JSON object"
+    before = len(seen)
+    seen.add(request.key)
+    if len(seen) > limits.max_requests:
+        return f"the file has more than {limits.max_requests} requests; split it"
+    if len(seen) == before:
+        return f"custom_id is {request.custom_id[:MAX_ID_CHARS]!r} like that of an earlier line; give each its own"
+    if not 0 < len(request.custom_id) <= MAX_ID_CHARS:
+        return f"custom_id has {len(request.custom_id)} characters, but must have between 1 and {MAX_ID_CHARS}"
+    if request.method != "POST" or not limits.knows(request.url):
+        return f"there is no {request.method[:20]} {request.url[:200]} for batches"
+    return "stream is not available in batches; leave it out" if body.stream else ""

@@ -1,0 +1,113 @@
+"""Answer all requests of a file that are not answered yet."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable
+from http import HTTPStatus
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from pypto_serving.api.batch.direct import Direct
+from pypto_serving.api.batch.lines import Request, key_of, require_beginning, write
+from pypto_serving.api.disconnect import CLIENT_CLOSED_REQUEST
+
+BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+"""Answers after which a request is sent again."""
+RETRY_S = 1.0
+
+
+class _Status(msgspec.Struct):
+    status_code: int
+
+
+class _Line(msgspec.Struct):
+    custom_id: str
+    response: _Status
+
+
+_LINE = msgspec.json.Decoder(_Line)
+
+
+class Output:
+    """Owns a file of answers. A process that is killed leaves whole lines, and maybe the beginning of one.
+
+    `answered` are the keys of the requests that have an answer, `num_failed` how many of these are errors.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open or make the file, and drop a line that is not whole. Raises OSError, ValueError for another file."""
+        self.answered: set[bytes] = set()
+        self.num_failed = 0
+        self._file: BinaryIO = path.open("ab+", buffering=0)
+        end = 0
+        self._file.seek(0)
+        with path.open("rb") as written:
+            for line in written:
+                if not line.endswith(b"\n"):
+                    require_beginning(line)
+                    break
+                self._note(_LINE.decode(line))
+                end += len(line)
+        self._file.truncate(end)
+
+    def add(self, request: Request, answer: bytes, status: int) -> None:
+        """Append an answer; it is in the file when this returns, even if this process is killed then."""
+        left = memoryview(answer)
+        while left:
+            left = left[self._file.write(left) or 0 :]
+        self._note(_Line(request.custom_id, _Status(status)))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _note(self, line: _Line) -> None:
+        self.answered.add(key_of(line.custom_id))
+        self.num_failed += line.response.status_code >= HTTPStatus.BAD_REQUEST
+
+
+class Run:
+    """Answer requests, `width` at once. Made for one file; `left` ends those that are not answered yet."""
+
+    def __init__(
+        self, direct: Direct, output: Output, width: int, on_answer: Callable[[], None] = lambda: None
+    ) -> None:
+        self.left = asyncio.Event()
+        self._direct = direct
+        self._output = output
+        self._width = width
+        self._on_answer = on_answer
+
+    async def answer(self, requests: Iterable[Request]) -> None:
+        """Return when all requests have answers, or `left` is set. Those that the server is too busy for wait."""
+        running: set[asyncio.Task[None]] = set()
+        try:
+            for request in requests:
+                if self.left.is_set():
+                    break
+                if request.key in self._output.answered:
+                    continue
+                if len(running) == self._width:
+                    done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                    for task in done:
+                        task.result()
+                running.add(asyncio.create_task(self._answer(request)))
+            await asyncio.gather(*running)
+        finally:
+            self.left.set()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _answer(self, request: Request) -> None:
+        while not self.left.is_set():
+            answer = await self._direct.post(request.url, bytes(request.body), self.left)
+            if answer.status == CLIENT_CLOSED_REQUEST:
+                return
+            if answer.status not in BUSY:
+                self._output.add(request, write(request, answer), answer.status)
+                self._on_answer()
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.left.wait(), RETRY_S)

@@ -1,0 +1,124 @@
+"""Keep files and batches in a folder, apart for each API key."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from pypto_serving.api.batch.answers import Batch, File
+from pypto_serving.errors import RequestError
+
+MAX_FILES, MAX_BATCHES = 1000, 1000
+"""Of one key."""
+MAX_BYTES = 16 << 30
+"""Of all files of one key; a batch that runs may write more, but no other begins."""
+_ID = re.compile(r"(?:file|batch)[-_][0-9a-f]{32}")
+T = TypeVar("T", File, Batch)
+
+
+class LostError(RequestError):
+    """There is no such file or batch."""
+
+    status = 404
+    code = "not_found"
+
+
+class Store:
+    """Owns what one API key stored. Every change is whole on disk when its call returns."""
+
+    def __init__(self, folder: Path, key: bytes) -> None:
+        """Files of other keys cannot be seen, since the folder's name is a salted hash of the key."""
+        owner = hashlib.blake2b(key, key=_salt(folder), digest_size=16).hexdigest()
+        self._folder = folder / owner
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    @classmethod
+    def of_all(cls, folder: Path) -> Iterator[Store]:
+        """Iterate over the stores of all keys."""
+        for found in sorted(path for path in folder.iterdir() if path.is_dir()):
+            store = cls.__new__(cls)
+            store._folder = found
+            yield store
+
+    def content(self, file_id: str) -> Path:
+        """Return where the bytes of a file are."""
+        return self._path(file_id, ".jsonl")
+
+    def new_file(self, filename: str, purpose: str, created_at: int, data: bytes | None = None) -> File:
+        """Store a file. Raises RequestError if the key has too many already."""
+        self.require_room(len(data or b""))
+        file = File(f"file-{uuid.uuid4().hex}", 0, created_at, filename, purpose)
+        self.content(file.id).write_bytes(data or b"")
+        self.save(file)
+        return self.file(file.id)
+
+    def require_room(self, size: int = 0) -> None:
+        """Raise RequestError if `size` bytes more are too many."""
+        files = self.files()
+        if len(files) >= MAX_FILES:
+            raise RequestError(f"there are {MAX_FILES} files already; delete some", param="file", code="too_many_files")
+        if sum(file.bytes for file in files) + size > MAX_BYTES:
+            raise RequestError(
+                f"files have at most {MAX_BYTES} bytes; delete some", param="file", code="too_many_bytes"
+            )
+
+    def file(self, file_id: str) -> File:
+        """Return what is known of a file. Raises LostError."""
+        file = self._load(file_id, File)
+        return msgspec.structs.replace(file, bytes=self.content(file_id).stat().st_size)
+
+    def files(self) -> list[File]:
+        """Return all files, the newest first."""
+        found = [self.file(path.stem) for path in self._folder.glob("file-*.json")]
+        return sorted(found, key=lambda file: (-file.created_at, file.id))
+
+    def batch(self, batch_id: str) -> Batch:
+        """Return what is known of a batch. Raises LostError."""
+        return self._load(batch_id, Batch)
+
+    def batches(self) -> list[Batch]:
+        """Return all batches, the newest first."""
+        found = [self.batch(path.stem) for path in self._folder.glob("batch_*.json")]
+        return sorted(found, key=lambda batch: (-batch.created_at, batch.id))
+
+    def save(self, value: File | Batch) -> None:
+        """Write what is known of a file or a batch, in place of what was."""
+        path = self._path(value.id, ".json")
+        fresh = path.with_suffix(".new")
+        fresh.write_bytes(msgspec.json.encode(value))
+        fresh.replace(path)
+
+    def delete(self, file_id: str) -> None:
+        """Delete a file. Raises LostError."""
+        self.file(file_id)
+        self._path(file_id, ".json").unlink()
+        self.content(file_id).unlink()
+
+    def _load(self, name: str, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(self._path(name, ".json").read_bytes(), type=kind)
+        except (FileNotFoundError, msgspec.ValidationError):
+            raise LostError(f"there is no {name[:100]!r}") from None
+
+    def _path(self, name: str, suffix: str) -> Path:
+        if not _ID.fullmatch(name):
+            raise LostError(f"there is no {name[:100]!r}")
+        return self._folder / (name + suffix)
+
+
+def _salt(folder: Path) -> bytes:
+    """Return the salt of a folder, which is made once."""
+    path = folder / "salt"
+    if not path.exists():
+        fresh = path.with_suffix(".new")
+        fresh.touch(mode=0o600)
+        fresh.write_bytes(os.urandom(32))
+        fresh.replace(path)
+    return path.read_bytes()

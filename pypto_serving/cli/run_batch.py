@@ -1,0 +1,116 @@
+"""Run the command `run-batch`: answer the requests of a file, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pypto_serving.cli.help import HelpCommand
+from pypto_serving.cli.options import ENGINE_PANELS, takes_options
+from pypto_serving.errors import ConfigError
+from pypto_serving.setup.options import Options
+from pypto_serving.util import counted
+
+if TYPE_CHECKING:
+    from pypto_serving.api.batch.lines import Limits
+    from pypto_serving.api.batch.running import Output
+    from pypto_serving.api.settings import ServingConfig
+    from pypto_serving.setup.resolver import Resolved
+
+app = typer.Typer(add_completion=False)
+
+MAX_REQUESTS, MAX_SHOWN = 1_000_000, 5
+
+
+@app.command(cls=HelpCommand)
+@takes_options(*ENGINE_PANELS)
+def run_batch(
+    options: Options,
+    input_file: Annotated[Path, typer.Option("-i", "--input-file", metavar="FILE", help="Requests, one JSON a line.")],
+    output_file: Annotated[
+        Path, typer.Option("-o", "--output-file", metavar="FILE", help="Answers; requests that have one are left out.")
+    ],
+) -> None:
+    """Answer the requests of a file with MODEL, by default the bundled one; a run that was cut off goes on."""
+    import uvloop
+
+    from pypto_serving.api.settings import serving_config
+    from pypto_serving.cli.serve import configure_logging
+    from pypto_serving.setup.defaults import QUIET_DEFAULTS
+    from pypto_serving.setup.prepare import model_spec, prepare
+
+    configure_logging(options.log_level or QUIET_DEFAULTS["log_level"])
+    model = model_spec(options)
+    resolved = prepare(options, model)
+    uvloop.run(_run(resolved, serving_config(resolved.server, model), input_file, output_file))
+
+
+async def _run(resolved: Resolved, serving: ServingConfig, source: Path, target: Path) -> None:
+    from pypto_serving.api.batch.direct import Direct
+    from pypto_serving.api.batch.lines import Limits, read
+    from pypto_serving.api.batch.running import Run
+    from pypto_serving.api.server import create_app
+    from pypto_serving.engine.replicas import make_engine
+
+    engine = make_engine(resolved.engines)
+    app = create_app(engine, serving)
+    direct = Direct(app)
+    limits = Limits(MAX_REQUESTS, serving.max_body_bytes, direct.knows)
+    count = _check(source, limits)
+    output = _open(target)
+    left_out = len(output.answered)
+    tasks: list[asyncio.Task[Any]] = []
+    try:
+        await engine.start()
+        dead = asyncio.create_task(engine.wait_dead())
+        run = Run(direct, output, resolved.engines[0].max_num_seqs, lambda: _show(len(output.answered), count))
+        await engine.wait_ready()
+        answering = asyncio.create_task(run.answer(read(source, limits)))
+        tasks = [answering, dead]
+        await asyncio.wait({answering, dead}, return_when=asyncio.FIRST_COMPLETED)
+        if dead.done():
+            raise dead.result()
+        await answering
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        output.close()
+        await app.state.reading.close()
+        await engine.stop()
+    answered = counted(len(output.answered) - left_out, "request")
+    typer.echo(f"answered {answered}, {output.num_failed} of {len(output.answered)} with an error", err=True)
+
+
+def _check(path: Path, limits: Limits) -> int:
+    """Return the number of requests in a file. Raises ConfigError that names the first lines that are none."""
+    from pypto_serving.api.batch.lines import check
+
+    try:
+        found = check(path, limits)
+    except OSError as error:
+        raise ConfigError(f"--input-file {path} cannot be read: {error.strerror}; give another") from error
+    if found.problems:
+        shown = "; ".join(f"line {problem.line}: {problem.message}" for problem in found.problems[:MAX_SHOWN])
+        raise ConfigError(f"--input-file {path} cannot be answered: {shown}")
+    return found.num_requests
+
+
+def _open(path: Path) -> Output:
+    from pypto_serving.api.batch.running import Output
+
+    try:
+        return Output(path)
+    except OSError as error:
+        raise ConfigError(f"--output-file {path} cannot be written: {error.strerror}; give another") from error
+    except ValueError as error:
+        raise ConfigError(f"--output-file {path} has lines that are no answers; give another") from error
+
+
+def _show(answered: int, count: int) -> None:
+    if sys.stderr.isatty():
+        typer.echo(f"\r{answered}/{count}", nl=answered == count, err=True)

@@ -1,0 +1,197 @@
+"""/v1/files and /v1/batches with the official client: answers, refusals, cancelling, and servers that end midway."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from pypto_serving.api.batch import batches, store
+from pypto_serving.api.text.tokenizer import Tokenizer
+from tests.api.running import CHAT, COMPLETIONS, RunningServer
+from tests.api.scripted_engine import Script
+
+Start = Callable[..., RunningServer]
+
+
+def line(custom_id: str, url: str = COMPLETIONS, **body: Any) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"prompt": "hello", "max_tokens": 5, **body}}
+
+
+def upload(client: openai.OpenAI, lines: list[Any]) -> str:
+    text = "\n".join(entry if isinstance(entry, str) else json.dumps(entry) for entry in lines)
+    return client.files.create(file=("in.jsonl", io.BytesIO(text.encode())), purpose="batch").id
+
+
+def create(client: openai.OpenAI, lines: list[Any], endpoint: Any = COMPLETIONS) -> str:
+    return client.batches.create(
+        input_file_id=upload(client, lines), endpoint=endpoint, completion_window="24h", metadata={"a": "b"}
+    ).id
+
+
+def wait(server: RunningServer, batch_id: str, *status: str, key: bytes = b"") -> None:
+    kept = server.app.state.batches.store(key)
+    server.wait_for(lambda: kept.batch(batch_id).status in status)
+
+
+def answers(client: openai.OpenAI, batch_id: str) -> dict[str, Any]:
+    file_id = client.batches.retrieve(batch_id).output_file_id
+    assert file_id is not None
+    lines = client.files.content(file_id).text.splitlines()
+    found = {entry["custom_id"]: entry for entry in map(json.loads, lines)}
+    assert len(found) == len(lines)
+    return found
+
+
+def test_a_batch(start: Start, tmp_path: Path) -> None:
+    server = start(batch_dir=str(tmp_path))
+    client = server.openai()
+    lines = [*(line(f"l{i}") for i in range(40)), line("bad", max_tokens=-1), ""]
+    batch_id = create(client, lines)
+    wait(server, batch_id, "completed")
+    batch = client.batches.retrieve(batch_id)
+    assert batch.request_counts is not None and batch.metadata == {"a": "b"}
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (41, 40, 1)
+    found = answers(client, batch_id)
+    assert found["l7"]["response"]["status_code"] == 200
+    assert found["l7"]["response"]["body"]["usage"]["completion_tokens"] == 5
+    assert found["bad"]["response"]["status_code"] == 400
+    assert found["bad"]["response"]["body"]["error"]["param"] == "max_tokens"
+    assert [one.id for one in client.batches.list()] == [batch_id]
+    with pytest.raises(openai.BadRequestError, match="completed already"):
+        client.batches.cancel(batch_id)
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("{", "no request"),
+        ('{"custom_id": "b"}', "no request"),
+        (line("a"), "like that of an earlier line"),
+        (line(""), "between 1 and 512"),
+        (line("b", CHAT), "there is no POST /v1/chat/completions"),
+        ({**line("b"), "method": "GET"}, "there is no GET"),
+        ({**line("b"), "body": []}, "no request"),
+        (line("b", stream=True), "stream is not available"),
+        (line("b", prompt="x" * 5000), "more than 4000 bytes"),
+    ],
+)
+def test_a_file_that_is_none(start: Start, tmp_path: Path, entry: Any, words: str) -> None:
+    server = start(batch_dir=str(tmp_path), max_body_bytes=9000)
+    server.app.state.batches._max_line_bytes = 4000
+    client = server.openai()
+    batch_id = create(client, [line("a"), entry])
+    wait(server, batch_id, "failed")
+    errors = client.batches.retrieve(batch_id).errors
+    assert errors is not None and errors.data is not None
+    (error,) = errors.data
+    assert error.line == 2 and error.message is not None and words in error.message
+    assert server.engine.requests == []
+
+
+def test_files_and_batches_are_bounded(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "MAX_REQUESTS", 2)
+    monkeypatch.setattr(store, "MAX_FILES", 2)
+    server = start(batch_dir=str(tmp_path), max_body_bytes=3000)
+    client = server.openai()
+    with pytest.raises(openai.APIStatusError) as large:
+        upload(client, [line("a", prompt="x" * 4000)])
+    assert large.value.status_code == 413
+    batch_id = create(client, [line(str(i)) for i in range(3)])
+    wait(server, batch_id, "failed")
+    upload(client, [line("a")])
+    with pytest.raises(openai.BadRequestError, match="2 files already"):
+        upload(client, [line("a")])
+    monkeypatch.setattr(store, "MAX_FILES", 3)
+    monkeypatch.setattr(store, "MAX_BYTES", 500)
+    with pytest.raises(openai.BadRequestError, match="at most 500 bytes"):
+        upload(client, [line("a")])
+
+
+def test_files_come_and_go(start: Start, tmp_path: Path) -> None:
+    server = start(batch_dir=str(tmp_path))
+    client = server.openai()
+    ids = [upload(client, [line(str(i))]) for i in range(3)]
+    listed = [file.id for file in client.files.list(limit=2)]
+    assert sorted(listed) == sorted(ids), "pages lead to all"
+    assert client.files.retrieve(ids[0]).filename == "in.jsonl"
+    assert client.files.delete(ids[0]).deleted
+    for name in (ids[0], "file-" + "0" * 32, "x", "..%2fsalt"):
+        assert server.http.get(f"/v1/files/{name}").status_code == 404
+        assert server.http.get(f"/v1/batches/{name}").status_code == 404
+    for query in ("limit=0", "limit=x", "after=x"):
+        assert server.http.get(f"/v1/files?{query}").status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("application/json", b"{}"),
+        ("multipart/form-data", b"x"),
+        ("multipart/form-data; boundary=b", b"--b\r\n\r\nx"),
+        ("multipart/form-data; boundary=b", b"--b\r\n\r\nx\r\n--b--\r\n"),
+        ("multipart/form-data; boundary=b", b"--b\r\n\r\nx" * 30 + b"--b--\r\n"),
+    ],
+)
+def test_forms_that_are_none(start: Start, tmp_path: Path, kind: str, body: bytes) -> None:
+    server = start(batch_dir=str(tmp_path))
+    response = server.http.post("/v1/files", content=body, headers={"content-type": kind})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "file")
+
+
+def test_keys_see_their_own_alone(start: Start, tmp_path: Path) -> None:
+    first = start(batch_dir=str(tmp_path), api_key="sesame")
+    file_id = upload(first.openai("sesame"), [line("a")])
+    second = start(batch_dir=str(tmp_path), api_key="two")
+    with pytest.raises(openai.NotFoundError):
+        second.openai("two").files.retrieve(file_id)
+    assert "sesame" not in "".join(str(path) for path in tmp_path.rglob("*"))
+
+
+def test_a_batch_is_cancelled(start: Start, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    server = start(batch_dir=str(tmp_path))
+    client = server.openai()
+    server.engine.script = lambda request: Script(tokenizer.encode("hello"), hang=True)
+    batch_id = create(client, [line(str(i)) for i in range(3)])
+    server.engine.wait_for(lambda: len(server.engine.requests) == 3)
+    input_file = client.batches.retrieve(batch_id).input_file_id
+    with pytest.raises(openai.BadRequestError, match="cancel it first"):
+        client.files.delete(input_file)
+    behind = create(client, [line("a")])
+    assert client.batches.cancel(behind).status == "cancelled"
+    assert client.batches.cancel(batch_id).status == "cancelling"
+    wait(server, batch_id, "cancelled")
+    server.engine.wait_for(lambda: len(server.engine.aborted) == 3)
+    server.wait_idle()
+    assert client.batches.retrieve(behind).output_file_id is None
+
+
+def test_the_next_server_goes_on(start: Start, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    first = start(batch_dir=str(tmp_path), drain_timeout_s=0.1)
+    count = iter(range(100))
+    hello = tokenizer.encode("hello")
+    first.engine.script = lambda request: Script(hello, hang=next(count) >= 2)
+    batch_id = create(first.openai(), [line(str(i)) for i in range(6)])
+    first.engine.wait_for(lambda: len(first.engine.requests) == 6)
+    kept = first.app.state.batches
+    first.wait_for(lambda: kept.shown(kept.store(b"").batch(batch_id)).request_counts.completed == 2)
+    first.stop()
+    second = start(batch_dir=str(tmp_path))
+    wait(second, batch_id, "completed")
+    assert sorted(answers(second.openai(), batch_id)) == [str(i) for i in range(6)]
+    assert len(second.engine.requests) == 4
+
+
+def test_without_a_folder_there_are_no_batches(start: Start) -> None:
+    assert start().http.get("/v1/batches").status_code == 404
+
+
+def test_answers_are_as_described(start: Start, tmp_path: Path) -> None:
+    document = start(batch_dir=str(tmp_path)).http.get("/openapi.json").json()
+    assert {"/v1/files", "/v1/files/{file_id}/content", "/v1/batches/{batch_id}/cancel"} <= set(document["paths"])
+    assert {"File", "Batch", "BatchBody"} <= set(document["components"]["schemas"])
