@@ -16,6 +16,7 @@ Listed from the top down: modules import only their own line and those below. On
 - `generation`: run one generation, in the form that endpoints and offline API share
 - `service`: hold what all generations share: engine, tokenizer, makers of prompts
 - `chat`: turn chat messages into prompts and outputs into messages, by model family
+- `keys`: the API keys that clients may send
 - `settings`: hold the options of the server and the sampling defaults of the checkpoint
 - `text`: encode and decode text
 - `connection`, `gate`, `disconnect`, `drain`, `errors`, `middleware`, `paths`: the parts of HTTP that know no endpoint

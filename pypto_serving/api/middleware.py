@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import ipaddress
 import logging
 import re
@@ -15,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pypto_serving.api.drain import SHUTTING_DOWN
 from pypto_serving.api.errors import AuthenticationError, OriginError, describe, internal_error
+from pypto_serving.api.keys import ApiKeys
 from pypto_serving.api.paths import Paths
 from pypto_serving.errors import UnavailableError
 from pypto_serving.util import brief
@@ -163,12 +163,12 @@ def _is_loopback(server: tuple[str, int] | None) -> bool:
 
 
 class ApiKeyGuard:
-    """Refuse requests without the API key, except for paths that `is_public`."""
+    """Refuse requests without an API key, except for paths that `is_public`."""
 
-    def __init__(self, app: ASGIApp, api_key: str, is_public: Callable[[str], bool]) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, is_public: Callable[[str], bool]) -> None:
         self.app = app
         self._is_public = is_public
-        self._expected = api_key.encode()
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or self._is_public(scope["path"]) or self._allows(scope):
@@ -180,10 +180,10 @@ class ApiKeyGuard:
     def _allows(self, scope: Scope) -> bool:
         for name, value in scope["headers"]:
             if name == b"x-api-key":
-                return hmac.compare_digest(value.strip(), self._expected)
+                return self._keys.allow(value.strip())
             scheme, _, key = value.partition(b" ")
             if name == b"authorization" and scheme.lower() == b"bearer":
-                return hmac.compare_digest(key.strip(), self._expected)
+                return self._keys.allow(key.strip())
         return False
 
 

@@ -97,6 +97,15 @@ class ApiServer:
                 await self._batches.close()
             await self._reading.close()
 
+    @property
+    def reloads(self) -> bool:
+        """Return whether there is anything for `reload` to read."""
+        return bool(self._service.keys.file)
+
+    def reload(self) -> None:
+        """Read the file of API keys again; requests under way go on."""
+        self._service.keys.reload()
+
     def stop(self) -> None:
         """Drain and end: admit nothing more, finish the admitted requests. The second call ends now."""
         if self._drain is None:
@@ -129,19 +138,21 @@ class ApiServer:
 async def serve(
     app: FastAPI, host: str, port: int, on_bound: OnBound, *, drain_timeout_s: float = DRAIN_TIMEOUT_S
 ) -> None:
-    """Serve `app` until SIGTERM or SIGINT. Raises OSError if it cannot bind.
+    """Serve `app` until SIGTERM or SIGINT; on SIGHUP reload, if there is anything to. Raises OSError if it cannot bind.
 
     Port 0 takes a free port; `on_bound` gets its number. Call it in the main thread, where signals are handled.
     """
     server = ApiServer(app, host, port, drain_timeout_s)
     loop = asyncio.get_running_loop()
-    signals = (signal.SIGTERM, signal.SIGINT)
-    for number in signals:
-        loop.add_signal_handler(number, server.stop)
+    handlers = dict.fromkeys((signal.SIGTERM, signal.SIGINT), server.stop)
+    if server.reloads:  # otherwise the end of a terminal ends the server
+        handlers[signal.SIGHUP] = server.reload
+    for number, handler in handlers.items():
+        loop.add_signal_handler(number, handler)
     try:
         await server.run(on_bound)
     finally:
-        for number in signals:
+        for number in handlers:
             loop.remove_signal_handler(number)
 
 

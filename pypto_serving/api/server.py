@@ -78,7 +78,7 @@ class Application(FastAPI):
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
-            needs_key = self.state.service.serving.api_key is not None
+            needs_key = bool(self.state.service.keys)
             self.openapi_schema = openapi.complete(super().openapi(), needs_key)
         return self.openapi_schema
 
@@ -107,8 +107,8 @@ def create_app(engine: EngineClient, serving: ServingConfig, memory: MemoryPlan 
         app.state.batches = Batches(Path(serving.batch_dir), Direct(app), serving.max_body_bytes, width)
         _add_batches(app)
     app.add_middleware(Faults)
-    if serving.api_key is not None:
-        app.add_middleware(ApiKeyGuard, api_key=serving.api_key.strip(), is_public=_is_public)
+    if service.keys:
+        app.add_middleware(ApiKeyGuard, keys=service.keys, is_public=_is_public)
     else:
         app.add_middleware(OriginGuard, allowed=serving.allowed_origins)
     if serving.allowed_origins:

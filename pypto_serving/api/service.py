@@ -8,6 +8,7 @@ import time
 from pypto_serving.api.drain import Admission
 from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.generation.seeds import SeedSource
+from pypto_serving.api.keys import ApiKeys
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.engine.client import EngineClient, Health
 from pypto_serving.engine.history import History
@@ -22,7 +23,10 @@ MAX_REMEMBERED_FIELDS = 1000
 
 
 class Service:
-    """Join the parts of one server. Made once, at start; only `admission`, `history`, `metrics` and `seeds` change."""
+    """Join the parts of one server. Made once, at start.
+
+    Only `admission`, `history`, `keys`, `metrics` and `seeds` change.
+    """
 
     def __init__(self, engine: EngineClient, serving: ServingConfig) -> None:
         self.engine = engine
@@ -36,6 +40,7 @@ class Service:
         engine.on_stats = self._observe
         self.admission = Admission()
         self.created = int(time.time())
+        self.keys = ApiKeys(serving.api_keys, serving.api_key_file)
         self.seeds = SeedSource(engine.config.seed)
         self._warned_fields: set[str] = set()
         logger.info("%s", serving.default_sampling.describe())

@@ -67,7 +67,8 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
     served_model_names: tuple[str, ...]
     architecture: str = ""
     eos_token_ids: tuple[int, ...] = ()
-    api_key: str | None = default_of(ServerConfig, "api_key")
+    api_keys: tuple[str, ...] = default_of(ServerConfig, "api_keys")
+    api_key_file: str = default_of(ServerConfig, "api_key_file")
     default_sampling: DefaultSampling = DefaultSampling()
     chat_template: str | None = default_of(ServerConfig, "chat_template")
     tool_call_parser: str = default_of(ServerConfig, "tool_call_parser")
@@ -82,8 +83,8 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):
             raise ConfigError("the served model name is empty; give at least one name")
-        if self.api_key is not None and not self.api_key.strip():
-            raise ConfigError("the API key is empty; give a key or leave the option out")
+        if not all(map(str.strip, self.api_keys)):
+            raise ConfigError("an API key is empty; give a key or leave the option out")
 
     def resolve_model(self, name: str | None) -> str:
         """Return the model name for the response. Raises UnknownModelError if `name` is not served."""
@@ -97,7 +98,7 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
         return name
 
     def __repr__(self) -> str:
-        return f"ServingConfig({self.model_dir!r}, {self.served_model_names!r})"  # never the key
+        return f"ServingConfig({self.model_dir!r}, {self.served_model_names!r})"  # never the keys
 
 
 def default_sampling(generation: Fields) -> DefaultSampling:
@@ -127,7 +128,8 @@ def serving_config(server: ServerConfig, model: ModelSpec) -> ServingConfig:
         model.eos_token_ids,
         served_model_names=server.served_model_names,
         architecture=model.architecture,
-        api_key=server.api_key,
+        api_keys=server.api_keys,
+        api_key_file=server.api_key_file,
         chat_template=server.chat_template,
         tool_call_parser=server.tool_call_parser,
         reasoning_parser=server.reasoning_parser,

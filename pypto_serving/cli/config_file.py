@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-from pypto_serving.cli.text_file import read_text
 from pypto_serving.errors import ConfigError
 from pypto_serving.setup.rules import Text
+from pypto_serving.setup.text_file import read_keys, read_text
 
 INT, FLOAT, TIMESTAMP = (f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp"))
 PLAIN_INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]{0,99})$|0x[0-9a-fA-F]{1,99}$")
@@ -55,7 +55,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _with_key(path: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """Add the key in the file that `api-key-file` names."""
+    """Add the keys in the file that `api-key-file` names."""
     for name in ("api-key-file", "api_key_file"):
         if name in values:
             label = f"{name} in {path.name}"
@@ -63,7 +63,7 @@ def _with_key(path: Path, values: dict[str, Any]) -> dict[str, Any]:
                 key_file = Text().parse(values[name])
             except ValueError:
                 raise ConfigError(f"{label} must be the path of a file that holds the API key") from None
-            values["api-key"] = read_text(Path(key_file), label).strip()
+            values["api-key"] = read_keys(Path(key_file), label)
     return values
 
 

@@ -12,7 +12,6 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from pypto_serving.backend.defaults import BACKEND_DEFAULTS
-from pypto_serving.cli.text_file import read_text
 from pypto_serving.errors import ConfigError
 from pypto_serving.setup.blocks import REMOTE_BLOCK_BYTES
 from pypto_serving.setup.defaults import DEFAULTS, shown_default
@@ -25,6 +24,7 @@ from pypto_serving.setup.rules import (
     TOOL_CALL_PARSERS,
     Choice,
 )
+from pypto_serving.setup.text_file import read_keys
 from pypto_serving.types.hosts import SECRET_VARIABLE
 from pypto_serving.util import format_size, one_of
 
@@ -92,7 +92,8 @@ FLAGS = (
         "api_key",
         SERVER,
         "KEY",
-        f"Key that clients must send; --api-key-file or {ENVIRONMENT['api_key']} keeps it out of the process list.",
+        f"Key that clients may send; may repeat; --api-key-file or {ENVIRONMENT['api_key']} keeps it out of the "
+        "process list.",
         "none",
     ),
     Flag(
@@ -238,7 +239,7 @@ SWITCHES = {
 }
 OPT_INS = {"trust_request_chat_template"}
 """Switches whose flag only turns them on; help has no room for more."""
-LISTS = {"served_model_name", "allowed_origins"}
+LISTS = {"served_model_name", "allowed_origins", "api_key"}
 
 CHECKPOINT = "Folder or hub name of a checkpoint."
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=f"{CHECKPOINT} (default: the bundled one)")]
@@ -247,7 +248,9 @@ ConfigFile = Annotated[
 ]
 KeyFile = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="File that holds the API key.", rich_help_panel=SERVER),
+    typer.Option(
+        metavar="FILE", help="File with an API key on each line; SIGHUP reads it again.", rich_help_panel=SERVER
+    ),
 ]
 
 
@@ -315,11 +318,11 @@ def _make(values: dict[str, Any]) -> Any:
         if values.get("model") not in (None, argument):
             raise ConfigError(f"MODEL is {argument}, but --model is {values['model']}; give one of them")
         values["model"] = argument
-    if key_file is not None:
-        if values.get("api_key") is not None:
-            raise ConfigError("--api-key and --api-key-file are both given; drop one")
-        values["api_key"], values[KEY_FILE] = read_text(key_file, "--api-key-file").strip(), str(key_file)
     given = {name: value for name, value in values.items() if value is not None and value != []}
+    if key_file is not None:
+        if "api_key" in given:
+            raise ConfigError("--api-key and --api-key-file are both given; drop one")
+        given |= {"api_key": read_keys(key_file, "--api-key-file"), KEY_FILE: str(key_file)}
     environment = os.environ if "api_key" in values else None  # commands that start no server need no key
     if config is None:
         return make_options(given, environment=environment)

@@ -82,7 +82,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     kv_events_replay: str | None = None
     host: str | None = None
     port: int | None = None
-    api_key: str | None = None
+    api_key: tuple[str, ...] | None = None
     max_queued_requests: int | None = None
     drain_timeout: float | None = None
     step_timeout: float | None = None
@@ -106,9 +106,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return rule.parse(value)
         except (ValueError, OverflowError):
+            if name == "api_key":
+                raise ConfigError(f"{self.label(name)} {_what_is_wrong(value, rule)}") from None
             shown = _shorten(_text(value)) or "empty"
-            if name == "api_key" and shown != "empty":
-                raise ConfigError(f"{self.label(name)} {_what_is_wrong(value)}") from None
             quotes = "; put it in quotes" if type(rule) in (Text, Texts) and isinstance(value, int | float) else ""
             raise ConfigError(f"{self.label(name)} is {shown}, but must be {rule.allowed}{quotes}") from None
 
@@ -212,10 +212,13 @@ def _hint(name: str, as_arguments: bool) -> str:
     return f"did you mean {write(close[0])}?" if close else "known are: " + ", ".join(map(write, names))
 
 
-def _what_is_wrong(key: object) -> str:
-    """Say what is wrong with a key without showing it."""
-    if not isinstance(key, str):
+def _what_is_wrong(given: object, rule: Rule) -> str:
+    """Say what is wrong with keys without showing them."""
+    keys = given if isinstance(given, list | tuple) else [given]
+    if not all(isinstance(key, str) for key in keys):
         return "is not text, but must be; put it in quotes"
+    if not keys or not all(map(str.strip, keys)):
+        return f"is empty, but must be {rule.allowed}"
     return "is not one line of characters that can be printed, but must be"
 
 

@@ -204,8 +204,9 @@ def _server(settings: Settings, model: ModelSpec) -> ServerConfig:
     settings.record("model", path, origin_or("model", "the default model"))
     names = options.served_model_name or (default_model_name(model.path or path),)
     settings.record("served_model_name", ", ".join(names), origin_or("served_model_name", "the model's name"))
-    key, template = options.api_key, options.chat_template
-    settings.record("api_key", "set" if key else "none", origin_or("api_key", "default: open"))
+    keys, template = options.api_key or (), options.chat_template
+    shown = f"{len(keys)} keys" if len(keys) > 1 else "set" if keys else "none"
+    settings.record("api_key", shown, origin_or("api_key", "default: open"))
     origins = options.allowed_origins or ()
     settings.record("allowed_origins", ", ".join(origins) or "none", origin_or("allowed_origins", "default: no others"))
     max_body_bytes: int = options.max_body_bytes or settings.defaults["max_body_bytes"]
@@ -216,7 +217,8 @@ def _server(settings: Settings, model: ModelSpec) -> ServerConfig:
         served_model_names=names,
         host=settings.pick_fixed("host", "default: this machine only"),
         port=settings.pick_fixed("port"),
-        api_key=key,
+        api_keys=keys,
+        api_key_file=options.api_key_file,
         chat_template=template,
         tool_call_parser=settings.pick_fixed("tool_call_parser"),
         reasoning_parser=settings.pick_fixed("reasoning_parser"),
@@ -235,7 +237,7 @@ def _check_server(settings: Settings, engines: Sequence[EngineConfig], server: S
     options = settings.options
     for engine in engines:
         check_ports(options, engine, server)
-    if not server.api_key and not is_loopback(server.host):
+    if not server.api_keys and not is_loopback(server.host):
         settings.warnings.append(
             f"{options.label('host')} is {server.host} and there is no API key, so whoever reaches this machine may "
             f"use the server: give {options.label('api_key', beside='host')}, or set {ENVIRONMENT['api_key']}"

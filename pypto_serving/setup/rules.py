@@ -171,6 +171,13 @@ class Texts:
 
 
 @dataclass(frozen=True)
+class Keys(Texts):
+    """API keys: one, or a list of them."""
+
+    allowed: str = "text on one line, not empty"
+
+
+@dataclass(frozen=True)
 class Origins(Texts):
     """Origins of web pages, written as browsers send them: in lower case, without the scheme's own port; `*` is any."""
 
@@ -358,7 +365,7 @@ RULES: dict[str, Rule] = {
     "kv_events_replay": Endpoint(),
     "host": Text(),
     "port": Whole(0, MAX_PORT),
-    "api_key": Text(),
+    "api_key": Keys(),
     "max_queued_requests": Whole(1, 1_000_000),
     "drain_timeout": Seconds(86400, zero=True),
     "step_timeout": Seconds(86400),

@@ -201,8 +201,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Configure the API process. Port 0 lets the system choose one; without `api_key` the API is open.
+    """Configure the API process. Port 0 lets the system choose one; without `api_keys` the API is open.
 
+    api_key_file: where the keys were read; empty for elsewhere.
     client_priority: whether requests may name a priority.
     tool_call_parser, reasoning_parser: "auto" chooses by the model, "none" parses nothing.
     trust_request_chat_template: whether requests may bring a chat template.
@@ -212,7 +213,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     served_model_names: tuple[str, ...]
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
+    api_key_file: str = ""
     chat_template: str | None = None
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"

@@ -48,7 +48,7 @@ def test_headers_and_trailers_are_bounded_before_they_end(
 
 
 def test_trailers_after_an_answer_end_the_connection(start: Callable[..., RunningServer]) -> None:
-    with dialled(start(api_key="secret")) as connect:
+    with dialled(start(api_keys=("secret",))) as connect:
         client = connect()
         client.sendall(HEAD + b"transfer-encoding: chunked\r\n\r\n")
         assert next_answer(client) == 401
@@ -161,7 +161,7 @@ def test_what_is_no_request_gets_an_error(
 def guarded(start: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch) -> RunningServer:
     """A server with a key, whose connections are soon closed when idle."""
     monkeypatch.setattr(run, "KEEP_ALIVE_S", 0.1)
-    return start(api_key="secret")
+    return start(api_keys=("secret",))
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_a_client_that_was_refused_does_not_keep_its_place_by_its_body(
 
 
 def test_a_body_may_end_after_its_answer(start: Callable[..., RunningServer]) -> None:
-    with dialled(start(api_key="secret")) as connect:
+    with dialled(start(api_keys=("secret",))) as connect:
         client = connect()
         client.sendall(HEAD + LENGTH + b"\r\n")
         assert next_answer(client) == 401
@@ -236,7 +236,7 @@ def test_a_body_that_may_be_sent_is_asked_for(connect: Callable[[], socket.socke
 def test_a_client_that_was_refused_need_not_send_its_body(
     start: Callable[..., RunningServer],
 ) -> None:
-    with dialled(start(api_key="secret")) as connect:
+    with dialled(start(api_keys=("secret",))) as connect:
         client = connect()
         client.sendall(HEAD + LENGTH + b"expect: 100-continue\r\n\r\n")
         assert answer(client)[0] == 401

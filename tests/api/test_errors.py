@@ -243,7 +243,7 @@ def test_an_unforeseen_error_within_a_stream_is_named_too(
 
 
 def test_the_api_key_guards_everything_but_health(start: Callable[..., RunningServer]) -> None:
-    server = start(api_key="käse-key")
+    server = start(api_keys=("käse-key",))
     for path in (
         "/v1/models",
         "/metrics",

@@ -172,7 +172,7 @@ def test_small_answers_are_as_described(server: RunningServer, path: str, kind: 
 
 
 def test_a_key_is_described_where_it_is_needed(start: Callable[..., RunningServer]) -> None:
-    server = start(api_key="secret")
+    server = start(api_keys=("secret",))
     document = server.http.get("/openapi.json", headers={"Authorization": "Bearer secret"}).json()
     assert document["security"] == [{"key": []}] and "key" in document["components"]["securitySchemes"]
     free = {"/health", "/ready"}

@@ -38,7 +38,7 @@ def test_a_rebound_page_reads_nothing(start: Callable[..., RunningServer], path:
 
 
 def test_names_are_free_with_a_key(start: Callable[..., RunningServer]) -> None:
-    server = start(api_key="secret")
+    server = start(api_keys=("secret",))
     headers = {"Host": "llm.example", "Authorization": "Bearer secret"}
     assert server.http.get("/v1/models", headers=headers).status_code == 200
 
@@ -64,7 +64,7 @@ def test_json_in_any_spelling_is_served(server: RunningServer) -> None:
 
 @pytest.mark.parametrize("key", [None, "secret"])
 def test_allowed_pages_get_cors_headers(start: Callable[..., RunningServer], key: str | None) -> None:
-    server = start(allowed_origins=(FRIEND,), api_key=key)
+    server = start(allowed_origins=(FRIEND,), api_keys=(key,) if key else ())
     asks = {"Origin": FRIEND, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-a"}
     preflight = server.http.options(PATH, headers=asks)
     assert preflight.status_code == 200 and preflight.headers["access-control-allow-origin"] == FRIEND

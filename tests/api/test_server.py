@@ -289,8 +289,8 @@ def test_serving_config_refuses_what_cannot_work() -> None:
     with pytest.raises(ConfigError, match="name is empty"):
         ServingConfig(model_dir="x", served_model_names=())
     with pytest.raises(ConfigError, match="API key is empty"):
-        ServingConfig(model_dir="x", served_model_names=("a",), api_key=" ")
-    assert "secret" not in repr(ServingConfig(model_dir="x", served_model_names=("a",), api_key="secret"))
+        ServingConfig(model_dir="x", served_model_names=("a",), api_keys=(" ",))
+    assert "secret" not in repr(ServingConfig(model_dir="x", served_model_names=("a",), api_keys=("secret",)))
 
 
 def test_default_sampling(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_a_key_is_never_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path
 def test_api_key_file_must_hold_a_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     key_file, config = tmp_path / "key", tmp_path / "c.yaml"
     config.write_text(f"api-key-file: {key_file}")
-    for text, problem in (("\n", "empty, but must be text on one line, not empty"), ("a\nb", NOT_ONE_LINE)):
+    for text, problem in (("\n# none\n", "empty, but must be text on one line, not empty"), ("a\nb\x7f", NOT_ONE_LINE)):
         key_file.write_text(text)
         code, _, err = run(capsys, "--api-key-file", str(key_file))
         assert (code, err) == (2, f"error: --api-key-file {key_file} is {problem}\n")
@@ -143,3 +143,24 @@ def test_an_address_of_this_machine_only_is_fine(
 ) -> None:
     assert run(capsys, "--host", host)[0] == 0
     assert caplog.messages == []
+
+
+def test_there_may_be_several_keys(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    keys, config = tmp_path / "keys", tmp_path / "c.yaml"
+    keys.write_text("# of the team\nfirst-k3y\n\n  second-k3y  \n#old-k3y\n")
+    for text in (f"api-key-file: {keys}", "api-key: [first-k3y, second-k3y]"):
+        config.write_text(text)
+        for argv in (
+            ("--api-key", "first-k3y", "--api-key", "second-k3y"),
+            ("--api-key-file", str(keys)),
+            ("--config", str(config)),
+        ):
+            code, out, err = run(capsys, *argv)
+            assert (code, err) == (0, "") and reason(out).startswith("2 keys")
+            assert "k3y" not in out
+
+
+@pytest.mark.parametrize("value", ["", "  "])
+def test_an_empty_key_among_others_is_refused(capsys: pytest.CaptureFixture[str], value: str) -> None:
+    code, _, err = run(capsys, "--api-key", "k3y", "--api-key", value)
+    assert (code, err) == (2, "error: --api-key is empty, but must be text on one line, not empty\n")

@@ -103,6 +103,20 @@ def test_an_api_key_guards_all_but_health() -> None:
         assert get(ready["port"], "/v1/models", Authorization="Bearer secret")[0] == 200
 
 
+def test_a_hangup_reads_the_keys_again(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("old\n")
+    with serving(*NULL, "--api-key-file", str(keys)) as (process, ready):
+        assert get(ready["port"], "/v1/models", Authorization="Bearer old")[0] == 200
+        keys.write_text("new\nnext\n")
+        process.send_signal(signal.SIGHUP)
+        while get(ready["port"], "/v1/models", Authorization="Bearer next")[0] == 401:
+            pass
+        assert get(ready["port"], "/v1/models", Authorization="Bearer old")[0] == 401
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
 def test_a_cache_salt_parts_what_is_cached() -> None:
     with serving(*NULL) as (_, ready), httpx.Client(base_url=ready["url"]) as http:
 

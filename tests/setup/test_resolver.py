@@ -37,7 +37,7 @@ def test_every_option_is_a_setting_with_a_reason() -> None:
 
 def test_default_server_is_local_and_open() -> None:
     server = make_resolved().server
-    assert (server.host, server.port, server.api_key) == ("127.0.0.1", 8000, None)
+    assert (server.host, server.port, server.api_keys) == ("127.0.0.1", 8000, ())
     assert server.served_model_names == ("small",)
 
 
@@ -48,8 +48,9 @@ def test_priorities_can_be_denied_to_clients() -> None:
 
 def test_api_keys_are_not_shown() -> None:
     resolved = make_resolved(api_key="secret")
-    assert resolved.server.api_key == "secret"
+    assert resolved.server.api_keys == ("secret",)
     assert setting(resolved, "api-key") == ("set", "given by --api-key")
+    assert setting(make_resolved(api_key=["a", "b"]), "api-key") == ("2 keys", "given by --api-key")
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -40,7 +40,7 @@ class BodyProcess:
     """Owns a reader of bodies, which has the shortest one read next, so that long ones delay none but their like."""
 
     def __init__(self, config: EngineConfig, serving: ServingConfig) -> None:
-        serving = msgspec.structs.replace(serving, api_key=None)
+        serving = msgspec.structs.replace(serving, api_keys=())
         self.process: ReaderProcess[ReadBody] = ReaderProcess(
             "pypto_serving.api.reading", lambda channel: BodyStart(config, serving, channel), BODY_ANSWERS
         )

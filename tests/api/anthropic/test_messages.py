@@ -417,7 +417,7 @@ def test_a_body_that_is_too_large(start: Callable[..., RunningServer]) -> None:
 
 
 def test_the_key_may_come_as_x_api_key(start: Callable[..., RunningServer]) -> None:
-    server = start(api_key="secret")
+    server = start(api_keys=("secret",))
     assert refusal(server, 401)["type"] == "authentication_error"
     for name, value, status in (
         ("x-api-key", "secret", 200),

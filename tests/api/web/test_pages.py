@@ -70,7 +70,7 @@ def test_there_are_no_other_files(server: RunningServer, name: str) -> None:
 
 
 def test_pages_need_no_key_and_figures_do(start: Callable[..., RunningServer]) -> None:
-    server = start(api_key="sesame")
+    server = start(api_keys=("sesame",))
     assert [server.http.get(path).status_code for path in (*PAGES, "/web/dom.js")] == [200, 200, 200]
     assert server.http.get("/dashboard/stats").status_code == 401
     assert server.http.get("/dashboard/stats", headers={"authorization": "Bearer sesame"}).status_code == 200

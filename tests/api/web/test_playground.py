@@ -151,7 +151,7 @@ def test_a_setting_that_is_wrong_says_so(page: Page) -> None:
 
 
 def test_a_key_is_asked_for(start: Callable[..., RunningServer], open_page: OpenPage) -> None:
-    server = start(api_key="sesame")
+    server = start(api_keys=("sesame",))
     page = open_page(server.url + "/")
     for key in ("wrong", "sesame"):
         page.wait(

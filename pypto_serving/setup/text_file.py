@@ -26,3 +26,12 @@ def read_text(path: Path, flag: str) -> str:
     if len(text) > MAX_CHARS:
         raise ConfigError(f"{flag} {path} cannot be read: it has more than {MAX_CHARS} characters")
     return text
+
+
+def read_keys(path: Path, flag: str) -> list[str]:
+    """Read a file of API keys: one on each line, without empty lines and those that begin with `#`.
+
+    Raises ConfigError like `read_text`; what a key may be is for the rule of `api_key`.
+    """
+    lines = (line.strip() for line in read_text(path, flag).split("\n"))
+    return [line for line in lines if line and not line.startswith("#")]

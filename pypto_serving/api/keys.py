@@ -1,0 +1,51 @@
+"""The API keys that clients may send, and their file, which may change while the server runs."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+
+from pypto_serving.errors import ConfigError
+from pypto_serving.setup.rules import Keys
+from pypto_serving.setup.text_file import read_keys
+from pypto_serving.util import counted
+
+logger = logging.getLogger("pypto_serving.api")
+
+
+class ApiKeys:
+    """Owns the keys of one server; none means that it is open. Used in its event loop only.
+
+    `file` is where they were read, or "". Requests that were let in stay in when their key goes.
+    """
+
+    def __init__(self, keys: Sequence[str], file: str = "") -> None:
+        self.file = file
+        self._digests = _digests(keys)
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def allow(self, key: bytes) -> bool:
+        """Return whether a client may send `key`. Any two keys take the same time to judge."""
+        digest = sha256(key).digest()
+        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0  # compared with all of them
+
+    def reload(self) -> None:
+        """Read the file again. Keep the keys if it cannot be used, and log why."""
+        try:
+            keys = Keys().parse(read_keys(Path(self.file), "the file of API keys"))
+        except ConfigError as error:
+            logger.warning("%s; the keys stay as they are", error)
+        except ValueError:
+            logger.warning("the file of API keys %s holds none, or a bad one; the keys stay as they are", self.file)
+        else:
+            self._digests = _digests(keys)
+            logger.info("read %s from %s", counted(len(keys), "API key"), self.file)
+
+
+def _digests(keys: Sequence[str]) -> tuple[bytes, ...]:
+    return tuple(sha256(key.strip().encode()).digest() for key in keys)
