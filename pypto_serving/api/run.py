@@ -9,6 +9,7 @@ import math
 import resource
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -17,21 +18,21 @@ import uvicorn
 from fastapi import FastAPI
 
 from pypto_serving.api.batch.batches import Batches
-from pypto_serving.api.connection import BoundedProtocol
+from pypto_serving.api.connection import HEAD_TIMEOUT_S, BoundedProtocol
 from pypto_serving.api.gate import Gate, places
+from pypto_serving.api.listening import close, listen_at, load_certificate, tls_context
 from pypto_serving.api.reading.reading import Reading
 from pypto_serving.api.service import Service
-from pypto_serving.types.config import ServerConfig, default_of
+from pypto_serving.types.config import ServerConfig
 from pypto_serving.util import MonotonicClock, counted
 
 logger = logging.getLogger("pypto_serving.api")
 
-DRAIN_TIMEOUT_S: float = default_of(ServerConfig, "drain_timeout_s")
 CLOSE_TIMEOUT_S = 2
 KEEP_ALIVE_S = 5
 """Time from an answer to the first byte of the next request; a body that the answer did not wait for ends by then."""
-READ_TIMEOUT_S = 120.0
 TICK_S = 1.0
+BACKLOG = 2048
 REFUSAL_LOG_S = 10.0
 OnBound = Callable[[int], None]
 
@@ -42,12 +43,14 @@ class ApiServer:
     While draining it still listens: new requests get a 503 with Retry-After, and /health reports the drain.
     """
 
-    def __init__(self, app: FastAPI, host: str, port: int, drain_timeout_s: float = DRAIN_TIMEOUT_S) -> None:
+    def __init__(self, app: FastAPI, server: ServerConfig) -> None:
         self._service: Service = app.state.service
         self._reading: Reading = app.state.reading
         self._batches: Batches | None = app.state.batches
-        self._socket = bind(host, port)
-        self._drain_timeout_s = drain_timeout_s
+        self._config = server
+        self._tls = tls_context(server)
+        self._socket = listen_at(server)
+        self._drain_timeout_s = server.drain_timeout_s
         self._drain: asyncio.Task[None] | None = None
         self._told_s = -math.inf
         fitting = places(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
@@ -63,7 +66,8 @@ class ApiServer:
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
-            )
+            ),
+            self._tls,
         )
 
     def _new_protocol(self, **uvicorns: Any) -> BoundedProtocol:
@@ -79,8 +83,8 @@ class ApiServer:
 
     @property
     def port(self) -> int:
-        """Return the bound port; with port 0 the system chose it."""
-        return int(self._socket.getsockname()[1])
+        """Return the bound port; with port 0 the system chose it. A Unix socket has none, 0."""
+        return 0 if self._config.uds else int(self._socket.getsockname()[1])
 
     async def run(self, on_bound: OnBound) -> None:
         """Serve until stopped; call `on_bound(port)` when connections are accepted."""
@@ -92,7 +96,7 @@ class ApiServer:
         finally:
             if self._drain is not None:
                 self._drain.cancel()
-            self._socket.close()
+            close(self._socket, self._config)
             if self._batches is not None:
                 await self._batches.close()
             await self._reading.close()
@@ -100,11 +104,23 @@ class ApiServer:
     @property
     def reloads(self) -> bool:
         """Return whether there is anything for `reload` to read."""
-        return bool(self._service.keys.file)
+        return bool(self._service.keys.file) or self._tls is not None
 
     def reload(self) -> None:
-        """Read the file of API keys again; requests under way go on."""
-        self._service.keys.reload()
+        """Read the file of API keys and the certificate again; connections go on."""
+        if self._service.keys.file:
+            self._service.keys.reload()
+        if self._tls is not None:
+            self._reload_certificate(self._tls)
+
+    def _reload_certificate(self, tls: ssl.SSLContext) -> None:
+        try:
+            tls_context(self._config)  # a certificate that does not fit its key must not reach the one in use
+            load_certificate(tls, self._config)
+        except OSError as error:
+            logger.warning("%s cannot be used, and stays as it was: %s", self._config.ssl_certfile, error)
+        else:
+            logger.info("read the certificate %s", self._config.ssl_certfile)
 
     def stop(self) -> None:
         """Drain and end: admit nothing more, finish the admitted requests. The second call ends now."""
@@ -135,44 +151,24 @@ class ApiServer:
         self._server.exit()
 
 
-async def serve(
-    app: FastAPI, host: str, port: int, on_bound: OnBound, *, drain_timeout_s: float = DRAIN_TIMEOUT_S
-) -> None:
+async def serve(app: FastAPI, server: ServerConfig, on_bound: OnBound) -> None:
     """Serve `app` until SIGTERM or SIGINT; on SIGHUP reload, if there is anything to. Raises OSError if it cannot bind.
 
-    Port 0 takes a free port; `on_bound` gets its number. Call it in the main thread, where signals are handled.
+    Port 0 takes a free port; `on_bound` gets its number, 0 for a Unix socket. Call it in the main thread, where
+    signals are handled.
     """
-    server = ApiServer(app, host, port, drain_timeout_s)
+    running = ApiServer(app, server)
     loop = asyncio.get_running_loop()
-    handlers = dict.fromkeys((signal.SIGTERM, signal.SIGINT), server.stop)
-    if server.reloads:  # otherwise the end of a terminal ends the server
-        handlers[signal.SIGHUP] = server.reload
+    handlers = dict.fromkeys((signal.SIGTERM, signal.SIGINT), running.stop)
+    if running.reloads:  # otherwise the end of a terminal ends the server
+        handlers[signal.SIGHUP] = running.reload
     for number, handler in handlers.items():
         loop.add_signal_handler(number, handler)
     try:
-        await server.run(on_bound)
+        await running.run(on_bound)
     finally:
         for number in handlers:
             loop.remove_signal_handler(number)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Bind a TCP socket, whose connections end when their client takes no data for READ_TIMEOUT_S.
-
-    Raises OSError if nothing can listen there.
-    """
-    info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, protocol, _, address = info[0]
-    bound = socket.socket(family, kind, protocol)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(READ_TIMEOUT_S * 1000))
-        bound.bind(address)
-    except BaseException:
-        bound.close()
-        raise
-    return bound
 
 
 class _Uvicorn(uvicorn.Server):
@@ -180,14 +176,25 @@ class _Uvicorn(uvicorn.Server):
 
     on_started: Callable[[], None] | None = None
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None) -> None:
         super().__init__(config)
+        self._tls = tls
         self._exit = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
+        """Listen as uvicorn does; on Unix sockets too, and with little patience for TLS handshakes."""
+        assert sockets is not None
+        [listening], loop = sockets, asyncio.get_running_loop()
+        create: Any = loop.create_unix_server if listening.family == socket.AF_UNIX else loop.create_server
+        patience = {} if self._tls is None else {"ssl_handshake_timeout": HEAD_TIMEOUT_S}
+        server = await create(self._new_protocol, sock=listening, ssl=self._tls, backlog=BACKLOG, **patience)
+        self.servers = [server]
+        self.started = True
         if self.on_started is not None:
             self.on_started()
+
+    def _new_protocol(self) -> asyncio.Protocol:
+        return self.config.http_protocol_class(config=self.config, server_state=self.server_state, app_state={})  # type: ignore[call-arg]
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

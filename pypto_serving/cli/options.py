@@ -88,6 +88,9 @@ FLAGS = (
     Flag("seed", MODEL, "N", "Seed of requests that bring none."),
     Flag("host", SERVER, "HOST", "Address to listen on."),
     Flag("port", SERVER, "PORT", "Port to listen on; 0 takes a free one."),
+    Flag("uds", SERVER, "PATH", "Unix socket to listen on, in place of host and port."),
+    Flag("ssl_certfile", SERVER, "FILE", "Certificate, to serve HTTPS; SIGHUP reads it again."),
+    Flag("ssl_keyfile", SERVER, "FILE", "Its private key, without a password.", "in the certificate's file"),
     Flag(
         "api_key",
         SERVER,

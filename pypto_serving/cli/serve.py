@@ -80,12 +80,18 @@ def _run(options: Options) -> None:
 
 def check_address(options: Options, server: ServerConfig) -> None:
     """Raise ConfigError if nothing can listen on the address, before anything is loaded."""
+    from pypto_serving.api.listening import close, listen_at, tls_context
+
     try:
-        found = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+        tls_context(server)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(
+            f"{options.label('ssl_certfile')} {server.ssl_certfile}{' and its key' * bool(server.ssl_keyfile)} "
+            f"cannot be used: {reason}; give PEM files without a password"
+        ) from None
+    try:
+        close(listen_at(server), server)
     except (socket.gaierror, UnicodeError):
         raise _no_address(options, server) from None
     except OSError as error:
@@ -96,6 +102,8 @@ def _unusable(options: Options, server: ServerConfig, error: OSError) -> ConfigE
     if error.errno == errno.EADDRNOTAVAIL:
         return _no_address(options, server)
     reason = os.strerror(error.errno or 0).lower()
+    if server.uds:
+        return ConfigError(f"{options.label('uds')} {server.uds} cannot be used: {reason}; give another path")
     return ConfigError(
         f"{options.label('port')} {server.port} on {server.host} cannot be used: {reason}; "
         "give another, or 0 for a free one"
@@ -138,9 +146,7 @@ async def _serve_http(
     server = resolved.server
     bound: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     app = create_app(engine, serving, resolved.memory)
-    http = asyncio.create_task(
-        listen(app, server.host, server.port, bound.set_result, drain_timeout_s=server.drain_timeout_s)
-    )
+    http = asyncio.create_task(listen(app, server, bound.set_result))
     dead = asyncio.create_task(engine.wait_dead())
     ready = asyncio.create_task(_announce(server, bound, engine, progress, app.state.reading))
     try:
@@ -177,8 +183,7 @@ async def _announce(
     progress.close()
     line: dict[str, Any] = {
         "event": "ready",
-        "url": server_url(server.host, port),
-        "port": port,
+        **where(server, port),
         "pid": os.getpid(),
         "model": list(server.served_model_names),
         "ready_s": round(time.monotonic() - STARTED_S, 3),
@@ -194,10 +199,13 @@ async def _announce(
         await reading.start()
 
 
-def server_url(host: str, port: int) -> str:
-    """Return the URL at which clients on this machine reach a server that listens on `host`."""
-    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+def where(server: ServerConfig, port: int) -> dict[str, Any]:
+    """Return how clients on this machine reach a server that listens on `port`, or on a Unix socket."""
+    if server.uds:
+        return {"uds": server.uds}
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(server.host, server.host)
+    scheme = "https" if server.ssl_certfile else "http"
+    return {"url": f"{scheme}://{f'[{reachable}]' if ':' in reachable else reachable}:{port}", "port": port}
 
 
 def with_chat(resolved: Resolved, serving: ServingConfig) -> Resolved:

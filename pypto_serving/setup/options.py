@@ -82,6 +82,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     kv_events_replay: str | None = None
     host: str | None = None
     port: int | None = None
+    uds: str | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
     api_key: tuple[str, ...] | None = None
     max_queued_requests: int | None = None
     drain_timeout: float | None = None

@@ -217,6 +217,7 @@ def _server(settings: Settings, model: ModelSpec) -> ServerConfig:
         served_model_names=names,
         host=settings.pick_fixed("host", "default: this machine only"),
         port=settings.pick_fixed("port"),
+        **_listening(settings),
         api_keys=keys,
         api_key_file=options.api_key_file,
         chat_template=template,
@@ -232,12 +233,24 @@ def _server(settings: Settings, model: ModelSpec) -> ServerConfig:
     )
 
 
+def _listening(settings: Settings) -> dict[str, str]:
+    """Return the Unix socket and the files of TLS. Raises ConfigError for what does not go together."""
+    options = settings.options
+    for name in ("host", "port"):
+        if options.uds and getattr(options, name) is not None:
+            raise ConfigError(f"{options.label(name)} and {options.label('uds')} are both given; drop one")
+    if options.ssl_keyfile and not options.ssl_certfile:
+        raise ConfigError(f"{options.label('ssl_keyfile')} needs {options.label('ssl_certfile', beside='ssl_keyfile')}")
+    return {name: settings.pick_fixed(name, "default: off") or "" for name in ("uds", "ssl_certfile", "ssl_keyfile")}
+
+
 def _check_server(settings: Settings, engines: Sequence[EngineConfig], server: ServerConfig) -> None:
     """Refuse ports that are taken twice, and warn of a server that is open to others."""
     options = settings.options
     for engine in engines:
-        check_ports(options, engine, server)
-    if not server.api_keys and not is_loopback(server.host):
+        if not server.uds:
+            check_ports(options, engine, server)
+    if not (server.api_keys or server.uds or is_loopback(server.host)):
         settings.warnings.append(
             f"{options.label('host')} is {server.host} and there is no API key, so whoever reaches this machine may "
             f"use the server: give {options.label('api_key', beside='host')}, or set {ENVIRONMENT['api_key']}"

@@ -40,6 +40,7 @@ MAX_TOKENS = 2**31 - 1
 MAX_KV_BYTES = 1 << 60
 MAX_RANKS = 1024
 MAX_PORT = 65535
+MAX_SOCKET_PATH = 107
 STANDARD_PORTS = {"http": 80, "https": 443}
 
 
@@ -155,6 +156,19 @@ class Text:
         if not isinstance(value, str) or not value.strip() or not value.isprintable():
             raise ValueError
         return value
+
+
+@dataclass(frozen=True)
+class SocketPath(Text):
+    """The path of a Unix socket."""
+
+    allowed: str = f"a path of at most {MAX_SOCKET_PATH} bytes"
+
+    def parse(self, value: object) -> str:
+        path = super().parse(value)
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+            raise ValueError
+        return path
 
 
 @dataclass(frozen=True)
@@ -308,6 +322,9 @@ SERVER_OPTIONS = frozenset(
         "served_model_name",
         "host",
         "port",
+        "uds",
+        "ssl_certfile",
+        "ssl_keyfile",
         "api_key",
         "drain_timeout",
         "max_body_bytes",
@@ -365,6 +382,9 @@ RULES: dict[str, Rule] = {
     "kv_events_replay": Endpoint(),
     "host": Text(),
     "port": Whole(0, MAX_PORT),
+    "uds": SocketPath(),
+    "ssl_certfile": Text(),
+    "ssl_keyfile": Text(),
     "api_key": Keys(),
     "max_queued_requests": Whole(1, 1_000_000),
     "drain_timeout": Seconds(86400, zero=True),

@@ -203,6 +203,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Configure the API process. Port 0 lets the system choose one; without `api_keys` the API is open.
 
+    uds: path of a Unix socket, in place of host and port; empty for none.
+    ssl_certfile, ssl_keyfile: files of the certificate and of its key, if it is not in there too; empty for no TLS.
     api_key_file: where the keys were read; empty for elsewhere.
     client_priority: whether requests may name a priority.
     tool_call_parser, reasoning_parser: "auto" chooses by the model, "none" parses nothing.
@@ -213,6 +215,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     served_model_names: tuple[str, ...]
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: str = ""
+    ssl_certfile: str = ""
+    ssl_keyfile: str = ""
     api_keys: tuple[str, ...] = ()
     api_key_file: str = ""
     chat_template: str | None = None

@@ -57,11 +57,17 @@ def start(checkpoint: Path, tokenizer: Tokenizer) -> Iterator[Callable[..., Runn
     servers = []
 
     def start_one(
-        folder: Path = checkpoint, config: dict[str, Any] | None = None, drain_timeout_s: float = 5.0, **options: Any
+        folder: Path = checkpoint,
+        config: dict[str, Any] | None = None,
+        drain_timeout_s: float = 5.0,
+        listening: dict[str, Any] | None = None,
+        **options: Any,
     ) -> RunningServer:
         options.setdefault("served_model_names", NAMES)
         engine = new_engine(tokenizer, **(config or {}))
-        servers.append(RunningServer(engine, load_serving_config(folder, **options), drain_timeout_s))
+        servers.append(
+            RunningServer(engine, load_serving_config(folder, **options), drain_timeout_s, **(listening or {}))
+        )
         return servers[-1]
 
     yield start_one

@@ -19,6 +19,7 @@ from pypto_serving.api.openai.answers import ChatCompletion, ChatCompletionChunk
 from pypto_serving.api.run import ApiServer
 from pypto_serving.api.server import create_app
 from pypto_serving.api.settings import ServingConfig
+from pypto_serving.types.config import ServerConfig
 from tests.api.scripted_engine import WAIT_S, ScriptedEngine
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -36,12 +37,15 @@ class RunningServer:
     All that it answers must be as described.
     """
 
-    def __init__(self, engine: ScriptedEngine, serving: ServingConfig, drain_timeout_s: float = 5.0) -> None:
+    def __init__(
+        self, engine: ScriptedEngine, serving: ServingConfig, drain_timeout_s: float = 5.0, **listening: Any
+    ) -> None:
         self.engine = engine
         self.app = create_app(engine, serving)
         self.service = self.app.state.service
         self._bound: Future[int] = Future()
-        self._drain_timeout_s = drain_timeout_s
+        names = serving.served_model_names
+        self.config = ServerConfig(served_model_names=names, port=0, drain_timeout_s=drain_timeout_s, **listening)
         self.thread = threading.Thread(target=lambda: asyncio.run(self._run()))
         self.thread.start()
         self.port = self._bound.result(WAIT_S)
@@ -51,7 +55,7 @@ class RunningServer:
     async def _run(self) -> None:
         self.loop = asyncio.get_running_loop()
         try:
-            self.server = ApiServer(self.app, "127.0.0.1", 0, self._drain_timeout_s)
+            self.server = ApiServer(self.app, self.config)
             await self.server.run(self._bound.set_result)
         except BaseException as error:
             if not self._bound.done():

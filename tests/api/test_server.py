@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pypto_serving.api.run import bind
+from pypto_serving.api.listening import bind
 from pypto_serving.api.settings import DefaultSampling, ServingConfig, default_sampling
 from pypto_serving.api.text.files import read_generation_config
 from pypto_serving.api.text.tokenizer import Tokenizer
@@ -259,10 +259,12 @@ from pathlib import Path
 from pypto_serving.api.run import serve
 from pypto_serving.api.server import create_app
 from pypto_serving.api.settings import load_serving_config
+from pypto_serving.types.config import ServerConfig
 from tests.api.scripted_engine import Script, ScriptedEngine, engine_config
 engine = ScriptedEngine(engine_config(400), lambda request: Script([5]))
 app = create_app(engine, load_serving_config(sys.argv[1]))
-asyncio.run(serve(app, "127.0.0.1", 0, lambda port: print(port, flush=True)))
+server = ServerConfig(served_model_names=("a",), port=0)
+asyncio.run(serve(app, server, lambda port: print(port, flush=True)))
 print("done", "torch" in sys.modules)
 """
 

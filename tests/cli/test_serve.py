@@ -21,8 +21,9 @@ import httpx
 import psutil
 import pytest
 
-from pypto_serving.cli.serve import server_url
+from pypto_serving.cli.serve import where
 from pypto_serving.setup.locate import BUNDLED
+from pypto_serving.types.config import ServerConfig
 
 pytestmark = pytest.mark.e2e
 
@@ -180,7 +181,8 @@ def test_a_taken_port_is_one_line() -> None:
     [("127.0.0.1", "http://127.0.0.1:1"), ("0.0.0.0", "http://127.0.0.1:1"), ("::", "http://[::1]:1")],
 )
 def test_server_url(host: str, url: str) -> None:
-    assert server_url(host, 1) == url
+    server = ServerConfig(served_model_names=("a",), host=host)
+    assert where(server, 1) == {"url": url, "port": 1}
 
 
 def test_generate_prints_one_result_per_prompt() -> None:
