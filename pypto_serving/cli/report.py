@@ -277,14 +277,14 @@ def _rank_lines(ranks: Sequence[RankPlan], workspace_bytes: int) -> list[str]:
             _ids(rank.cpus) or "any",
             "-" if rank.node is None else str(rank.node),
             str(rank.num_threads),
-            *map(format_size, (rank.weight_bytes, rank.kv_bytes, rank.workspace_bytes)),
+            *map(format_size, (rank.weight_bytes, rank.kv_bytes, rank.workspace_bytes, rank.scoring_bytes)),
         )
         for rank in ranks
     ]
-    others = workspace_bytes - sum(rank.workspace_bytes for rank in ranks if rank.host == 0)
+    own = sum(rank.workspace_bytes + rank.scoring_bytes for rank in ranks if rank.host == 0)
     return [
-        *columns([(*head, "weights", "KV", "workspace"), *rows]),
-        f"other processes of the server, with grammars and requests: at most {format_size(others)}",
+        *columns([(*head, "weights", "KV", "workspace", "scoring"), *rows]),
+        f"other processes of the server, with grammars and requests: at most {format_size(workspace_bytes - own)}",
     ]
 
 

@@ -1,4 +1,4 @@
-"""What of a model's weights each rank holds."""
+"""What of a model's weights each rank holds, and of the activations of a token."""
 
 from __future__ import annotations
 
@@ -30,6 +30,30 @@ class SplitWeights(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
 
 
+class TokenBytes(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of the activations of a token on the kernels.
+
+    whole: of each rank.
+    split: of all ranks of a stage together.
+    attention: of all ranks of a stage together, unless they split its rows: then of each, beside its share of x.
+    passed: of x, which a stage hands on.
+    """
+
+    whole: int = 0
+    split: int = 0
+    attention: int = 0
+    passed: int = 0
+
+    def held(self, rank: Rank, slots: int) -> int:
+        """Count those of `rank`, where `slots` steps are in flight. What two processes share is half of either."""
+        topology = rank.topology
+        neighbours = (not rank.embeds) + (not rank.projects)
+        divided = self.split + self.passed * slots * neighbours // 2
+        if topology.data == 1:
+            return self.whole + (divided + self.attention) // topology.tensor
+        return self.whole + self.attention + self.passed + divided // topology.tensor
+
+
 class ModelParts(msgspec.Struct, frozen=True, kw_only=True):
     """What ranks split of a model; without experts, `num_experts` is 0."""
 
@@ -39,6 +63,7 @@ class ModelParts(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int
     num_experts: int = 0
     weights: tuple[SplitWeights, ...] = ()
+    token: TokenBytes = TokenBytes()
 
     def weight_bytes(self, rank: Rank) -> int:
         """Count the bytes of the weights that `rank` holds."""

@@ -12,7 +12,7 @@ from pypto_serving.parallel.topology import Topology
 from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.kv_shares import MemoryPlan, max_sequence_bytes, plan_groups, tail_bytes
 from pypto_serving.setup.options import Options
-from pypto_serving.setup.rank_plan import follower_bytes
+from pypto_serving.setup.rank_plan import RankWorkspace
 from pypto_serving.setup.rules import MAX_KV_BYTES
 from pypto_serving.setup.speculation import Drafting
 from pypto_serving.types.drafts import NGRAM_TOKEN_BYTES
@@ -55,7 +55,7 @@ class MemoryPlanner:
         self.max_num_seqs = max_num_seqs
         self.kernels = kernels
         self.drafts = drafts
-        self.num_followers = len(topology.on_host(0)) - 1
+        self.topology = topology
         self.chunked = options.chunked_prefill is not False
         self.weight_bytes = 0 if backend.simulated else model.weight_bytes
         self.host_bytes = self._host_bytes()
@@ -123,16 +123,29 @@ class MemoryPlanner:
         """Count the tokens of one sequence, `step_tokens` a step, that may be computed and not settled."""
         return min(model_len, step_tokens) * self.backend.depth + publication_lag(self.model.kv_groups)
 
-    def follower_bytes(self, model_len: int) -> int:
-        """Return the workspace of each rank but the leader."""
-        activations = activation_bytes(self.model, self.step_tokens(model_len))
-        return follower_bytes(self.kernels, activations, self.model.position_bytes * model_len)
-
-    def leader_bytes(self, model_len: int) -> int:
-        """Return the workspace of rank 0, where there are others: it packs steps and reads all logits."""
+    def rank_workspace(self, model_len: int) -> RankWorkspace:
+        """Describe the workspace of each rank, where there are several."""
         limits = self._limits(model_len)
-        packing = self._row_bytes(limits) + logits_bytes(self.model, limits)
-        return self.follower_bytes(model_len) + packing
+        sampled = min(limits.max_logits - limits.max_scored_tokens, limits.max_num_batched_tokens)
+        sampled_bytes = 4 * self.model.vocab_size * sampled
+        return RankWorkspace(
+            torch=self.kernels == "torch",
+            activation_bytes=activation_bytes(self.model, limits.max_num_batched_tokens),
+            logits_bytes=sampled_bytes,
+            scored_bytes=logits_bytes(self.model, limits) - sampled_bytes,
+            position_bytes=self.model.position_bytes * model_len,
+            row_bytes=self._row_bytes(limits),
+            slots=limits.held_dispatches,
+            step_tokens=limits.max_num_batched_tokens,
+        )
+
+    def _follower_bytes(self, model_len: int) -> int:
+        """Return the workspace of all ranks of the host but the leader."""
+        parts, (_, *followers) = self.model.parts, self.topology.on_host(0)
+        if parts is None or not followers:
+            return 0
+        workspace = self.rank_workspace(model_len)
+        return sum(workspace.num_bytes(rank, parts) + workspace.scoring_bytes(rank) for rank in followers)
 
     def _workspace(self, model_len: int) -> int:
         if self.backend.simulated:
@@ -140,7 +153,7 @@ class MemoryPlanner:
         limits = self._limits(model_len)
         leading = self.model.position_bytes * model_len + self._row_bytes(limits)
         leading += workspace_bytes(self.model, limits)
-        return leading + self.num_followers * self.follower_bytes(model_len)
+        return leading + self._follower_bytes(model_len)
 
     def _row_bytes(self, limits: BackendLimits) -> int:
         """Return the bytes of all rows in the worker, with what drafts are looked up in."""

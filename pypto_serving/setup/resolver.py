@@ -116,7 +116,7 @@ def resolve(
         server=server,
         settings=settings.in_order(),
         memory=_with_tiers(memory, model, tiers),
-        ranks=plan_ranks(engines[0], model, memory, planner.leader_bytes(model_len), planner.follower_bytes(model_len)),
+        ranks=plan_ranks(engines[0], model, memory, planner.rank_workspace(model_len)),
         warnings=tuple(settings.warnings),
     )
 

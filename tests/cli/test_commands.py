@@ -246,7 +246,7 @@ def test_check_shows_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "check", "--tp", "2", "--num-threads", "2")
     assert code == 0
     head, *rows = (line.split() for line in out.split("Ranks\n")[1].splitlines()[:3])
-    assert head[:4] == ["rank", "host", "stage", "layers"] and head[-3:] == ["weights", "KV", "workspace"]
+    assert head[:4] == ["rank", "host", "stage", "layers"] and head[-4:] == ["weights", "KV", "workspace", "scoring"]
     assert [row[:9] for row in rows] == [
         ["0", "0", "0", "0-3", "all", "0-3", "0", "0-127", "-"],
         ["1", "0", "0", "0-3", "all", "4-7", "1", "128-255", "-"],

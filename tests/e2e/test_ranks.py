@@ -191,7 +191,7 @@ def test_a_rank_that_cannot_load_says_why(model: Path) -> None:
     ("kind", "topology"),
     [(kind, TWO) for kind in ("qwen3", *EXPERTS)]
     + [("qwen3", topology) for topology in (Topology(tensor=4), Topology(pipeline=2), Topology(tensor=2, pipeline=2))]
-    + [(kind, topology) for kind in EXPERTS for topology in (Topology(tensor=4, expert=2), ROWS)],
+    + [(kind, topology) for kind in EXPERTS for topology in (Topology(tensor=4, expert=2), ROWS, Topology(pipeline=2))],
 )
 def test_streams_survive_a_hundred_deaths(tmp_path: Path, kind: str, topology: Topology) -> None:
     points: dict[str, list[object]] = {}

@@ -1,4 +1,4 @@
-"""The memory plan counts weights as the kernels hold them: whole panels, scales in groups, scales of outputs."""
+"""The memory plan counts weights and activations as the kernels hold them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from pypto_serving.kernels.forms import Scale, Weights
 from pypto_serving.model.family import Serving
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.registry import load_spec
+from pypto_serving.parallel.topology import Rank, Topology
 from tests.checkpoints import make_checkpoint
+from tests.model.ranks import RankedProgram
 from tests.model.sequences import load_program
 from tests.quantised import FORMATS, quantise, quantise_deepseek
 
@@ -95,6 +97,26 @@ def test_deepseek_v4(plain: Callable[[str], Path], tmp_path: Path, monkeypatch: 
     if form != "plain":
         quantise_deepseek(path, form)
     require_planned(path, monkeypatch, head="int8" if form == "base" else "auto")
+
+
+def arrays_in(held: Any) -> Iterable[tuple[str, np.ndarray]]:
+    """The arrays of an object and of its dictionaries, by name."""
+    for name, value in vars(held).items():
+        values = value.values() if isinstance(value, dict) else [value]
+        yield from ((name, each) for each in values if isinstance(each, np.ndarray))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "deepseek_v4_fast"])
+def test_activations_of_a_token(plain: Callable[[str], Path], kind: str) -> None:
+    """All buffers grow by the planned bytes with each token of a step but the logits, and the indexer's scratch."""
+    sizes = {}
+    for tokens in (512, 1024):
+        (model,) = RankedProgram(plain(kind), Topology(), max_num_batched_tokens=tokens).models
+        arrays = arrays_in(model._buffers)
+        sizes[tokens] = sum(array.nbytes for name, array in arrays if name not in ("logits", "scores"))
+    parts = load_spec(plain(kind), Serving("bfloat16")).parts
+    assert parts is not None
+    assert sizes[1024] - sizes[512] == 512 * parts.token.held(Rank(), 1)
 
 
 def test_bytes_of_forms_are_those_of_the_library() -> None:

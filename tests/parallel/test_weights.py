@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pypto_serving.parallel.topology import Rank, Topology
-from pypto_serving.parallel.weights import ModelParts, SplitWeights, merged
+from pypto_serving.parallel.weights import ModelParts, SplitWeights, TokenBytes, merged
 
 WEIGHTS = (
     SplitWeights(layers=(0,), split="columns", outputs=100, num_bytes=1000),
@@ -34,6 +34,22 @@ PARTS = ModelParts(num_layers=2, num_heads=8, num_kv_heads=2, hidden_size=64, nu
 )
 def test_each_rank_holds_its_part(topology: Topology, held: list[int]) -> None:
     assert [PARTS.weight_bytes(rank) for rank in topology.ranks] == held
+
+
+@pytest.mark.parametrize(
+    ("topology", "held"),
+    [
+        (Topology(), [1 + 80 + 800]),
+        (Topology(tensor=2), [1 + 40 + 400] * 2),
+        (Topology(tensor=2, expert=2, data=2), [1 + 40 + 800 + 8000] * 2),
+        (Topology(pipeline=3), [1 + 80 + 800 + 8000, 1 + 80 + 800 + 2 * 8000, 1 + 80 + 800 + 8000]),
+        (Topology(tensor=2, pipeline=2), [1 + 40 + 400 + 4000] * 4),
+    ],
+)
+def test_each_rank_holds_activations_of_a_token(topology: Topology, held: list[int]) -> None:
+    """Two steps in flight: two copies of x between two stages, half of which is counted for each."""
+    token = TokenBytes(whole=1, split=80, attention=800, passed=8000)
+    assert [token.held(rank, 2) for rank in topology.ranks] == held
 
 
 def test_ranks_have_parts_of_all_heads() -> None:

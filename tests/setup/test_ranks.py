@@ -13,7 +13,7 @@ from pypto_serving.parallel.topology import Topology
 from pypto_serving.parallel.weights import ModelParts, SplitWeights
 from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.options import make_options
-from pypto_serving.setup.rank_plan import plan_ranks
+from pypto_serving.setup.rank_plan import RankWorkspace, plan_ranks
 from pypto_serving.setup.resolver import Resolved
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.hosts import SECRET_VARIABLE
@@ -182,7 +182,7 @@ def test_short_names() -> None:
 def test_stages_share_the_kv_cache_by_layers() -> None:
     resolved, model = resolved_of(tensor_parallel_size=2), model_of(DENSE)
     engine = msgspec.structs.replace(resolved.engine, topology=Topology(pipeline=2))
-    first, last = plan_ranks(engine, model, resolved.memory, 2 * MIB, MIB)
+    first, last = plan_ranks(engine, model, resolved.memory, workspace())
     assert (first.layers, last.layers) == ((0, 1), (1, 2))
     assert (first.weight_bytes, last.weight_bytes) == (520 * MIB, 264 * MIB)
     assert first.kv_bytes == last.kv_bytes == resolved.memory.kv_bytes // 2
@@ -199,7 +199,7 @@ def test_memory_of_ranks() -> None:
     memory, ranks = resolved.memory, resolved.ranks
     assert [rank.weight_bytes for rank in ranks] == [(256 + 128 + 8) * MIB] * 2
     assert memory.weight_bytes == alone.memory.weight_bytes + 8 * MIB == sum(rank.weight_bytes for rank in ranks)
-    assert sum(rank.workspace_bytes for rank in ranks) < memory.workspace_bytes
+    assert sum(rank.workspace_bytes + rank.scoring_bytes for rank in ranks) < memory.workspace_bytes
     assert ranks[0].workspace_bytes > ranks[1].workspace_bytes > 0
     assert [rank.kv_bytes for rank in ranks] == [memory.kv_bytes // 2] * 2
     assert [(rank.heads, rank.kv_heads, rank.columns, rank.experts) for rank in ranks] == [
@@ -210,6 +210,42 @@ def test_memory_of_ranks() -> None:
         ((0, 1), 0, 2, (0, 2)),
         ((2, 3), 1, 2, (0, 2)),
     ]
+
+
+def workspace(**changes: Any) -> RankWorkspace:
+    """Ranks with as many logits for sampling as for scoring."""
+    sizes = {"activation_bytes": 0, "logits_bytes": 24 * MIB, "scored_bytes": 24 * MIB, "position_bytes": 0}
+    other = {"torch": False, "row_bytes": MIB, "slots": 2, "step_tokens": 1}
+    return RankWorkspace(**sizes | other | changes)
+
+
+@pytest.mark.parametrize(
+    ("topology", "logits"),
+    [
+        (Topology(tensor=2), [12 + 6, 6]),
+        (Topology(tensor=4), [6 + 9, 3, 3, 3]),
+        (Topology(tensor=2, hosts=2), [24, 12]),
+        (Topology(pipeline=2), [24, 24 + 24]),
+        (Topology(pipeline=2, hosts=2), [48, 24 + 48]),
+        (Topology(tensor=2, pipeline=2), [24, 0, 12 + 12, 12 + 12]),
+    ],
+)
+def test_logits_of_ranks(topology: Topology, logits: list[int]) -> None:
+    """The leader reads what ranks of the last stage write; either has half of what both use, on one host."""
+    ranks = topology.ranks
+    assert [workspace().scoring_bytes(rank) // MIB for rank in ranks] == logits
+    with_logits, without = (
+        [w.num_bytes(rank, DENSE) for rank in ranks] for w in (workspace(), workspace(logits_bytes=0))
+    )
+    assert [(more - less) // MIB for more, less in zip(with_logits, without, strict=True)] == logits
+    assert [size - min(without) for size in without] == [MIB] + [0] * (len(ranks) - 1)
+
+
+def test_logits_of_prompts_are_apart() -> None:
+    few, many = (resolved_of(tensor_parallel_size=2, max_num_seqs=n).ranks for n in (1, 65))
+    assert [rank.scoring_bytes for rank in few] == [rank.scoring_bytes for rank in many]
+    assert all(rank.scoring_bytes > 0 for rank in few)
+    assert all(more.workspace_bytes > less.workspace_bytes for less, more in zip(few, many, strict=True))
 
 
 def test_too_little_memory_counts_all_ranks() -> None:

@@ -23,16 +23,6 @@ _ADDS = np.concatenate([np.ones(4), np.eye(4).ravel()]).astype(np.float32)
 """Those that add a vector to each stream."""
 
 
-def projections(kind: LayerKind) -> list[str]:
-    """List the projections of attention's normed input."""
-    names = ["wq_a", "wkv"]
-    if kind != "swa":
-        names += ["compressor.wkv", "compressor.wgate"]
-    if kind == "csa":
-        names += ["indexer.compressor.wkv", "indexer.compressor.wgate", "indexer.weights_proj"]
-    return names
-
-
 def layer_spans(group: KVCacheGroupSpec, layers: range) -> Spans:
     """Return the bytes of a group's block that are of these layers."""
     found, begin = [], 0
@@ -80,16 +70,15 @@ class Buffers:
         self.x = zeros(np.float32, tokens, hidden)
         self.y = zeros(np.float32, tokens, len(rank.columns(hidden)))
         self.normed = zeros(np.uint32, max(tokens, rows) * hidden // 2)
-        shapes = {name: tensor.shape for name, tensor in DeepseekV4Inventory(model).model.items()}
-        self.widths: dict[LayerKind, list[int]] = {}
+        inventory = DeepseekV4Inventory(model)
+        self.widths: dict[LayerKind, dict[str, int]] = {}
         self.projected: dict[LayerKind, Float32Array] = {}
         self.heads: dict[LayerKind, Float32Array] = {}
         for kind in sorted(set(model.kinds)):
-            prefix = f"{model.prefix(model.kinds.index(kind))}attn."
-            self.widths[kind] = [shapes[f"{prefix}{name}.weight"][0] for name in projections(kind)]
+            self.widths[kind] = inventory.projected(kind)
             indexer = model.indexer if kind == "csa" else None
             indexed = len(rank.heads(indexer.num_heads)) * indexer.head_dim if indexer else 0
-            self.projected[kind] = attention.peers.zeros(np.float32, tokens, sum(self.widths[kind]))
+            self.projected[kind] = attention.peers.zeros(np.float32, tokens, sum(self.widths[kind].values()))
             self.heads[kind] = zeros(np.float32, tokens, heads * model.head_dim + indexed)
         self.latent = zeros(np.uint32, tokens * model.q_lora_rank // 2)
         self.queries = zeros(*_panels(tokens, heads, model.head_dim))

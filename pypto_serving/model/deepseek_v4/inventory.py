@@ -73,6 +73,16 @@ class DeepseekV4Inventory:
         """Return [n, k] of every matrix of the model by module."""
         return {_module(name): tensor.shape for name, tensor in self.model.items() if tensor.role in MATRICES}
 
+    def projected(self, kind: LayerKind) -> dict[str, int]:
+        """Return the width of each projection of attention's normed input, in layers of a kind that the model has."""
+        names = ["wq_a", "wkv"]
+        if kind != "swa":
+            names += ["compressor.wkv", "compressor.wgate"]
+        if kind == "csa":
+            names += ["indexer.compressor.wkv", "indexer.compressor.wgate", "indexer.weights_proj"]
+        prefix = f"{self._config.prefix(self._config.kinds.index(kind))}attn."
+        return {name: self.model[f"{prefix}{name}.weight"].shape[0] for name in names}
+
     def expected(self, mtp: bool = False) -> dict[str, Expected]:
         """List every required tensor by name, with draft layers if `mtp`."""
         tensors: dict[str, Expected] = {}

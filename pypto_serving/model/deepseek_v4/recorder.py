@@ -23,7 +23,7 @@ from pypto_serving.kernels import (
     StripColumns,
 )
 from pypto_serving.model.attention_share import AttentionShare
-from pypto_serving.model.deepseek_v4.buffers import Arenas, Buffers, projections
+from pypto_serving.model.deepseek_v4.buffers import Arenas, Buffers
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.parts import LayerKind
 from pypto_serving.model.packed import PackedWeights
@@ -219,13 +219,13 @@ class LayerRecorder:
     def _project(self, layer: int) -> dict[str, Float32Array]:
         """Record all projections of the normed input. Return their columns by name."""
         prefix, kind = self._model.prefix(layer), self._model.kinds[layer]
-        names = [f"{prefix}attn.{name}" for name in projections(kind)]
-        out, widths = self._buffers.projected[kind], self._buffers.widths[kind]
+        out, named = self._buffers.projected[kind], self._buffers.widths[kind]
+        names, widths = [f"{prefix}attn.{name}" for name in named], list(named.values())
         mine = self._attention.rank.columns(sum(widths))
         normed = self._normed(self._weights.exact(f"{prefix}attn_norm.weight"))
         self._products.linear(normed, self._weights.matrix(names, cut(widths, mine)), columns_of(out, mine))
         self._attention.peers.meet(self.step, out)
-        return dict(zip(projections(kind), np.split(out, np.cumsum(widths)[:-1], axis=1), strict=True))
+        return dict(zip(named, np.split(out, np.cumsum(widths)[:-1], axis=1), strict=True))
 
     def _record_compressor(
         self, prefix: str, parts: dict[str, Float32Array], group: str, layer: int, rope: NormRopeParams, entries: Pages

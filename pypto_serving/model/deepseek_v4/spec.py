@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pypto_serving.kernels.constants import HYPER_CONNECTION_STREAMS, MAX_DIM, MAX_LATENT, MAX_LATENT_HEADS
+from pypto_serving.kernels.constants import HYPER_CONNECTION_STREAMS, MAX_DIM, MAX_LATENT, MAX_LATENT_HEADS, PANEL
 from pypto_serving.model.checkpoint import StoredTensor
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.groups import kv_groups
@@ -12,9 +12,10 @@ from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.family import ModelFamily, Serving, refused_dtype
 from pypto_serving.model.formats.eight_bits import Int8
 from pypto_serving.model.formats.four_bits import DEEPSEEK_FP4
-from pypto_serving.parallel.weights import ModelParts, merged
+from pypto_serving.parallel.weights import ModelParts, TokenBytes, merged
 from pypto_serving.types.kv import DTYPE_BYTES
 from pypto_serving.types.model import ModelSpec
+from pypto_serving.util import ceil_div
 
 
 def model_spec(config: DeepseekV4Config, serving: Serving, headers: Mapping[str, StoredTensor]) -> ModelSpec:
@@ -53,7 +54,35 @@ def _parts(config: DeepseekV4Config, inventory: DeepseekV4Inventory, sizes: Mapp
         hidden_size=config.hidden_size,
         num_experts=config.experts.count,
         weights=merged(inventory.split(name, size) for name, size in sizes.items()),
+        token=_token_bytes(config, inventory),
     )
+
+
+def _token_bytes(config: DeepseekV4Config, inventory: DeepseekV4Inventory) -> TokenBytes:
+    """Count the bytes of a token in the buffers of `buffers.py`."""
+    hidden, experts, hyper, kinds = config.hidden_size, config.experts, config.hyper, set(config.kinds)
+    width, latent = config.num_heads * config.head_dim, config.o_groups * config.o_lora_rank
+    projected = sum(sum(inventory.projected(kind).values()) for kind in kinds)
+    attention = 4 * projected + (4 * len(kinds) + 2) * width + 2 * latent
+    attention += _panel_bytes(config.num_heads, config.head_dim)
+    if (indexer := config.indexer) is not None:
+        attention += 4 * indexer.topk + _panel_bytes(indexer.num_heads, indexer.head_dim)
+        attention += 4 * indexer.num_heads * indexer.head_dim if "csa" in kinds else 0
+    streams, entries = 4 * hyper.streams * hidden, experts.per_token
+    mixing = 4 * (2 * hyper.mixes - hyper.streams)
+    drafting = 2 * hyper.streams * hidden + 4 * hyper.mixes if config.drafts else 0
+    inner = 4 * experts.count + 2 * experts.intermediate_size * (1 + entries)
+    return TokenBytes(
+        whole=mixing + drafting + 2 * config.q_lora_rank + hidden * (6 + 2 * entries),
+        split=streams + inner + 4 * hidden * (1 + entries),
+        attention=attention,
+        passed=streams,
+    )
+
+
+def _panel_bytes(heads: int, dim: int) -> int:
+    """Count the bytes of queries in panels."""
+    return 2 * ceil_div(heads, PANEL) * PANEL * dim
 
 
 def _needs_torch(config: DeepseekV4Config) -> str:

@@ -11,7 +11,7 @@ from pypto_serving.model.formats.eight_bits import Int8
 from pypto_serving.model.formats.schemes import PLAIN
 from pypto_serving.model.qwen3.config import Qwen3Config
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
-from pypto_serving.parallel.weights import ModelParts, merged
+from pypto_serving.parallel.weights import ModelParts, TokenBytes, merged
 from pypto_serving.types.kv import DTYPE_BYTES, FullSpec, KVCacheGroupSpec, KVTensorSpec
 from pypto_serving.types.model import ModelSpec
 
@@ -63,7 +63,19 @@ def _parts(config: Qwen3Config, inventory: Qwen3Inventory, sizes: Mapping[str, i
         hidden_size=config.hidden_size,
         num_experts=config.experts.count if config.experts is not None else 0,
         weights=merged(inventory.split(name, size) for name, size in sizes.items()),
+        token=_token_bytes(config),
     )
+
+
+def _token_bytes(config: Qwen3Config) -> TokenBytes:
+    """Count the bytes of a token in the buffers of `native.py`."""
+    hidden, experts = config.hidden_size, config.experts
+    width, rotated = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    whole, split = 2 * hidden, 4 * hidden + 2 * config.intermediate_size
+    if experts is not None:
+        whole += 4 * experts.count + 2 * hidden * experts.per_token
+        split += (2 * experts.intermediate_size + 4 * hidden) * experts.per_token
+    return TokenBytes(whole=whole, split=split, attention=8 * width + 8 * rotated, passed=4 * hidden)
 
 
 def _choices(inventory: Qwen3Inventory) -> tuple[str, ...]:
