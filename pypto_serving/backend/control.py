@@ -83,6 +83,7 @@ class Control:
         self._closing = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()
+        self._send()
         self._channel.close(linger_s=LINGER_S)
 
     def _run(self) -> None:

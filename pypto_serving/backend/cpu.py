@@ -91,7 +91,8 @@ class CpuBackend(Backend):
             memory = SplitBlocks(
                 model.arenas, loader.kv_spans(0), loader.kv_spans(1), blocks, self.config.faults.step_timeout_s
             )
-        return NativeProgram(model, self.config, identity, loader.engine, peers, self._shared, memory)
+        engine, ranks = loader.engine, (self._shared, self._followers)
+        return NativeProgram(model, self.config, identity, engine, peers, *ranks, memory)
 
     def _prepare_torch(self, progress: Progress) -> Any:
         try:

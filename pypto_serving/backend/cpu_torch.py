@@ -69,7 +69,7 @@ class TorchProgram:
                 self._ranks.publish(inputs)
             self._logits = compute(self.model, inputs)
         except RanksGone:
-            self._ranks.await_end()
+            self._ranks.followers.blame()
 
     def collect(self) -> StepOutput:
         """Return the logits."""
@@ -114,7 +114,7 @@ def prepare(config: EngineConfig, progress: Progress, ranks: TorchRanks | None =
         comm = Comm(loader.rank, connect, ranks.memory.zeros)
         return TorchProgram(loader.load(comm, ranks.followers.reporting(progress)), config, identity, ranks)
     except RanksGone:
-        ranks.await_end()
+        ranks.followers.blame()
 
 
 def follow(start: RankStart, progress: Progress) -> None:

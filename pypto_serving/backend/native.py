@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from pypto_serving.backend.base import Draft, Progress, SamplingInputs, StepInputs, StepOutput
 from pypto_serving.backend.memory import HostBlocks
-from pypto_serving.backend.ranks import Shared, step_arrays
+from pypto_serving.backend.ranks import Followers, Shared, step_arrays
 from pypto_serving.backend.split_blocks import merged
 from pypto_serving.errors import ConfigError
-from pypto_serving.kernels import Engine, NativeSampler, Peers
+from pypto_serving.kernels import Engine, NativeSampler, Peers, RanksGone, Recording
 from pypto_serving.model.fingerprint import program_fingerprint
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.packed_file import PackedFile, packed_key
@@ -84,7 +84,8 @@ def check_groups(config: EngineConfig, family: Any, model: Any) -> None:
 class NativeProgram:
     """A model on the CPU kernels. Owns its arenas and weights. Implements Program.
 
-    With `shared`, it leads the ranks that replay the steps it publishes there. `memory` is that of the arenas.
+    With `shared`, it leads the ranks that replay the steps it publishes there; `followers` watches their processes.
+    `memory` is that of the arenas.
     """
 
     def __init__(
@@ -95,39 +96,53 @@ class NativeProgram:
         engine: Engine,
         peers: Peers,
         shared: Shared | None = None,
+        followers: Followers | None = None,
         memory: HostBlocks | None = None,
     ) -> None:
         self.model, self.sampler = model, NativeSampler(engine)
         self.groups, self.num_blocks, self.limits = config.groups, config.num_blocks, config.limits
         self.fingerprint = fingerprint
         self.memory = memory or HostBlocks(model.arenas)
-        self._shared, self._peers = shared, peers
+        self._shared, self._followers, self._peers = shared, followers, peers
         self.draft: Draft | None = self._draft if config.drafts_in_model else None
         self._held: deque[tuple[int, int] | None] = deque()
 
     def submit(self, inputs: StepInputs, sampling: SamplingInputs | None = None) -> None:
-        """Compute a step, or its first stage, before returning: no other work could overlap on the cores."""
-        self._held.append(step := self._begin(inputs))
-        if step is not None:
-            self.model.step.replay(*step_arrays(inputs), slot=step[0])
+        """Compute a step, or its first stage, before returning: no other work could overlap on the cores.
+
+        Raises RankError where another rank has ended.
+        """
+        begins = len(inputs.token_ids) > 0
+        self._held.append((self._replay(self.model.step, inputs), len(inputs.logits_rows)) if begins else None)
 
     def _draft(self, inputs: StepInputs) -> Int32Array:
-        """Implement Draft."""
-        slot = 0 if self._shared is None else self._shared.publish(inputs)
-        self.model.draft_step.replay(*step_arrays(inputs), slot=slot)
+        """Implement Draft. Raises RankError where another rank has ended."""
+        self._replay(self.model.draft_step, inputs)
         found: Int32Array = self.model.logits[: len(inputs.logits_rows)].argmax(axis=1).astype(np.int32)
         return found
 
-    def _begin(self, inputs: StepInputs) -> tuple[int, int] | None:
-        """Let the other ranks begin a step; return its slot and how many logits it has, None for a step of no token."""
-        if not len(inputs.token_ids):
-            return None
-        slot = 0 if self._shared is None else self._shared.publish(inputs)
-        return slot, len(inputs.logits_rows)
+    def _replay(self, step: Recording, inputs: StepInputs) -> int:
+        """Compute on all ranks, and return the slot of the buffers."""
+        try:
+            slot = 0 if self._shared is None else self._shared.publish(inputs)
+            step.replay(*step_arrays(inputs), slot=slot)
+        except RanksGone:
+            self._blame()
+        return slot
 
     def collect(self) -> StepOutput:
-        """Return the logits as a view that the next step in the same buffers overwrites."""
+        """Return the logits as a view that the next step in the same buffers overwrites.
+
+        Raises RankError where another rank has ended.
+        """
         if (step := self._held.popleft()) is None:
             return StepOutput(logits=self.model.logits[:0])
         slot, num_logits = step
-        return StepOutput(logits=self._peers.await_logits(self.model.logits, slot)[:num_logits])
+        try:
+            return StepOutput(logits=self._peers.await_logits(self.model.logits, slot)[:num_logits])
+        except RanksGone:
+            self._blame()
+
+    def _blame(self) -> NoReturn:
+        assert self._followers is not None
+        self._followers.blame()

@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 import select
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from pypto_serving.backend.base import Fault, Progress, StepBuffers, StepInputs
 from pypto_serving.backend.control import Control
-from pypto_serving.errors import EXIT_MODEL, EXIT_USAGE, ConfigError, ModelError, PyptoError
+from pypto_serving.errors import EXIT_MODEL, EXIT_OK, EXIT_USAGE, ConfigError, ModelError, PyptoError
 from pypto_serving.ipc import Child, ChildFault
 from pypto_serving.kernels import (
     Board,
@@ -39,7 +40,8 @@ MODULE = "pypto_serving.backend.rank"
 LOADING, READY = "weights", "ready"
 """Phases: the one in which all ranks load, and what a rank reports when it can follow."""
 
-PATIENCE_S = 1.0
+PATIENCE_S, BLAME_S = 1.0, 3.0
+"""How long a process that is gone may take to end; and how long it takes at most to learn which one was the first."""
 PER_MILLE = 1000
 """What progress is told in until the leader knows its total."""
 
@@ -123,13 +125,18 @@ def _address(arrays: StepBuffers | StepInputs) -> int:
 
 
 class Followers:
-    """Owns the processes of the ranks that another rank of this host started, and watches those of the other host."""
+    """Owns the processes of the ranks that another rank of this host started, and watches those of the other host.
+
+    A rank that waits for another one, which has ended, ends without a fault. It is not to blame for that.
+    """
 
     def __init__(self) -> None:
         self._members: dict[str, Child | Control] = {}
         self._loaded: dict[str, float] = {}
         self._ready: set[str] = set()
+        self._left: dict[str, float] = {}
         self._total = PER_MILLE
+        self._watching: threading.Thread | None = None
 
     def start(
         self,
@@ -196,26 +203,46 @@ class Followers:
             progress(LOADING, self._slowest(), self._total)
 
     def _hear(self) -> None:
-        for name, member in self._members.items():
-            for message in member.messages():
+        """Take in what they report. Raises the error of one that failed, or of those that left after BLAME_S."""
+        for name, member in self._present():
+            messages = member.messages()
+            if member.gone:
+                messages += member.messages()  # those that came in between
+            for message in messages:
                 if isinstance(message, ChildFault):
                     raise _error(message)
                 self._loaded[name] = 1.0 if message.phase == READY else message.done / max(1, message.total)
                 if message.phase == READY:
                     self._ready.add(name)
             if member.gone:
-                raise RankError(f"{name} {_end(member)}")
+                self._take_end(name, member)
+        for name, left_s in self._left.items():
+            if time.monotonic() >= left_s + BLAME_S:
+                raise RankError(f"{name} gave up a step")
+
+    def _take_end(self, name: str, member: Child | Control) -> None:
+        """Remember that a rank left; raise RankError if it ended in another way."""
+        if isinstance(member, Control):
+            raise RankError(f"{name} {member.gone}")
+        code = member.end(PATIENCE_S)
+        if code != EXIT_OK or name not in self._ready:
+            raise RankError(f"{name} ended (exit code {code})")
+        self._left[name] = time.monotonic()
+
+    def _present(self) -> list[tuple[str, Child | Control]]:
+        return [(name, member) for name, member in self._members.items() if name not in self._left]
 
     def _sleep(self) -> None:
-        """Wait until one of them says something, or ends."""
+        """Wait until one of them says something, or ends, or until it is time to blame one that left."""
         poller = select.poll()
-        for member in self._members.values():
+        for _, member in self._present():
             poller.register(member.pipe, select.POLLIN)
-        poller.poll()
+        poller.poll(BLAME_S * 1000 if self._left else None)
 
     def watch(self, fault: Fault) -> None:
         """When a rank ends, report a fault and end this process: its threads may wait for that rank in a step."""
-        threading.Thread(target=self._watch, args=(fault,), name="rank-watch", daemon=True).start()
+        self._watching = threading.Thread(target=self._watch, args=(fault,), name="rank-watch", daemon=True)
+        self._watching.start()
 
     def _watch(self, fault: Fault) -> None:
         try:
@@ -230,10 +257,15 @@ class Followers:
             self._sleep()
             self._hear()
 
+    def blame(self) -> NoReturn:
+        """Say who ended, where a step was given up for that: raises as `reporting` says, or RanksGone for nobody.
 
-def _end(member: Child | Control) -> str:
-    """Say how a process or host ended."""
-    return member.gone if isinstance(member, Control) else f"ended (exit code {member.end(PATIENCE_S)})"
+        Once there is a thread that watches, it says so, and ends this process.
+        """
+        if self._watching is None:
+            self.await_end()
+        self._watching.join(BLAME_S)
+        raise RanksGone
 
 
 def _error(fault: ChildFault) -> PyptoError:

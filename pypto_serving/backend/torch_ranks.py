@@ -6,7 +6,6 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
-from typing import NoReturn
 
 from pypto_serving.backend.base import Progress, StepInputs
 from pypto_serving.backend.ranks import Followers, SharedBuffers
@@ -57,10 +56,6 @@ class TorchRanks(SharedBuffers):
                 each.sendall(message)
         except OSError:
             raise RanksGone from None
-
-    def await_end(self) -> NoReturn:
-        """Wait until a rank has ended, and raise the error that says which."""
-        self.followers.await_end()
 
 
 class Leader:

@@ -23,8 +23,8 @@ from pypto_serving.types.arrays import Array
 
 logger = logging.getLogger(__name__)
 
-CPU_COLLECTIVES = "gloo"
-"""The backend of torch.distributed for tensors of the CPU."""
+COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+"""The backend of torch.distributed for tensors of each type of device."""
 
 
 def _zeros(dtype: Any, *shape: int) -> Array:
@@ -128,13 +128,14 @@ class Comm:
             raise RanksGone from None
 
 
-def join_group(rank: Rank, store: int, patience_s: float, backend: str = CPU_COLLECTIVES) -> dist.ProcessGroup:
+def join_group(rank: Rank, store: int, patience_s: float) -> dist.ProcessGroup:
     """Join the group of all ranks, who find each other in `store`, the descriptor of an empty file that all have.
 
-    gloo asks for no password, so it listens on the loopback interface only. A collective fails where a rank keeps the
-    others waiting for `patience_s`.
+    torch's default device decides between COLLECTIVES. These ask for no password, so they listen on the loopback
+    interface only. A collective fails where a rank keeps the others waiting for `patience_s`.
     """
-    os.environ["GLOO_SOCKET_IFNAME"] = _loopback()
+    backend = COLLECTIVES[torch.get_default_device().type]
+    os.environ[f"{backend.upper()}_SOCKET_IFNAME"] = _loopback()
     size = rank.topology.num_ranks
     file = dist.FileStore(f"/proc/self/fd/{store}", size)  # type: ignore[attr-defined]
     try:

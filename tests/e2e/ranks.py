@@ -91,7 +91,7 @@ class RankKiller(Killer):
     def __init__(self, engine: AsyncEngine, count: int, seed: int, planned: Collection[int] = ()) -> None:
         super().__init__(engine, count, seed, planned)
         self.seen: list[psutil.Process] = []
-        self.killed_ranks: set[int] = set()
+        self.killed_ranks: list[int] = []
         self._choice = random.Random(seed)
 
     def group(self, leader: int) -> list[psutil.Process]:
@@ -101,7 +101,7 @@ class RankKiller(Killer):
         group = self.group(pid)
         self.seen += group[1:]
         rank = self._choice.randrange(len(group))
-        self.killed_ranks.add(rank)
+        self.killed_ranks.append(rank)
         super()._kill(group[rank].pid)
 
 

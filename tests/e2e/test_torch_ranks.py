@@ -60,8 +60,10 @@ def group_of(engine: AsyncEngine) -> list[psutil.Process]:
     return [psutil.Process(engine.ready.worker_pid), *followers(engine.ready.worker_pid)]
 
 
-def test_ranks_answer_as_one_does(model: Path, wanted: list[Reply], tmp_path: Path) -> None:
-    """In chunks, preempted, from disk, and when a rank has died."""
+def test_ranks_answer_as_one_does(
+    model: Path, wanted: list[Reply], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In chunks, preempted, from disk, and when a rank has died, as the log says."""
     tiers = {"max_num_batched_tokens": 48, "kv_memory": "2MiB", "kv_disk": str(tmp_path / "kv")}
 
     async def scenario(engine: AsyncEngine) -> None:
@@ -83,6 +85,7 @@ def test_ranks_answer_as_one_does(model: Path, wanted: list[Reply], tmp_path: Pa
         assert_close(await replies(engine, *streams(model, 1, MAX_TOKENS), kill), wanted)
         assert engine.stats.num_respawns == 1
         assert_ended([leader, follower])
+        assert "worker 1 is lost: rank 1 ended (exit code -9)" in capfd.readouterr().err
 
     run_engine(config_of(model, **tiers), scenario)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,11 @@ pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ comp
 NARROW = {"vocab_size": 33, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 1}
 MOE = NARROW | {"moe_intermediate_size": 128, "num_experts": 3, "mlp_only_layers": []}
 LATENT = {"hidden_size": 128, "moe_intermediate_size": 96, "q_lora_rank": 64, "o_lora_rank": 32}
+SPLIT = {
+    "qwen3": {"vocab_size": 320, "hidden_size": 128, "num_hidden_layers": 4, "tie_word_embeddings": False},
+    "qwen3_moe": MOE | {"vocab_size": 320, "num_experts": 4, "num_hidden_layers": 4},
+    "deepseek_v4_fast": LATENT,
+}
 READING = ("vector", "exact", "ids", "table", "matrix", "rounded", "gate_up", "several")
 
 
@@ -52,13 +58,14 @@ def held_bytes(found: Any) -> int:
     return sum(map(held_bytes, found))
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of everything that programs are given from now on."""
-    sizes: list[int] = []
+def counted(monkeypatch: pytest.MonkeyPatch) -> dict[PackedWeights, int]:
+    """Bytes of everything that programs are given from now on, by what they load it with."""
+    sizes = defaultdict[PackedWeights, int](int)
 
     def counting(read: Callable[..., Any]) -> Callable[..., Any]:
-        def reads(*args: Any, **options: Any) -> Any:
-            sizes.append(held_bytes(found := read(*args, **options)))
+        def reads(weights: PackedWeights, *args: Any, **options: Any) -> Any:
+            found = read(weights, *args, **options)
+            sizes[weights] += held_bytes(found)
             return found
 
         return reads
@@ -71,7 +78,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def require_planned(path: Path, monkeypatch: pytest.MonkeyPatch, head: Any = "auto") -> None:
     sizes, spec = counted(monkeypatch), load_spec(path, Serving("bfloat16", head=head))
     load_program(path, "bfloat16", 2, 64, kernels=runnable()[0], head=head)
-    assert spec.packed_bytes == pytest.approx(sum(sizes), rel=0.01)
+    assert spec.packed_bytes == pytest.approx(sum(sizes.values()), rel=0.01)
     assert spec.weight_bytes == spec.packed_bytes or not spec.quantization
 
 
@@ -97,6 +104,25 @@ def test_deepseek_v4(plain: Callable[[str], Path], tmp_path: Path, monkeypatch: 
     if form != "plain":
         quantise_deepseek(path, form)
     require_planned(path, monkeypatch, head="int8" if form == "base" else "auto")
+
+
+RANKS = {
+    "qwen3": (Topology(2), Topology(pipeline=2)),
+    "qwen3_moe": (Topology(2), Topology(2, expert=2), Topology(2, expert=2, data=2), Topology(2, pipeline=2)),
+    "deepseek_v4_fast": (Topology(2), Topology(2, expert=2, data=2), Topology(pipeline=2)),
+}
+
+
+@pytest.mark.parametrize(("kind", "topology"), [(kind, topology) for kind in RANKS for topology in RANKS[kind]])
+def test_ranks_load_what_is_planned_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, topology: Topology
+) -> None:
+    """Together they read and pack the weights once, but for those that tests of the plan count twice."""
+    path = make_checkpoint(tmp_path / "model", kind, **SPLIT[kind])
+    parts, sizes = load_spec(path, Serving("bfloat16")).parts, counted(monkeypatch)
+    assert parts is not None
+    RankedProgram(path, topology)
+    assert list(sizes.values()) == pytest.approx([parts.weight_bytes(rank) for rank in topology.ranks], rel=0.02)
 
 
 def arrays_in(held: Any) -> Iterable[tuple[str, np.ndarray]]:

@@ -113,7 +113,7 @@ def _store(request: Request) -> Store:
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     given = request.headers.get("x-api-key", key if scheme.lower() == "bearer" else "")
     service: Service = request.app.state.service
-    return _batches(request).store(given.strip().encode() if service.serving.api_key is not None else b"")
+    return _batches(request).store(given.strip().encode() if service.keys else b"")
 
 
 def _page(request: Request, items: Sequence[Item]) -> tuple[list[Item], bool]:

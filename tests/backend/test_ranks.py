@@ -1,0 +1,44 @@
+"""Which rank is to blame where several end."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from pypto_serving.backend import ranks
+from pypto_serving.backend.ranks import Followers, RankError
+from pypto_serving.ipc import Child
+from pypto_serving.types.start import HostJoin
+from tests.backend.ending import MODULE
+
+
+def rank(how: str, fd: int) -> Child:
+    start = HostJoin(address=how, secret_file="", model="", cache_dir="", nodes=(), num_threads=fd)
+    return Child(MODULE, start, shared=(fd,))
+
+
+def test_a_rank_that_left_is_not_to_blame() -> None:
+    """It ends first, since it waits for the one that fails; the other one holds until then."""
+    members, (read, write) = Followers(), os.pipe()
+    members.add("rank 1", rank("leaves", write))
+    os.close(write)
+    members.add("rank 2", rank("fails", read))
+    os.close(read)
+    with pytest.raises(RankError, match="a kernel failed on purpose"):
+        members.await_ready(lambda *_: None)
+        members.await_end()
+    members.end()
+
+
+def test_a_rank_that_left_is_named_where_nobody_is_to_blame(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "BLAME_S", 0.1)
+    members, (read, write) = Followers(), os.pipe()
+    members.add("rank 1", rank("leaves", write))
+    members.add("rank 2", rank("fails", read))
+    os.close(read)
+    with pytest.raises(RankError, match="rank 1 gave up a step"):
+        members.await_ready(lambda *_: None)
+        members.await_end()
+    members.end()
+    os.close(write)
