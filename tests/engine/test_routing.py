@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -11,10 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pypto_serving.bench.traces import EXCERPT, TRACE_BLOCK, Trace, load_trace
-from pypto_serving.engine.routing import AFFINITY, LINK_TOKENS, KnownPrefixes, Router
+from pypto_serving.bench.simulator import Machine, TimeModel
+from pypto_serving.bench.traces import EXCERPT, load_trace
+from pypto_serving.engine import routing
+from pypto_serving.engine.routing import AFFINITY, KnownPrefixes, Router
 from pypto_serving.types.stats import StepStats
 from pypto_serving.types.tokens import pack_ids
+from tests.engine.virtual_group import VirtualReplica, serve
 from tests.simulation import null_config
 
 IDLE = StepStats()
@@ -131,31 +133,28 @@ def test_known_prefixes_keep_the_newest_links(touched: list[list[int]], capacity
         )
 
 
+def served(num_replicas: int, token_s: float) -> list[VirtualReplica]:
+    trace = load_trace(EXCERPT).scaled(Fraction(1, 4))
+    time = TimeModel(step_s=0.01, token_s=token_s)
+    return serve(trace, Machine(block_size=32, device_tokens=640_000, max_num_seqs=64, time=time), num_replicas)
+
+
+def hit_tokens(replicas: Sequence[VirtualReplica]) -> int:
+    return sum(replica.hit_tokens for replica in replicas)
+
+
 @pytest.mark.parametrize("num_replicas", [2, 4])
-def test_the_conversation_trace_hits_like_one_cache_and_is_shared_out_evenly(num_replicas: int) -> None:
-    """Each replica has room for its part of what one cache of the total size holds."""
-    trace = load_trace(EXCERPT).scaled(Fraction(LINK_TOKENS, TRACE_BLOCK))
-    single, group = Group(1, TOTAL_BLOCKS), Group(num_replicas, TOTAL_BLOCKS // num_replicas)
-    best, found = replay(single, trace), replay(group, trace)
-    given = group.router._given
-    assert best > 0.03 * trace.prompt_tokens
-    assert found > 0.95 * best
-    assert max(given) < 1.15 * sum(given) / num_replicas
+@pytest.mark.parametrize("token_s", [1e-5, 5e-5, 1e-4], ids=["idle", "busy", "behind"])
+def test_replicas_under_the_conversation_trace(num_replicas: int, token_s: float) -> None:
+    """Together they hit as much as one that has their memory and speed, and each computes as much as the others."""
+    replicas, best = served(num_replicas, token_s), hit_tokens(served(1, token_s))
+    assert sum(replica.num_prompts for replica in replicas) == len(load_trace(EXCERPT).requests)
+    assert best > 30_000
+    assert hit_tokens(replicas) > 0.95 * best
+    computed = [replica.computed_tokens for replica in replicas]
+    assert max(computed) < 1.15 * sum(computed) / num_replicas
 
 
-TOTAL_BLOCKS = 200_000 // 16
-
-
-def replay(group: Group, trace: Trace) -> int:
-    """Route the requests of a trace as they arrive, each of which takes 20 s; return the tokens that hit."""
-    hits, ends = 0, deque[float]()
-    for number, request in enumerate(trace.requests):
-        while ends and ends[0] < request.arrival_s:
-            ends.popleft()
-            group.finish(number - len(ends) - 1)
-        tokens = trace.token_ids(request, 0, 100).tolist()
-        links = group.router.links(pack_ids(tokens), "")
-        before = [known.count(links) for known in group.router._known]
-        hits += before[group.place(tokens)] * LINK_TOKENS
-        ends.append(request.arrival_s + 20)
-    return hits
+def test_replicas_that_are_chosen_by_load_alone_hit_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "AFFINITY", 0)
+    assert hit_tokens(served(4, 5e-5)) < 0.9 * hit_tokens(served(1, 5e-5))
