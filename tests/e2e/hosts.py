@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
+import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,6 +80,45 @@ class HostKiller(RankKiller):
 
     def group(self, leader: int) -> list[psutil.Process]:
         return [*super().group(leader), *self._host.children()]
+
+
+class Nameserver:
+    """Owns the DNS server at an address: it fails `failures` times, and then knows that all names are there."""
+
+    within = ("sh", "-c", 'mount --bind "$0" /etc/resolv.conf && exec "$@"')
+    """What comes before the file of `write` and a command that asks this server; in a mount namespace."""
+
+    def __init__(self, address: str, failures: int) -> None:
+        self._address, self.failures = address, failures
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.bind((address, 53))
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def write(self, file: Path) -> str:
+        file.write_text(f"nameserver {self._address}\noptions timeout:1 attempts:1\n")
+        return str(file)
+
+    def close(self) -> None:
+        self._socket.sendto(b"", (self._address, 53))
+        self._thread.join()
+        self._socket.close()
+
+    def _serve(self) -> None:
+        while (received := self._socket.recvfrom(512))[0]:
+            self._socket.sendto(self._answer(received[0]), received[1])
+
+    def _answer(self, query: bytes) -> bytes:
+        """A message of RFC 1035: the header, the question, and an address where one was asked for."""
+        end = query.index(b"\0", 12) + 5
+        question = query[12:end]
+        if self.failures:
+            self.failures -= 1
+            return query[:2] + struct.pack(">5H", 0x8182, 1, 0, 0, 0) + question
+        if question[-4:] != struct.pack(">2H", 1, 1):
+            return query[:2] + struct.pack(">5H", 0x8180, 1, 0, 0, 0) + question
+        record = struct.pack(">3HIH4s", 0xC00C, 1, 1, 0, 4, socket.inet_aton(self._address))
+        return query[:2] + struct.pack(">5H", 0x8180, 1, 1, 0, 0) + question + record
 
 
 class Network:

@@ -25,7 +25,7 @@ from pypto_serving.parallel.topology import Topology
 from pypto_serving.types.request import RequestOutput
 from tests.checkpoints import make_checkpoint
 from tests.e2e.engines import QUICK_FAULTS, Reply, answers, replies, run_engine
-from tests.e2e.hosts import SECRET, HostKiller, JoiningHost, Network, joining
+from tests.e2e.hosts import SECRET, HostKiller, JoiningHost, Nameserver, Network, joining
 from tests.e2e.ranks import MAX_TOKENS, TIGHT, answered, assert_ended, hits, rank_config, stop, streams
 from tests.e2e.wires import Damage, wires
 from tests.store.pool import free_port
@@ -311,6 +311,26 @@ def network() -> Iterator[Network]:
         pytest.skip(str(error))
     yield network
     network.remove()
+
+
+def test_a_host_joins_by_name_once_names_are_known(model: Path, network: Network, tmp_path: Path) -> None:
+    """A cut network takes the nameserver with it, so that what it says then is not final."""
+    port, names = free_port(), Nameserver(network.ours, failures=6)
+    within = (*network.within, *names.within, names.write(tmp_path / "resolv.conf"))
+
+    async def scenario() -> None:
+        engine = AsyncEngine(rank_config(model, TWO, QUICK, join_address=f"{network.ours}:{port}"))
+        await engine.start()
+        try:
+            with joining(f"serving-host.test:{port}", model, within):
+                await engine.wait_ready()
+                assert await answers(engine, [[5, 6, 7]])
+        finally:
+            await engine.stop()
+
+    with contextlib.closing(names):
+        asyncio.run(scenario())
+    assert names.failures == 0
 
 
 class Cuts:
