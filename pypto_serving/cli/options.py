@@ -90,7 +90,12 @@ FLAGS = (
     Flag("port", SERVER, "PORT", "Port to listen on; 0 takes a free one."),
     Flag("uds", SERVER, "PATH", "Unix socket to listen on, in place of host and port."),
     Flag("ssl_certfile", SERVER, "FILE", "Certificate, to serve HTTPS; SIGHUP reads it again."),
-    Flag("ssl_keyfile", SERVER, "FILE", "Its private key, without a password.", "in the certificate's file"),
+    Flag(
+        "ssl_keyfile",
+        SERVER,
+        "FILE",
+        "Its private key, without a password; not needed if the certificate's file has it.",
+    ),
     Flag(
         "api_key",
         SERVER,

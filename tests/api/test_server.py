@@ -91,7 +91,7 @@ def test_readiness_follows_the_queue_too(server: RunningServer) -> None:
 
 
 def test_probes_need_no_key(start: Callable[..., RunningServer]) -> None:
-    server = start(api_key="secret")
+    server = start(api_keys=("secret",))
     paths = ("/health", "/ready", "/ping", "/v1/health", "/load", "/server_info", "/models")
     assert [server.http.get(path).status_code for path in paths] == [200, 200, 200, 200, 401, 401, 401]
 

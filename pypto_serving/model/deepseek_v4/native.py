@@ -52,9 +52,12 @@ class NativeDeepseekV4:
         self.step = Recording(engine)
         self.draft_step = Recording(engine) if model.drafts else None
         arenas, attention = Arenas(config, peers), AttentionShare(rank, peers)
-        buffers, ropes = Buffers(model, config, attention, peers), rope_tables(model.ropes(), config.max_model_len)
-        self.arenas, self.logits = arenas.blocks, buffers.logits
-        self._record(config, ModelPart(model, weights, rank, peers, attention, buffers, arenas, ropes))
+        self._buffers, ropes = (
+            Buffers(model, config, attention, peers),
+            rope_tables(model.ropes(), config.max_model_len),
+        )
+        self.arenas, self.logits = arenas.blocks, self._buffers.logits
+        self._record(config, ModelPart(model, weights, rank, peers, attention, self._buffers, arenas, ropes))
         weights.finish()
 
     def _record(self, config: EngineConfig, part: ModelPart) -> None:
