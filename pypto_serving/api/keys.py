@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -45,6 +45,17 @@ class ApiKeys:
         else:
             self._digests = _digests(keys)
             logger.info("read %s from %s", counted(len(keys), "API key"), self.file)
+
+
+def sent_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+    """Return the key in the first header of a request that has one, as `x-api-key` or as a bearer's."""
+    for name, value in headers:
+        scheme, _, key = value.partition(b" ")
+        if name == b"x-api-key":
+            return value.strip()
+        if name == b"authorization" and scheme.lower() == b"bearer":
+            return key.strip()
+    return None
 
 
 def _digests(keys: Sequence[str]) -> tuple[bytes, ...]:

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pypto_serving.api.drain import SHUTTING_DOWN
 from pypto_serving.api.errors import AuthenticationError, OriginError, describe, internal_error
-from pypto_serving.api.keys import ApiKeys
+from pypto_serving.api.keys import ApiKeys, sent_key
 from pypto_serving.api.paths import Paths
 from pypto_serving.errors import UnavailableError
 from pypto_serving.util import brief
@@ -178,13 +178,8 @@ class ApiKeyGuard:
         await describe(AuthenticationError(message)).response()(scope, receive, send)
 
     def _allows(self, scope: Scope) -> bool:
-        for name, value in scope["headers"]:
-            if name == b"x-api-key":
-                return self._keys.allow(value.strip())
-            scheme, _, key = value.partition(b" ")
-            if name == b"authorization" and scheme.lower() == b"bearer":
-                return self._keys.allow(key.strip())
-        return False
+        key = sent_key(scope["headers"])
+        return key is not None and self._keys.allow(key)
 
 
 def _request_id(scope: Scope) -> bytes:

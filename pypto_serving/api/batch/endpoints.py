@@ -16,6 +16,7 @@ from pypto_serving.api.batch.batches import Batches
 from pypto_serving.api.batch.multipart import read_form
 from pypto_serving.api.batch.schemas import MAX_METADATA_CHARS, RULES, BatchBody
 from pypto_serving.api.batch.store import Store
+from pypto_serving.api.keys import sent_key
 from pypto_serving.api.middleware import BODY_PARSED
 from pypto_serving.api.openai.body import parse_json, read_body, require_json
 from pypto_serving.api.service import Service
@@ -109,11 +110,10 @@ def _batches(request: Request) -> Batches:
 
 
 def _store(request: Request) -> Store:
-    """Return what the client's API key stored."""
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    given = request.headers.get("x-api-key", key if scheme.lower() == "bearer" else "")
+    """Return what the client's API key stored; without keys all clients are one."""
     service: Service = request.app.state.service
-    return _batches(request).store(given.strip().encode() if service.keys else b"")
+    key = sent_key(request.scope["headers"]) if service.keys else None
+    return _batches(request).store(key or b"")
 
 
 def _page(request: Request, items: Sequence[Item]) -> tuple[list[Item], bool]:

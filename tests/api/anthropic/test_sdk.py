@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import anthropic
 import pytest
 from anthropic import beta_tool
 from anthropic.types import MessageParam, ToolParam
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import QueueFullError
 from pypto_serving.types.request import RequestFault
-from tests.api.anthropic.talking import CALL, SAID
+from tests.api.anthropic.talking import CALL, COUNT, PATH, SAID, body, create, stream
 from tests.api.chat_events import prompt_of
 from tests.api.running import RunningServer
 from tests.api.scripted_engine import WAIT_S, Script
@@ -111,3 +112,17 @@ def test_errors(thinks: Callable[..., RunningServer], client: anthropic.Anthropi
         client.messages.stream(model="tiny", max_tokens=50, messages=[HELLO]) as stream,
     ):
         list(stream)
+
+
+def test_answers_are_of_the_published_types(thinks: Callable[..., RunningServer]) -> None:
+    """The client itself takes any object for an answer."""
+    server = thinks(SAID, cached=3)
+    asked = {"tools": [WEATHER], "thinking": {"type": "enabled", "budget_tokens": 100}}
+    anthropic.types.Message.model_validate(create(server, **asked), strict=True)
+    events: TypeAdapter[Any] = TypeAdapter(anthropic.types.RawMessageStreamEvent)
+    for event in stream(server, **asked):
+        events.validate_python(event, strict=True)
+    response = server.http.post(PATH, json=body(model="claude"))
+    anthropic.types.ErrorResponse.model_validate(response.json(), strict=True)
+    count = server.http.post(COUNT, json={"messages": [HELLO]}).json()
+    anthropic.types.MessageTokensCount.model_validate(count, strict=True)

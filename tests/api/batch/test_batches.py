@@ -145,11 +145,11 @@ def test_forms_that_are_none(start: Start, tmp_path: Path, kind: str, body: byte
 
 
 def test_keys_see_their_own_alone(start: Start, tmp_path: Path) -> None:
-    first = start(batch_dir=str(tmp_path), api_key="sesame")
-    file_id = upload(first.openai("sesame"), [line("a")])
-    second = start(batch_dir=str(tmp_path), api_key="two")
+    server = start(batch_dir=str(tmp_path), api_keys=("sesame", "two"))
+    file_id = upload(server.openai("sesame"), [line("a")])
+    assert server.openai("sesame").files.retrieve(file_id).id == file_id
     with pytest.raises(openai.NotFoundError):
-        second.openai("two").files.retrieve(file_id)
+        server.openai("two").files.retrieve(file_id)
     assert "sesame" not in "".join(str(path) for path in tmp_path.rglob("*"))
 
 
