@@ -339,8 +339,8 @@ def terminal_signals_held() -> Iterator[None]:
 
 
 def ignore_terminal_signals() -> None:
-    """Ignore terminal signals, and forget those that wait."""
-    for number in TERMINAL_SIGNALS:
+    """Ignore terminal signals, and forget those that wait. A process group in the background may write, too."""
+    for number in (*TERMINAL_SIGNALS, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, TERMINAL_SIGNALS)
 

@@ -1,8 +1,12 @@
-"""Which rank is to blame where several end."""
+"""Processes of ranks: which one is to blame where several end, and their terminal."""
 
 from __future__ import annotations
 
 import os
+import re
+import select
+import signal
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +20,20 @@ from tests.backend.ending import MODULE
 def rank(how: str, fd: int) -> Child:
     start = HostJoin(address=how, secret_file="", model="", cache_dir="", nodes=(), num_threads=fd)
     return Child(MODULE, start, shared=(fd,))
+
+
+def test_a_process_group_of_its_own_may_write_to_any_terminal() -> None:
+    """Also to one that stops groups in the background which write (`stty tostop`)."""
+    read, write = os.pipe()
+    start = HostJoin(address="fails", secret_file="", model="", cache_dir="", nodes=(), num_threads=read)
+    child = Child(MODULE, start, shared=(read,), leads=True)
+    select.select([child.pipe], [], [])
+    status = Path(f"/proc/{child.pid}/status").read_text()
+    ignored = int(re.findall(r"SigIgn:\s*([0-9a-f]+)", status)[0], 16)
+    assert os.getpgid(child.pid) == child.pid and ignored >> (signal.SIGTTOU - 1) & 1
+    child.end(0)
+    os.close(read)
+    os.close(write)
 
 
 def test_a_rank_that_left_is_not_to_blame() -> None:
