@@ -85,7 +85,7 @@ def test_a_client_that_leaves_while_it_stalls_frees_its_request(narrow: RunningS
 def test_a_client_that_stalls_for_good_is_cut_off(
     start: Callable[..., RunningServer], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pypto_serving.api.run.READ_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("pypto_serving.api.listening.READ_TIMEOUT_S", 0.5)
     server = start(config={"max_model_len": 100_000})
     server.engine.script = lambda request: Script((tokenizer.encode(TEXT) * 50_000)[:50_000], hang=True)
     with server.raw_post(PATH, {"prompt": "hello", "stream": True, "max_tokens": 50_000}):

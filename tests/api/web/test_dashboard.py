@@ -107,7 +107,7 @@ def test_nothing_is_asked_while_it_is_paused(working: Server, open_page: OpenPag
 
 
 def test_a_key_is_asked_for_once(start: Callable[..., RunningServer], open_page: OpenPage) -> None:
-    page = open_page(start(api_key="sesame").url + "/dashboard")
+    page = open_page(start(api_keys=("sesame",)).url + "/dashboard")
     page.wait("document.querySelector('dialog[open]')")
     page.press("Escape", 27)
     page.wait("document.querySelector('#state').textContent.startsWith('No answer: the API key')")
