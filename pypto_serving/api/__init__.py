@@ -11,6 +11,7 @@ Listed from the top down: modules import only their own line and those below. On
 - `batch`: the requests of files
 - `reading`: where bodies are read
 - `openai`, `anthropic`: the endpoints of the OpenAI API and of Anthropic's Messages API
+- `deadline`: when a request must have ended
 - `respond`: answer with a generation, in any endpoint's form
 - `offline`, `offline_inputs`, `offline_loop`, `offline_outputs`: the offline API, without HTTP
 - `generation`: run one generation, in the form that endpoints and offline API share

@@ -17,6 +17,8 @@ MAX_DROPPED_BODIES = 4
 """A body is read up to this multiple of its limit, and dropped, since a client reads no answer while it sends."""
 MAX_CHARS, MAX_PARAM_CHARS = 2000, 200
 """Longest message, and longest name of a field in it; a client may have sent any."""
+_HEADERS = {401: (("www-authenticate", "Bearer"),), 504: (("x-should-retry", "false"),)}
+"""Of answers by status. Official clients would send a request again whose time is over."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES = {
     **_TYPES,
@@ -126,6 +128,6 @@ def describe(error: PyptoError) -> ApiError:
     """Describe `error` to a client."""
     status = error.status if 400 <= error.status <= 599 else 500
     retry: Any = getattr(error, "retry_after_s", RETRY_UNAVAILABLE_S if status in (429, 503) else None)
-    headers = (("www-authenticate", "Bearer"),) if status == 401 else ()
+    headers = _HEADERS.get(status, ())
     code = getattr(error, "error_code", error.code)
     return ApiError(status, str(error), code, getattr(error, "param", None), retry, headers)

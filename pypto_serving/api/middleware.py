@@ -46,8 +46,9 @@ class RequestScope:
             return
         path = scope["path"] = self._paths.find(scope["path"])
         request_id = _request_id(scope)
-        scope["state"] = dict(scope.get("state") or {}, request_id=request_id.decode())
         started_s = time.monotonic()
+        state = {"request_id": request_id.decode(), "arrival_s": started_s}
+        scope["state"] = dict(scope.get("state") or {}) | state
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from pypto_serving.api.deadline import with_deadline
 from pypto_serving.api.disconnect import nobody_listens, until_disconnect
 from pypto_serving.api.errors import ApiError, describe, internal_error
 from pypto_serving.api.generation.choice import Delta
@@ -66,6 +67,7 @@ async def respond(
 ) -> Response:
     """Submit what is `wanted`, and answer with it. For `ping_s` see EventStream. Raises what Generation raises."""
     service: Service = request.app.state.service
+    wanted = with_deadline(request, wanted)
     if stream:
         return EventStream(service, wanted, form, headers, ping_s)
     generation = Generation(service, wanted)

@@ -112,6 +112,7 @@ FLAGS = (
         "none",
     ),
     Flag("max_queued_requests", SERVER, "N", "Maximum requests that wait for a row; more are refused."),
+    Flag("max_queued_tokens", SERVER, "TOKENS", "Maximum prompt tokens that wait or are prefilled; 0 is no limit."),
     Flag("max_body_bytes", SERVER, "SIZE", "Largest body of a request, such as 64MiB."),
     Flag("batch_dir", SERVER, "DIR", "Serve /v1/files and /v1/batches, kept in this folder.", "none"),
     Flag("drain_timeout", SERVER, "SECONDS", "Time to finish admitted requests when told to stop."),

@@ -12,6 +12,7 @@ import msgspec
 
 from pypto_serving.engine.client import Health
 from pypto_serving.engine.deaths import Deaths
+from pypto_serving.engine.queued_tokens import QueuedTokens
 from pypto_serving.engine.stream import OutputStream
 from pypto_serving.errors import EXIT_ENGINE, EngineDeadError, PyptoError, QueueFullError, UnavailableError
 from pypto_serving.ipc import Child, ChildFault, Descendants, SocketChannel
@@ -29,6 +30,7 @@ from pypto_serving.types.request import (
     RequestFault,
     RequestOutput,
     ShutdownCore,
+    num_prompt_tokens,
 )
 from pypto_serving.types.start import CoreStart
 from pypto_serving.types.stats import StepStats
@@ -66,6 +68,7 @@ class AsyncEngine:
         self._on_progress = on_progress or (lambda phase, done, total: None)
         self._streams: dict[str, OutputStream] = {}
         self._due: list[OutputStream] = []
+        self._queued = QueuedTokens(config.max_queued_tokens)
         self._child: Child | None = None
         self._channel: SocketChannel[FromCore] | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -251,9 +254,11 @@ class AsyncEngine:
                 due(stream)
             if output.finish_reason is not None:
                 del self._streams[output.request_id]
+                self._queued.leave(output.request_id)
                 self._finish_times = [*self._finish_times[-63:], time.monotonic()]
                 self.on_milestone(output)
             elif output.timeline is not None:
+                self._queued.leave(output.request_id)
                 self.on_milestone(output)
 
     def _deliver(self) -> None:
@@ -264,6 +269,7 @@ class AsyncEngine:
 
     def _fail_all(self, fault: RequestFault) -> None:
         streams, self._streams = self._streams, {}
+        self._queued.clear()
         for request_id, stream in streams.items():
             if stream.push(RequestOutput(request_id=request_id, finish_reason="error", fault=fault)):
                 self._due.append(stream)
@@ -280,13 +286,14 @@ class AsyncEngine:
 
     def submit_to(self, stream: OutputStream, requests: Sequence[EngineRequest]) -> None:
         """Do what `submit` does, with outputs in a stream of the caller."""
-        self.require_admission(len(requests))
+        self.require_admission(len(requests), num_prompt_tokens(requests))
         for message in AddRequests.pack(requests):
             self._send(message)
+        self._queued.enter(requests)
         self._streams |= dict.fromkeys([request.request_id for request in requests], stream)
 
-    def require_admission(self, count: int) -> None:
-        """Raise what `submit` would raise for `count` requests."""
+    def require_admission(self, count: int, num_tokens: int = 0) -> None:
+        """Raise what `submit` would raise for `count` requests whose prompts have so many tokens."""
         if self._dead is not None or self._stopping:
             raise UnavailableError(str(self._dead or "the server is shutting down"))
         if self._channel is None:
@@ -298,6 +305,12 @@ class AsyncEngine:
                 f"this server has {counted(unfinished, 'unfinished request')}; it runs {config.max_num_seqs} at once "
                 f"and queues {config.max_queued_requests}; try again later",
                 self._retry_after_s(waiting),
+            )
+        if not self._queued.fits(num_tokens):
+            raise QueueFullError(
+                f"this server has prompts of {self._queued.num_tokens} tokens that wait, and queues at most "
+                f"{config.max_queued_tokens}; try again later",
+                self._retry_after_s(max(1, len(self._queued))),
             )
 
     def _retry_after_s(self, waiting: int) -> int:
@@ -317,6 +330,7 @@ class AsyncEngine:
         known = [request_id for request_id in request_ids if request_id in self._streams]
         for request_id in known:
             self._streams.pop(request_id).forget(request_id)
+            self._queued.leave(request_id)
         if known:
             self._send(AbortRequests(known))
 

@@ -53,8 +53,11 @@ class EngineClient(Protocol):
     def engines(self) -> Sequence[Monitored]:
         """The engine of each replica."""
 
-    def require_admission(self, count: int) -> None:
-        """Raise what `submit` would raise for `count` requests: QueueFullError or UnavailableError."""
+    def require_admission(self, count: int, num_tokens: int = 0) -> None:
+        """Raise what `submit` would raise for `count` requests whose prompts have so many tokens.
+
+        That is QueueFullError or UnavailableError.
+        """
 
     def submit(self, requests: Sequence[EngineRequest]) -> OutputStream:
         """Admit all of `requests` or none. Raises QueueFullError or UnavailableError.

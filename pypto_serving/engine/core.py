@@ -83,6 +83,8 @@ class EngineCore:
             self._handle(event, now_s)
         if self._ready:
             self._plan_ahead(now_s)
+        else:
+            self._outputs += self.scheduler.expire(now_s)
         if self._publisher is not None and (kv_events := self._kv.take_events()):
             self._publisher.publish(kv_events, now_s)
         self._report(now_s)

@@ -15,7 +15,7 @@ from pypto_serving.engine.routing import Router
 from pypto_serving.engine.stream import OutputStream
 from pypto_serving.errors import PyptoError, QueueFullError, UnavailableError
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.types.request import EngineRequest, RequestOutput
+from pypto_serving.types.request import EngineRequest, RequestOutput, num_prompt_tokens
 from pypto_serving.types.stats import StepStats
 from pypto_serving.types.tier import Tier
 from pypto_serving.types.tokens import ID_BYTES
@@ -112,7 +112,8 @@ class Replicas:
         refusals: list[PyptoError] = []
         for index in self._router.order(len(prompt) // ID_BYTES, links, [engine.stats for engine in self.engines]):
             try:
-                self.engines[index].require_admission(len(shares[index]) + len(requests))
+                share = [*shares[index], *requests]
+                self.engines[index].require_admission(len(share), num_prompt_tokens(share))
             except (QueueFullError, UnavailableError) as refusal:
                 refusals.append(refusal)
                 continue
@@ -122,12 +123,12 @@ class Replicas:
             return
         raise refusals[0]
 
-    def require_admission(self, count: int) -> None:
+    def require_admission(self, count: int, num_tokens: int = 0) -> None:
         """Raise what every replica would raise for `count` requests; do nothing if one admits them."""
         refusals: list[PyptoError] = []
         for engine in self.engines:
             try:
-                return engine.require_admission(count)
+                return engine.require_admission(count, num_tokens)
             except (QueueFullError, UnavailableError) as refusal:
                 refusals.append(refusal)
         raise refusals[0]

@@ -8,6 +8,7 @@ from pypto_serving.sched.request import Request
 from pypto_serving.sched.step import RowResult
 from pypto_serving.types.request import RequestFault, RequestOutput, TokenLogprobs
 from pypto_serving.types.tokens import pack_list
+from pypto_serving.util import counted
 
 
 def stop_reason(request: Request, token_id: int) -> str | None:
@@ -81,10 +82,11 @@ def merged(added: RequestOutput, last: RequestOutput) -> RequestOutput:
     )
 
 
-def queue_timeout(request: Request, now_s: float) -> RequestFault:
-    """Return the 503 of a request whose deadline passed in the queue."""
-    waited_s = now_s - request.source.arrival_s
-    return RequestFault(503, "queue_timeout", f"the request waited {waited_s:.1f} s in the queue; try again later")
+def deadline_passed(request: Request, now_s: float) -> RequestFault:
+    """Return the 504 of a request whose deadline passed."""
+    after_s, count = now_s - request.source.arrival_s, request.num_output_tokens
+    done = f"with {counted(count, 'output token')}" if request.scheduled_s else "in the queue"
+    return RequestFault(504, "deadline_exceeded", f"the timeout of the request passed after {after_s:.1f} s, {done}")
 
 
 def model_changed() -> RequestFault:

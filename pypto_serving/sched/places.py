@@ -81,6 +81,7 @@ class Places:
         """End a request: free its row and blocks and remove it from every place. Requests end nowhere else."""
         self._leave(request)
         self._stop_waiting(request)
+        self._deadlines.remove(request)
         self.strikes.forget(request.id)
         if self.shares is not None:
             self.shares.leave(request)
@@ -90,15 +91,14 @@ class Places:
         return outputs.finished(request, reason, fault, now_s)
 
     def finish_expired(self, now_s: float) -> list[RequestOutput]:
-        """End the requests that waited past their deadlines."""
+        """End the requests whose deadlines have passed, wherever they are."""
         return [
-            self.finish(request, "error", outputs.queue_timeout(request, now_s), now_s)
+            self.finish(request, "error", outputs.deadline_passed(request, now_s), now_s)
             for request in self._deadlines.take_expired(now_s)
         ]
 
     def _stop_waiting(self, request: Request) -> None:
         """Remove a request that starts or ends from wherever it waits."""
-        self._deadlines.remove(request)
         self.waiting.remove(request)
         self.loading.forget(request)
         self.following.forget(request.id)

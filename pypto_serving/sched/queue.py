@@ -1,4 +1,4 @@
-"""WaitingQueue: which waiting request starts next; Deadlines: which ones must have started by now."""
+"""WaitingQueue: which waiting request starts next; Deadlines: which requests must have ended by now."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class WaitingQueue:
 
 
 class Deadlines:
-    """Requests that must have started by a time, wherever they wait. Owned by the Scheduler."""
+    """Requests that must have ended by a time, wherever they are. Owned by the Scheduler."""
 
     def __init__(self) -> None:
         self._heap = RequestHeap(lambda request: (request.source.deadline_s, request.order))
@@ -109,7 +109,7 @@ class Deadlines:
             self._heap.push(request)
 
     def remove(self, request: Request) -> None:
-        """Remove a request that started or ended."""
+        """Remove a request that ended."""
         self._heap.remove(request)
 
     def take_expired(self, now_s: float) -> Iterator[Request]:

@@ -71,12 +71,16 @@ class Scheduler:
         requests = list(self._places.requests.values())
         return [self._places.finish(request, "error", fault, now_s) for request in requests]
 
+    def expire(self, now_s: float) -> list[RequestOutput]:
+        """End the requests whose deadlines have passed. Return their last outputs."""
+        return self._places.finish_expired(now_s)
+
     # Planning.
 
     def plan(self, now_s: float) -> tuple[StepPlan | None, list[RequestOutput]]:
         """Decide one step. Return its plan, or None if nothing can run, and the last outputs of timed-out requests."""
         self._last_writer = self._in_flight[-1].step_id if self._in_flight else 0
-        expired = self._places.finish_expired(now_s)
+        expired = self.expire(now_s)
         self._places.loading.update(now_s)
         self._places.following.update()
         self.kv.plan_stores(now_s)

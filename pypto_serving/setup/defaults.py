@@ -30,6 +30,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "log_requests": default_of(ServerConfig, "log_requests"),
         "client_priority": default_of(ServerConfig, "client_priority"),
         "max_queued_requests": default_of(EngineConfig, "max_queued_requests"),
+        "max_queued_tokens": default_of(EngineConfig, "max_queued_tokens"),
         "long_prefill_token_threshold": default_of(EngineConfig, "long_prefill_token_threshold"),
         "chunked_prefill": default_of(EngineConfig, "enable_chunked_prefill"),
         "fair_scheduling": default_of(EngineConfig, "fair_scheduling"),

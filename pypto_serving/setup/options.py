@@ -87,6 +87,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ssl_keyfile: str | None = None
     api_key: tuple[str, ...] | None = None
     max_queued_requests: int | None = None
+    max_queued_tokens: int | None = None
     drain_timeout: float | None = None
     step_timeout: float | None = None
     max_body_bytes: int | None = None

@@ -182,6 +182,7 @@ def _batching(settings: Settings, backend: str, step_tokens: int) -> dict[str, A
         "fair_scheduling": settings.pick_fixed("fair_scheduling"),
         "enable_prefix_caching": settings.pick_fixed("prefix_caching"),
         "max_queued_requests": settings.pick_fixed("max_queued_requests"),
+        "max_queued_tokens": settings.pick_fixed("max_queued_tokens", "default: no limit"),
     }
 
 

@@ -387,6 +387,7 @@ RULES: dict[str, Rule] = {
     "ssl_keyfile": Text(),
     "api_key": Keys(),
     "max_queued_requests": Whole(1, 1_000_000),
+    "max_queued_tokens": Whole(0, MAX_TOKENS),
     "drain_timeout": Seconds(86400, zero=True),
     "step_timeout": Seconds(86400),
     "max_body_bytes": Size(),

@@ -66,6 +66,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Configure an engine core and its worker. Sizes in bytes, lengths in tokens. Raises UnmetError.
 
     num_blocks: blocks of each group, the null block 0 included.
+    max_queued_tokens: most prompt tokens of requests without a first token; 0 for any number.
     activations: what activations become before they are multiplied by 4-bit codes.
     head: what the output layer is served in.
     kernels: instruction set of the CPU kernels, or torch; empty for the best that the machine runs.
@@ -98,6 +99,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_chunked_prefill: bool = True
     fair_scheduling: bool = False
     max_queued_requests: int = 4096
+    max_queued_tokens: int = 0
     depth: int = 1
     traits: BackendTraits = BackendTraits()
     num_drafts: int = 0

@@ -13,13 +13,14 @@ from pypto_serving.types.prompt_logprobs import PromptLogprobs
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.stats import StepStats
 from pypto_serving.types.tier import Tier
+from pypto_serving.types.tokens import ID_BYTES
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """One sequence to continue. `token_ids` is the prompt as int32 bytes, never empty.
 
     - `params.n` is 1: choices are separate requests with the same `seed` and their own `choice`.
-    - Times are seconds of the host's monotonic clock. A request still waiting at `deadline_s` is refused.
+    - Times are seconds of the host's monotonic clock. A request that is unfinished at `deadline_s` is ended.
     - A lower `priority` is served earlier.
     - Cached prefixes are shared only between requests with the same `cache_salt`.
     """
@@ -62,6 +63,11 @@ class AddRequests(msgspec.Struct, frozen=True, array_like=True, tag="add"):
             for prompt in self.prompts
             for request_id, choice in prompt.requests
         ]
+
+
+def num_prompt_tokens(requests: Iterable[EngineRequest]) -> int:
+    """Count the tokens of prompts; those of requests in a row that continue one prompt count once."""
+    return sum(len(ids) // ID_BYTES for ids, _ in groupby(requests, attrgetter("token_ids")))
 
 
 def _shared(request: EngineRequest) -> EngineRequest:

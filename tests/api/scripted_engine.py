@@ -113,7 +113,7 @@ class ScriptedEngine:
     def health(self) -> Health:
         return self.state
 
-    def require_admission(self, count: int) -> None:
+    def require_admission(self, count: int, num_tokens: int = 0) -> None:
         if self.refusal is not None:
             raise self.refusal
 

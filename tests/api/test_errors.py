@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -264,6 +265,20 @@ def test_the_api_key_guards_everything_but_health(start: Callable[..., RunningSe
     assert server.http.get("/health").status_code == 200
     for value in ("Bearer käse-key", "bearer  käse-key"):
         assert server.http.get("/v1/models", headers={"authorization": value.encode()}).status_code == 200
+
+
+def test_the_earlier_deadline_counts(server: RunningServer) -> None:
+    for timeout, header, least in ((30, None, 30), (None, "20", 20), (30, "7.5", 7.5), (5, "7.5", 5)):
+        before_s = time.monotonic()
+        headers = {} if header is None else {"X-Request-Timeout": header}
+        assert server.http.post(PATH, json={"prompt": "a", "timeout": timeout}, headers=headers).status_code == 200
+        deadline_s = server.engine.requests[-1].deadline_s
+        assert deadline_s is not None and before_s <= deadline_s - least <= time.monotonic()
+    server.post(PATH, {"prompt": "a"})
+    assert server.engine.requests[-1].deadline_s is None
+    for header in ("0", "-1", "soon", "nan", "inf", "1e9", ""):
+        refused = server.http.post(PATH, json={"prompt": "a"}, headers={"X-Request-Timeout": header})
+        assert error_of(refused, 400)["param"] == "x-request-timeout"
 
 
 FIELDS = ["model", "prompt", "messages", "n", "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens"]

@@ -130,6 +130,26 @@ def test_a_cache_salt_parts_what_is_cached() -> None:
         assert [cached(cache_salt="b"), cached()] == [0, 96]
 
 
+def test_a_timeout_ends_a_request_and_frees_its_blocks() -> None:
+    with serving(str(BUNDLED), *NULL) as (_, ready), httpx.Client(base_url=ready["url"], timeout=60) as http:
+
+        def used() -> float:
+            found = re.search(r"^vllm:kv_cache_usage_perc{.*} (.*)$", http.get("/metrics").text, re.MULTILINE)
+            assert found is not None
+            return float(found[1])
+
+        slow = {"prompt": [5], "max_tokens": 2000, "ignore_eos": True, "n": 64}
+        for more, headers in (({"timeout": 0.3}, {}), ({"timeout": 60}, {"X-Request-Timeout": "0.3"})):
+            answer = http.post("/v1/completions", json={**slow, **more}, headers=headers)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+            assert answer.headers["x-should-retry"] == "false" and "retry-after" not in answer.headers
+            events = http.post("/v1/completions", json={**slow, **more, "stream": True}, headers=headers).text
+            assert '"code":"deadline_exceeded"' in events.split("\n\n")[-2 - events.endswith("[DONE]\n\n")]
+        while used():
+            pass
+        assert http.post("/v1/completions", json={"prompt": [5], "max_tokens": 3, "timeout": 60}).status_code == 200
+
+
 def test_a_lower_priority_goes_first() -> None:
     options, many = [str(BUNDLED), *NULL, "--max-num-seqs", "1"], {"n": 128, "max_tokens": 400}
     with serving(*options) as (_, ready), httpx.Client(base_url=ready["url"], timeout=60) as http:

@@ -207,6 +207,26 @@ def test_the_queue_is_bounded_and_admission_is_all_or_nothing() -> None:
     run(config(max_queued_requests=4, max_num_seqs=1), scenario)
 
 
+def test_the_queue_is_bounded_in_tokens() -> None:
+    async def scenario(engine: AsyncEngine) -> None:
+        with pytest.raises(QueueFullError, match="has prompts of 70 tokens that wait, and queues at most 50;"):
+            engine.submit([request("first", 70, 100)])  # nothing else waits, so it may be longer
+            engine.submit([request("second", 1)])
+        assert set(engine._streams) == {"first"}
+        engine.abort(["first"])
+        choices = [msgspec.structs.replace(request("choice", 30, 60), request_id=f"c{i}", choice=i) for i in range(4)]
+        stream = engine.submit(choices)  # whose prompt counts once
+        engine.submit([request("beside", 20, 2)])
+        with pytest.raises(QueueFullError, match="prompts of 50 tokens"):
+            engine.submit([request("more", 1)])
+        await stream.deliver_to(lambda batch: None)
+        while engine._queued.num_tokens:
+            await asyncio.sleep(0)
+        engine.submit([request("later", 50, 2)])
+
+    run(config(max_queued_tokens=50), scenario)
+
+
 @pytest.mark.parametrize("pause", [False, True])
 def test_requests_for_which_rows_are_free_do_not_count_as_waiting(pause: bool) -> None:
     """A burst of exactly the rows and the queue is admitted, whatever the core has scheduled of it so far."""

@@ -149,7 +149,7 @@ def test_followers_end_by_abort_and_by_deadline() -> None:
         simulation.turn()
     assert late in simulation.last and leader not in simulation.last
     fault = simulation.last[late].fault
-    assert fault is not None and fault.code == "queue_timeout"
+    assert fault is not None and fault.code == "deadline_exceeded"
     simulation.run()
     assert len(simulation.tokens[leader]) == 2
 

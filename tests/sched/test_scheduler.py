@@ -203,17 +203,6 @@ def test_finished_requests_leave_the_registry() -> None:
     assert not scheduler._places.requests and len(scheduler.kv) == 0
 
 
-def test_a_queue_timeout_fails_the_request_alone() -> None:
-    simulation = Simulation(null_config(max_num_seqs=1))
-    first = simulation.add(prompt(5), max_tokens=50)
-    late = simulation.add(prompt(5, 1), max_tokens=50, deadline_s=simulation.clock.now() + 0.1)
-    patient = simulation.add(prompt(5, 2), max_tokens=50, deadline_s=simulation.clock.now() + 100)
-    run_all(simulation)
-    fault = simulation.last[late].fault
-    assert fault is not None and fault.status == 503
-    assert len(simulation.tokens[first]) == len(simulation.tokens[patient]) == 50
-
-
 def test_priority_goes_before_arrival() -> None:
     simulation = Simulation(null_config(max_num_seqs=1))
     low = simulation.add(prompt(5), max_tokens=5, priority=1)

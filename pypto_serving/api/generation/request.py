@@ -23,6 +23,7 @@ from pypto_serving.types.request import EngineRequest
 from pypto_serving.types.sampling import SamplingParams, check_named_ids
 from pypto_serving.types.tokens import pack_ids, view_ids
 
+MAX_TIMEOUT_S = 86_400
 MAX_CHOICES = 512
 """Bounds the choices of all prompts of one request, since the event loop makes them at one go."""
 
@@ -51,6 +52,7 @@ class GenerationRequest:
 
     `id` is the beginning of every engine request's id. `params` are those of `fit_params`; `params.n` is the number of
     choices of each prompt. Lower `priority` is served earlier. Prefixes are shared within one `cache_salt`.
+    `timeout_s` is what the client gave, `deadline_s` the monotonic time at which what is unfinished ends.
     `keep_token_ids`, `tokens_as_ids`, `thinking`: see Choice. `scores` are those of `new_scores`.
     """
 
@@ -63,6 +65,8 @@ class GenerationRequest:
     tokens_as_ids: bool = False
     scores: Sequence[PromptScores] = ()
     thinking: Thinking | None = None
+    timeout_s: float | None = None
+    deadline_s: float | None = None
 
     @property
     def num_choices(self) -> int:
@@ -177,6 +181,7 @@ def engine_requests(
                     choice=choice,
                     priority=request.priority,
                     arrival_s=arrival_s,
+                    deadline_s=request.deadline_s,
                     cache_salt=request.cache_salt,
                 )
             )

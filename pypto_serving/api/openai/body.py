@@ -47,6 +47,7 @@ class ReadBody(msgspec.Struct, frozen=True, tag="read", kw_only=True):
     new_parser: OutputFormat | None = None
     priority: int
     cache_salt: str
+    timeout_s: float | None = None
 
     def generation(self, request_id: str) -> GenerationRequest:
         """Return what to generate."""
@@ -56,6 +57,7 @@ class ReadBody(msgspec.Struct, frozen=True, tag="read", kw_only=True):
             params=self.params,
             priority=self.priority,
             cache_salt=self.cache_salt,
+            timeout_s=self.timeout_s,
             keep_token_ids=self.shown.token_ids or self.shown.usage_so_far,
             tokens_as_ids=self.shown.tokens_as_ids,
             scores=new_scores(self.prompts, self.params),
@@ -131,6 +133,7 @@ def read_common(body: GenerationBody, ignored: IgnoredFields, serving: ServingCo
         "ignored": ignored,
         "priority": priority_of(body, serving.client_priority),
         "cache_salt": cache_salt_of(body),
+        "timeout_s": body.timeout,
     }
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from pypto_serving.api.generation.request import MAX_TIMEOUT_S
 from pypto_serving.api.openai import described
 from pypto_serving.api.openai.described import MAX_DOCUMENTS, number, text, whole
 from pypto_serving.types.sampling import (
@@ -86,6 +87,7 @@ class GenerationBody(Body):
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     priority: Annotated[int | None, whole(-INT32_MAX)] = None
     cache_salt: Annotated[str | None, text(1, MAX_SALT_CHARS)] = None
+    timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
 
     @property
     def ping_s(self) -> float | None:
