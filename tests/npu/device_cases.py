@@ -20,6 +20,7 @@ from pypto_serving.model.contract import of_role
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import Spans
 from tests.e2e.engines import engine_config
+from tests.npu.conformance import children
 
 
 def config_of(model: Path, cache: str = "") -> EngineConfig:
@@ -128,9 +129,9 @@ def names_a_mismatch(model: Path) -> None:
 
 
 def is_killed(model: Path) -> None:
-    """Print the chips, and end without a close; the keeper ends them."""
-    _, device = prepared(config_of(model))
-    print(*device.pids, flush=True)
+    """Print the chips and the keeper, and end without a close: the keeper ends them, and itself."""
+    prepared(config_of(model))
+    print(*children(), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

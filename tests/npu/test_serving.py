@@ -158,13 +158,18 @@ def test_streams_survive_kills_of_the_worker(model: Path) -> None:
     assert run_engine(npu_config(model, {"faults": QUICK_FAULTS}), scenario) == expected
 
 
-@pytest.mark.parametrize("kind", ["fail", "hang", "die"])
-def test_a_dispatch_that_goes_wrong(model: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker is lost, with the process of its chip, and the streams go on in the next life."""
+@pytest.mark.parametrize(("kind", "dispatch"), [("init", 0), ("fail", 9), ("hang", 9), ("die", 9)])
+def test_what_goes_wrong_on_a_chip(
+    model: Path, kind: str, dispatch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker is lost, with the process of its chip, and the streams go on in the next life.
+
+    A chip that ends before it is ready leaves the runtime's preparation waiting for ever.
+    """
     prompts = prompts_of(7, 6)
     expected = run_engine(npu_config(model), lambda engine: answers(engine, prompts))
     fault = tmp_path / "fault"
-    fault.write_text(f"{kind} 9")
+    fault.write_text(f"{kind} {dispatch}")
     monkeypatch.setenv("PYPTO_DOUBLE_FAULTS", str(fault))
     faults = FaultConfig(respawn_delay_s=0.01, step_timeout_s=3.0 if kind == "hang" else NEVER_S)
 

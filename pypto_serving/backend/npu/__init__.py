@@ -1,7 +1,8 @@
 """The npu backend: models as compiled PyPTO programs, on Ascend NPUs or on PyPTO's simulators of them.
 
 - `backend`: prepares everything in the order that the runtime's fork needs
-- `device`: the prepared worker: checked dispatches, uploads and copies; tells when a chip process ends
+- `chips`: watches the processes that the runtime forks
+- `device`: the prepared worker: checked dispatches, uploads and copies
 - `keeper`: a process that ends the worker's process group when the worker ends
 - `library`: finds pypto-lib's programs of a model
 - `pages`: KV blocks of the pools, for lower tiers

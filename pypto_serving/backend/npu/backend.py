@@ -14,6 +14,7 @@ import numpy as np
 
 from pypto_serving.backend.base import Backend, Fault, Program, Progress
 from pypto_serving.backend.native import check_groups
+from pypto_serving.backend.npu.chips import Chips
 from pypto_serving.backend.npu.device import STAGING_BYTES, Buffers, Device
 from pypto_serving.backend.npu.keeper import keep_group
 from pypto_serving.backend.npu.library import Library, find_library
@@ -43,6 +44,7 @@ class NpuBackend(Backend):
 
     _programs: Programs | None = None
     _device: Device | None = None
+    _chips: Chips | None = None
     _keeper: subprocess.Popen[bytes] | None = None
 
     def prepare(self, progress: Progress) -> Program:
@@ -70,8 +72,8 @@ class NpuBackend(Backend):
         return NpuProgram(config, library.contract, self._device, memory, identity, _sampler(), embedding)
 
     def watch(self, fault: Fault) -> None:
-        assert self._device is not None and self._keeper is not None
-        self._device.watch(fault, self._keeper.pid)
+        assert self._chips is not None
+        self._chips.fault = fault
 
     def _prepare(self, runtime: Runtime, library: Library, progress: Progress) -> Device:
         """Load the compiled programs, or compile them, allocate shared memory, and let the runtime fork."""
@@ -83,7 +85,8 @@ class NpuBackend(Backend):
                 programs[stage] = kept.get(stage, host, library.sources, contract.stages[stage], sizes)
             buffers = Buffers(contract, STAGING_BYTES)
             self._keeper = keep_group()
-            device = Device(runtime, contract, programs, buffers)
+            self._chips = Chips(self._keeper.pid)
+            device = Device(runtime, contract, programs, buffers, self._chips)
         progress("programs", 1, 1)
         return device
 

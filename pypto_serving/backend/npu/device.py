@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
-import select
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 
-from pypto_serving.backend.base import Fault
+from pypto_serving.backend.npu.chips import Chips
 from pypto_serving.backend.npu.runtime import Runtime, SharedTensor
-from pypto_serving.errors import EXIT_CRASH, ConfigError
+from pypto_serving.errors import ConfigError
 from pypto_serving.model.contract import Argument, Contract, StageName, bind, of_role
 from pypto_serving.types.arrays import Array, UInt8Array
 from pypto_serving.types.kv import Spans
@@ -42,24 +39,24 @@ class Device:
     """Owns the runtime's worker, and the weights and caches that live as long as it. Any thread may call it.
 
     The runtime serves one call at a time here; it has no time-out, and does not notice when its processes end: that is
-    what `watch` is for.
+    what `chips` are for.
     """
 
     def __init__(
-        self, runtime: Runtime, contract: Contract, programs: Mapping[StageName, Any], buffers: Buffers
+        self, runtime: Runtime, contract: Contract, programs: Mapping[StageName, Any], buffers: Buffers, chips: Chips
     ) -> None:
         self._contract, self._programs, self._buffers = contract, programs, buffers
         self._copies_parts = runtime.copies_parts
         self._resident: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._failed = False
-        before = _children()
+        self._chips = chips
         self._worker = runtime.prepare(list(programs.values()))
-        self.pids = sorted(_children() - before)
 
     def close(self) -> None:
         """End the chip processes; after a dispatch that failed, leave that to the keeper: they may not answer."""
         if not self._failed:
+            self._chips.closing = True
             with self._lock:
                 self._worker.close()
 
@@ -140,20 +137,6 @@ class Device:
                     self._worker.copy_to(tensor.data_ptr + begin, staging.tensor.data_ptr(), len(part))
             place += end - begin
 
-    def watch(self, fault: Fault, *others: int) -> None:
-        """Report a fault and end this process when a chip process ends, or one of `others`."""
-        ends = {os.pidfd_open(pid): pid for pid in (*self.pids, *others)}
-        threading.Thread(target=_await_end, args=(ends, fault), name="chip-watch", daemon=True).start()
-
-
-def _await_end(ends: Mapping[int, int], fault: Fault) -> NoReturn:
-    poller = select.poll()
-    for end in ends:
-        poller.register(end, select.POLLIN)
-    pids = ", ".join(str(ends[end]) for end, _ in poller.poll())
-    fault(f"a process of the npu backend ended (pid {pids})", EXIT_CRASH)
-    os._exit(EXIT_CRASH)
-
 
 def _part(shared: SharedTensor, shape: tuple[int, ...]) -> SharedTensor:
     """View the first bytes of a shared tensor in another shape. Raises ValueError where it is too small."""
@@ -176,9 +159,3 @@ def _joined(argument: Argument, shape: Sequence[int], dtype: torch.dtype, pieces
     if place != len(target):
         raise ValueError(f"{argument.name} has {place} bytes, but must have {len(target)}")
     return whole
-
-
-def _children() -> set[int]:
-    """Return the processes whose parent is this one."""
-    tasks = Path("/proc/self/task").glob("*/children")
-    return {int(pid) for task in tasks for pid in task.read_text().split()}

@@ -66,6 +66,7 @@ class DistributedWorker:
             finally:
                 os._exit(0)
         self._pid = pid
+        receive(self._answers[0])
 
     def _ask(self, *request: Any) -> Any:
         if self._closed:

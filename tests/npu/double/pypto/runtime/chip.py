@@ -20,6 +20,9 @@ def serve(programs: list[Any], requests: int, answers: int) -> None:
     from pypto.runtime import receive, send
 
     chip = Chip(programs)
+    if chip.meets_fault("init"):
+        return
+    send(answers, "ready")
     while True:
         name, *arguments = receive(requests)
         try:
@@ -64,7 +67,13 @@ class Chip:
     def run(self, index: int, described: list[Any]) -> None:
         """Run a kernel; one that gets a wrong shape computes NaN."""
         self._dispatches += 1
-        self._meet_fault()
+        if self.meets_fault("fail"):
+            raise RuntimeError("orchestration failed: code 8")
+        if self.meets_fault("die"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.meets_fault("hang"):
+            while True:
+                signal.pause()
         program, arrays, consistent = self._programs[index], {}, True
         for name, parameter, (address, shape) in zip(program.names, program.parameters, described, strict=True):
             array = _view(address, parameter.dtype, shape)
@@ -78,19 +87,15 @@ class Chip:
             if parameter.direction == "out" and arrays[name].dtype == np.float32:
                 arrays[name][...] = np.nan
 
-    def _meet_fault(self) -> None:
+    def meets_fault(self, kind: str) -> bool:
+        """Return whether this is the dispatch that shall go wrong in this way; it happens once."""
         path = Path(os.environ.get("PYPTO_DOUBLE_FAULTS", "/nonexistent"))
         with contextlib.suppress(FileNotFoundError):
-            kind, number = path.read_text().split()
-            if self._dispatches < int(number):
-                return
-            path.unlink()
-            if kind == "fail":
-                raise RuntimeError("orchestration failed: code 8")
-            if kind == "die":
-                os.kill(os.getpid(), signal.SIGKILL)
-            while kind == "hang":
-                signal.pause()
+            wanted, number = path.read_text().split()
+            if kind == wanted and self._dispatches >= int(number):
+                path.unlink()
+                return True
+        return False
 
 
 def _view(address: int, dtype: str, shape: list[int]) -> np.ndarray:

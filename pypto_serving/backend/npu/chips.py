@@ -1,0 +1,54 @@
+"""Chips: the processes that the runtime forks, watched from the moment they begin."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import struct
+import threading
+
+from pypto_serving.backend.base import Fault
+from pypto_serving.errors import EXIT_CRASH
+
+log = logging.getLogger(__name__)
+
+_PID = struct.Struct("=i")
+
+
+class Chips:
+    """Ends this process when one ends that it forks from now on, or one of `others`, unless it is `closing`.
+
+    The runtime does not notice: its calls never return, nor does its preparation. `fault` is told before.
+    """
+
+    def __init__(self, *others: int) -> None:
+        self.closing = False
+        self.fault: Fault = lambda message, _: log.error(message)
+        self._heard, self._said = os.pipe()
+        self._ends = {os.pidfd_open(pid): pid for pid in others}
+        os.register_at_fork(after_in_child=self._say_pid)
+        threading.Thread(target=self._watch, name="chip-watch", daemon=True).start()
+
+    def _say_pid(self) -> None:
+        """Tell the parent, in the new process."""
+        os.write(self._said, _PID.pack(os.getpid()))
+
+    def _watch(self) -> None:
+        poller = select.poll()
+        for known in (self._heard, *self._ends):
+            poller.register(known, select.POLLIN)
+        while not self.closing:
+            for ready, _ in poller.poll():
+                if ready != self._heard:
+                    self._lose(self._ends[ready])
+                    continue
+                (pid,) = _PID.unpack(os.read(self._heard, _PID.size))
+                end = os.pidfd_open(pid)
+                self._ends[end] = pid
+                poller.register(end, select.POLLIN)
+
+    def _lose(self, pid: int) -> None:
+        if not self.closing:
+            self.fault(f"a process of the npu backend ended (pid {pid})", EXIT_CRASH)
+            os._exit(EXIT_CRASH)
