@@ -129,7 +129,7 @@ def names_a_mismatch(model: Path) -> None:
 
 
 def is_killed(model: Path) -> None:
-    """Print the chips and the keeper, and end without a close: the keeper ends them, and itself."""
+    """Print the chips, and end without a close; the keeper ends them."""
     prepared(config_of(model))
     print(*children(), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

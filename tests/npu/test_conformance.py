@@ -22,7 +22,7 @@ INSTALLED = importlib.util.find_spec("pypto") is not None
 WHICH = [
     *(pytest.param(with_double(revision), id=f"double-{revision}") for revision in REVISIONS),
     pytest.param(
-        {"PYTHONPATH": str(ROOT)},
+        {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
         id="runtime",
         marks=[
             pytest.mark.npu,
