@@ -14,7 +14,8 @@ from typing import Any
 from pypto_serving.errors import ConfigError
 from pypto_serving.model.contract import Contract, StageName
 from pypto_serving.model.qwen3.config import Qwen3Config
-from pypto_serving.model.qwen3.pypto import BATCH_ROWS, PAGE_TOKENS, Qwen3Contract, Revision
+from pypto_serving.model.qwen3 import programs
+from pypto_serving.model.qwen3.pypto import BATCH_ROWS, MAX_TOKENS, PAGE_TOKENS, Qwen3Contract, Revision
 from pypto_serving.model.registry import CheckpointConfig
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.util import hash128
@@ -39,6 +40,8 @@ def find_library(config: EngineConfig, checkpoint: CheckpointConfig) -> Library:
     if obstacle := Qwen3Contract.obstacle(model):
         raise ConfigError(f"the programs of the npu backend cannot serve {config.model}: {obstacle}")
     theirs = _find_contract(checkpoint)
+    if theirs is None:
+        return _small(config, model)
     ours = Qwen3Contract(model, _revision(theirs), config.max_model_len, config.max_num_batched_tokens)
     _require_limits(theirs.limits, ours)
     theirs.load_kernels()
@@ -48,18 +51,32 @@ def find_library(config: EngineConfig, checkpoint: CheckpointConfig) -> Library:
     return Library(ours, {stage: _host(folder, stage) for stage in _STAGES}, sources)
 
 
+def _small(config: EngineConfig, model: Qwen3Config) -> Library:
+    """Take our own programs, which pypto-lib has none of."""
+    contract = Qwen3Contract(model, "2026-08", config.max_model_len, config.max_num_batched_tokens)
+    sizes = SimpleNamespace(
+        hidden=model.hidden_size,
+        heads=model.num_heads,
+        kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        intermediate=model.intermediate_size,
+        padded_vocab=contract.vocabulary,
+        tokens=contract.most["T"],
+        pages=contract.table_width,
+        positions=MAX_TOKENS,
+        eps=model.rms_norm_eps,
+    )
+    hosts = dict(zip(_STAGES, programs.build(sizes), strict=True))
+    return Library(contract, hosts, hash128(*(file.read_bytes() for file in programs.sources())))
+
+
 def _find_contract(checkpoint: CheckpointConfig) -> Any:
     names = {"architecture": checkpoint.architecture, "head_dim": checkpoint.model.head_dim}
     try:
         find = importlib.import_module("contract").find_contract_for_model_config
         return find(SimpleNamespace(**{**checkpoint.raw, **names}))
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"the npu backend takes its programs from hw-native-sys/pypto-lib, which is not on PYTHONPATH ({error}); "
-            "see docs/npu.md"
-        ) from None
-    except LookupError as error:
-        raise ConfigError(f"pypto-lib has no programs for {checkpoint.directory}: {error}") from None
+    except (ImportError, AttributeError, LookupError):
+        return None
 
 
 def _revision(theirs: Any) -> Revision:
