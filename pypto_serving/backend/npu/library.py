@@ -13,8 +13,8 @@ from typing import Any
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.model.contract import Contract, StageName
-from pypto_serving.model.qwen3.config import Qwen3Config
 from pypto_serving.model.qwen3 import programs
+from pypto_serving.model.qwen3.config import Qwen3Config
 from pypto_serving.model.qwen3.pypto import BATCH_ROWS, MAX_TOKENS, PAGE_TOKENS, Qwen3Contract, Revision
 from pypto_serving.model.registry import CheckpointConfig
 from pypto_serving.types.config import EngineConfig
