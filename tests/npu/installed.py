@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DOUBLE = ROOT / "tests" / "npu" / "double"
 REVISIONS = ("2026-06", "2026-08")
+INSTALLED = importlib.util.find_spec("pypto") is not None
 
 
 def with_double(runtime: str = "2026-06", programs: str = "2026-08", **more: str) -> dict[str, str]:

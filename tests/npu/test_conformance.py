@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import select
 import signal
@@ -16,9 +15,8 @@ import psutil
 import pytest
 
 from tests.npu import case_names
-from tests.npu.installed import REVISIONS, ROOT, with_double
+from tests.npu.installed import INSTALLED, REVISIONS, ROOT, with_double
 
-INSTALLED = importlib.util.find_spec("pypto") is not None
 WHICH = [
     *(pytest.param(with_double(revision), id=f"double-{revision}") for revision in REVISIONS),
     pytest.param(
