@@ -39,7 +39,7 @@ check: lint ## Everything that is quick: lint, layers, fast tests
 test: $(DEV) ## All tests but the soak tests; ARGS="-k name"
 	@$(BIN)/pytest $(PARALLEL) -m "not soak" $(ARGS)
 
-test-npu: $(DEV) ## The conformance suite on PyPTO's own runtime, where it is installed
+test-npu: $(DEV) ## What runs on PyPTO's own runtime, where it is installed
 	@$(BIN)/python -c 'import pypto.runtime' 2>/dev/null || \
 		{ echo "skipped: PyPTO's runtime is not installed; docs/npu.md says where to get it" >&2; exit 0; }; \
 		$(BIN)/pytest -m npu tests/npu $(ARGS)
