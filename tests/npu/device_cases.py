@@ -96,10 +96,10 @@ def copies_pages(model: Path) -> None:
 def keeps_programs(model: Path) -> None:
     """The next start compiles nothing; other sources, or a damaged folder, do not pass for the program."""
     with tempfile.TemporaryDirectory() as cache:
-        prepared(config_of(model, cache))
+        prepared(config_of(model, cache))[1].close()  # a process has one device, whose chips it watches
         kept = {path: path.stat().st_mtime_ns for path in Path(cache).glob("npu/*/distributed_meta.json")}
         assert len(kept) == 2
-        prepared(config_of(model, cache))
+        prepared(config_of(model, cache))[1].close()
         assert {path: path.stat().st_mtime_ns for path in Path(cache).glob("npu/*/distributed_meta.json")} == kept
         for path in kept:
             path.write_text(path.read_text().replace('"wq__ssa_v0"', '"wo__ssa_v0"', 1))
