@@ -6,6 +6,7 @@ Answers equal those of the CPU's program up to near-ties, and those of an undist
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import time
 import uuid
@@ -29,6 +30,7 @@ from tests.npu.installed import REVISIONS, with_double
 
 pytestmark = pytest.mark.e2e
 
+PARAMS = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 ERROR = 0.06
 """Most by which log-probabilities differ from the CPU's, whose sums round elsewhere; twice that is a tie."""
 NEVER_S = 200.0
@@ -60,6 +62,15 @@ def _has(process: psutil.Process, mark: str) -> bool:
         return process.environ().get("PYPTO_TEST_MARK") == mark
     except psutil.Error:
         return False
+
+
+@functools.cache
+def undisturbed(model: Path) -> list[list[int]]:
+    return run_engine(npu_config(model), lambda engine: answers(engine, disturbed_prompts(), PARAMS))
+
+
+def disturbed_prompts() -> list[list[int]]:
+    return prompts_of(5, 8, 300)
 
 
 def npu_config(model: Path, changes: dict[str, Any] | None = None, **options: Any) -> EngineConfig:
@@ -113,26 +124,21 @@ def test_batch_chunks_and_hits_change_nothing(model: Path) -> None:
 
 
 def test_preemption_and_tiers_change_nothing(model: Path, tmp_path: Path) -> None:
-    """Four pages for sequences that need three each: blocks go to host memory and disk, and come back."""
-    prompts = prompts_of(5, 8, 300)
-    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    expected = run_engine(npu_config(model), lambda engine: answers(engine, prompts, params))
+    """Six pages for sequences that need three each: blocks go to host memory and disk, and come back."""
 
     async def scenario(engine: AsyncEngine) -> list[list[list[int]]]:
-        found = [await answers(engine, prompts, params) for _ in range(3)]
+        found = [await answers(engine, disturbed_prompts(), PARAMS) for _ in range(3)]
         assert engine.stats.num_preemptions
         return found
 
     changes = {"num_blocks": (7,)}
     config = npu_config(model, changes, kv_host_memory="2MiB", kv_disk=str(tmp_path / "kv"), max_model_len=512)
-    assert run_engine(config, scenario) == [expected] * 3
-    restarted = run_engine(config, lambda engine: replies_with_hits(engine, prompts, params))
-    assert restarted[0] == expected and restarted[1] > 0
+    assert run_engine(config, scenario) == [undisturbed(model)] * 3
+    restarted = run_engine(config, replies_with_hits)
+    assert restarted[0] == undisturbed(model) and restarted[1] > 0
 
 
-async def replies_with_hits(
-    engine: AsyncEngine, prompts: list[list[int]], params: SamplingParams
-) -> tuple[list[list[int]], int]:
+async def replies_with_hits(engine: AsyncEngine) -> tuple[list[list[int]], int]:
     """Answers, and how many tokens came from the disk."""
     cached = 0
 
@@ -141,21 +147,17 @@ async def replies_with_hits(
         if output.finish_reason is not None:
             cached += output.cached_by_tier[TIERS.index("disk")]
 
-    return await answers(engine, prompts, params, count), cached
+    return await answers(engine, disturbed_prompts(), PARAMS, count), cached
 
 
 def test_streams_survive_kills_of_the_worker(model: Path) -> None:
-    prompts = prompts_of(6, 12)
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    expected = run_engine(npu_config(model), lambda engine: answers(engine, prompts, params))
-
     async def scenario(engine: AsyncEngine) -> list[list[int]]:
         killer = Killer(engine, 3, seed=1)
-        found = await answers(engine, prompts, params, killer)
+        found = await answers(engine, disturbed_prompts(), PARAMS, killer)
         assert engine.stats.num_respawns == killer.killed == 3
         return found
 
-    assert run_engine(npu_config(model, {"faults": QUICK_FAULTS}), scenario) == expected
+    assert run_engine(npu_config(model, {"faults": QUICK_FAULTS}), scenario) == undisturbed(model)
 
 
 @pytest.mark.parametrize(("kind", "dispatch"), [("init", 0), ("fail", 9), ("hang", 9), ("die", 9)])
@@ -166,15 +168,14 @@ def test_what_goes_wrong_on_a_chip(
 
     A chip that ends before it is ready leaves the runtime's preparation waiting for ever.
     """
-    prompts = prompts_of(7, 6)
-    expected = run_engine(npu_config(model), lambda engine: answers(engine, prompts))
+    expected = undisturbed(model)
     fault = tmp_path / "fault"
     fault.write_text(f"{kind} {dispatch}")
     monkeypatch.setenv("PYPTO_DOUBLE_FAULTS", str(fault))
     faults = FaultConfig(respawn_delay_s=0.01, step_timeout_s=3.0 if kind == "hang" else NEVER_S)
 
     async def scenario(engine: AsyncEngine) -> list[list[int]]:
-        found = await answers(engine, prompts)
+        found = await answers(engine, disturbed_prompts(), PARAMS)
         assert engine.stats.num_respawns == 1
         return found
 
@@ -187,7 +188,7 @@ def test_what_goes_wrong_on_a_chip(
 def test_the_host_samples_with_seeds(model: Path) -> None:
     params = [SamplingParams(temperature=0.8, seed=i, max_tokens=20, ignore_eos=True) for i in range(4)]
     prompts = prompts_of(8, 4)
-    twice = [run_engine(npu_config(model), lambda engine: answers(engine, prompts, params)) for _ in range(2)]
+    twice = [run_engine(npu_config(model), lambda engine: answers(engine, prompts, params)) for _ in range(3)]
     assert twice[0] == twice[1] != run_engine(npu_config(model), lambda engine: answers(engine, prompts, GREEDY))
 
 

@@ -36,6 +36,7 @@ ERROR = 0.06
 """Most by which log-probabilities differ from those of the CPU; twice that is a tie."""
 FAULTS = FaultConfig(respawn_delay_s=0.01, step_timeout_s=20)
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SHARED_MEMORY = Path("/dev/shm")
 
 
 @pytest.fixture(scope="module")
@@ -135,11 +136,21 @@ def stop(chip: psutil.Process) -> None:
     chip.send_signal(signal.SIGSTOP)
 
 
-@pytest.mark.parametrize("harm", [kill, stop])
-def test_a_chip_that_ends_or_hangs_changes_nothing(
-    model: Path, undisturbed: list[list[int]], harm: Callable[[psutil.Process], None]
+def starve(chip: psutil.Process) -> None:
+    """Let its next dispatch fail, for which it would need more memory."""
+    chip.rlimit(psutil.RLIMIT_AS, (1, 1))
+
+
+@pytest.mark.parametrize(("harm", "failures"), [(kill, 0), (stop, 0), (starve, 1)])
+def test_what_goes_wrong_on_a_chip_changes_nothing(
+    model: Path,
+    undisturbed: list[list[int]],
+    harm: Callable[[psutil.Process], None],
+    failures: int,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The worker is lost, and nothing of it stays."""
+    """The worker is lost, and nothing of it stays: no process, and no shared memory."""
+    segments = set(SHARED_MEMORY.glob("psm_*"))
     family: list[psutil.Process] = []
 
     async def scenario(engine: AsyncEngine) -> list[list[int]]:
@@ -158,6 +169,8 @@ def test_a_chip_that_ends_or_hangs_changes_nothing(
 
     assert run_engine(config_of(model), scenario) == undisturbed
     assert not psutil.wait_procs(family, timeout=10)[1]
+    assert set(SHARED_MEMORY.glob("psm_*")) == segments
+    assert capfd.readouterr().err.count("RuntimeError: LocalMailboxEndpoint::run: child failed") == failures
 
 
 def test_the_bundled_model_over_http() -> None:

@@ -7,6 +7,7 @@ its pipes open, so neither would others.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.resource_tracker
 import os
 import select
 import signal
@@ -17,12 +18,17 @@ from pypto_serving.ipc import ignore_terminal_signals
 
 
 def keep_group() -> subprocess.Popen[bytes]:
-    """Make this process the leader of a group, which ends with it, and return the keeper. Call before it forks."""
-    os.setpgid(0, 0)
+    """Make this process the leader of a group, which ends with it, and return the keeper. Call before it forks.
+
+    Python's tracker of shared memory is not in that group: it removes the runtime's when all others have ended.
+    """
     leader = os.pidfd_open(os.getpid())
     command = [sys.executable, "-P", "-m", "pypto_serving.backend.npu.keeper", str(leader), str(os.getpid())]
     keeper = subprocess.Popen(command, pass_fds=[leader], process_group=0, stdin=subprocess.DEVNULL)
     os.close(leader)
+    os.setpgid(0, keeper.pid)
+    multiprocessing.resource_tracker.ensure_running()
+    os.setpgid(0, 0)
     return keeper
 
 

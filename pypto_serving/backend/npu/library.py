@@ -66,6 +66,8 @@ def _small(config: EngineConfig, model: Qwen3Config) -> Library:
         positions=MAX_TOKENS,
         eps=model.rms_norm_eps,
     )
+    if obstacle := programs.obstacle(sizes):
+        raise ConfigError(f"the programs of the npu backend cannot serve {config.model}: {obstacle}")
     hosts = dict(zip(_STAGES, programs.build(sizes), strict=True))
     return Library(contract, hosts, hash128(*(file.read_bytes() for file in programs.sources())))
 

@@ -123,9 +123,9 @@ def project_attended(
     attended_tokens = pl.reshape(attended, [QUERY_TOKENS, QUERIES])
     for row in pl.parallel(0, tokens, ROWS):
         with pl.at(level=pl.Level.CORE_GROUP, name_hint="project_attended"):
-            for column in pl.range(0, HIDDEN, HIDDEN_TILE):
+            for column in pl.range(0, HIDDEN, ATTENDED_TILE):
                 tile = pl.slice(attended_tokens, [ROWS, QUERIES], [row, 0])
-                weights = pl.slice(wo, [QUERIES, HIDDEN_TILE], [layer * QUERIES, column])
+                weights = pl.slice(wo, [QUERIES, ATTENDED_TILE], [layer * QUERIES, column])
                 change = pl.assemble(change, pl.matmul(tile, weights, out_dtype=pl.FP32), [row, column])
     return change
 
@@ -174,9 +174,9 @@ def mlp(
                 product = pl.mul(pl.mul(gate_tile, sigmoid), up_tile)
                 inner = pl.assemble(inner, pl.cast(product, target_type=pl.BF16), [row, column])
         with pl.at(level=pl.Level.CORE_GROUP, name_hint="project_inner"):
-            for column in pl.range(0, HIDDEN, HIDDEN_TILE):
+            for column in pl.range(0, HIDDEN, DOWN_TILE):
                 inner_tile = pl.slice(inner, [ROWS, INTERMEDIATE], [row, 0])
-                weights = pl.slice(w_down, [INTERMEDIATE, HIDDEN_TILE], [layer * INTERMEDIATE, column])
+                weights = pl.slice(w_down, [INTERMEDIATE, DOWN_TILE], [layer * INTERMEDIATE, column])
                 change = pl.assemble(change, pl.matmul(inner_tile, weights, out_dtype=pl.FP32), [row, column])
     return change
 
