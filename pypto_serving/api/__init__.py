@@ -20,6 +20,6 @@ Listed from the top down: modules import only their own line and those below. On
 - `keys`: the API keys that clients may send
 - `settings`: hold the options of the server and the sampling defaults of the checkpoint
 - `text`: encode and decode text
-- `connection`, `gate`, `listening`, `disconnect`, `drain`, `errors`, `middleware`, `paths`: the parts of HTTP that
-  know no endpoint
+- `connection`, `gate`, `listening`, `service_manager`, `disconnect`, `drain`, `errors`, `middleware`, `paths`: the
+  parts of HTTP that know no endpoint
 """

@@ -1,21 +1,61 @@
-"""Where the server listens: a TCP port or a Unix socket, with or without TLS."""
+"""Where the server listens: a TCP port, a Unix socket or a socket of the service manager, with or without TLS."""
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
 import stat
 from pathlib import Path
 
+from pypto_serving.errors import ConfigError
 from pypto_serving.types.config import ServerConfig
 
 READ_TIMEOUT_S = 120.0
 """A client that takes no data for so long is cut off."""
+FIRST_FD = 3
+"""The file descriptor of the first socket that a service manager hands over; see sd_listen_fds(3)."""
 
 
 def listen_at(server: ServerConfig) -> socket.socket:
-    """Bind the socket of a server. Raises OSError if nothing can listen there."""
+    """Bind the socket of a server, unless the service manager has one. Raises OSError if nothing can listen there."""
+    if (given := handed_over()) is not None:
+        return given
     return bind_unix(server.uds) if server.uds else bind(server.host, server.port)
+
+
+def handed_over() -> socket.socket | None:
+    """Return a copy of the socket on which the service manager listens for this process, None if there is none.
+
+    Raises ConfigError for more than one, and for one that takes no connections.
+    """
+    if not _is_handed_over():
+        return None
+    if (count := os.environ.get("LISTEN_FDS")) != "1":
+        raise ConfigError(f"LISTEN_FDS is {count}, but the service manager must hand over one socket")
+    try:
+        given = socket.socket(fileno=os.dup(FIRST_FD))
+        listens = given.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    except OSError:
+        raise ConfigError("LISTEN_FDS is 1, but what the service manager hands over is no socket") from None
+    if not listens or given.family not in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6):
+        given.close()
+        raise ConfigError("the socket of the service manager takes no connections; give it a ListenStream")
+    if given.family != socket.AF_UNIX:
+        _give_up_silent_clients(given)
+    return given
+
+
+def _is_handed_over() -> bool:
+    return os.environ.get("LISTEN_PID") == str(os.getpid())
+
+
+def address_of(given: socket.socket) -> dict[str, str | int]:
+    """Return the options that name the address of a socket: `uds`, or `host` and `port`."""
+    name = given.getsockname()
+    if given.family == socket.AF_UNIX:
+        return {"uds": name if isinstance(name, str) else "@" + os.fsdecode(name[1:])}
+    return {"host": name[0], "port": name[1]}
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -28,13 +68,17 @@ def bind(host: str, port: int) -> socket.socket:
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(READ_TIMEOUT_S * 1000))
+        _give_up_silent_clients(bound)
         bound.bind(address)
     except BaseException:
         bound.close()
         raise
     return bound
+
+
+def _give_up_silent_clients(listening: socket.socket) -> None:
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(READ_TIMEOUT_S * 1000))
 
 
 def bind_unix(path: str) -> socket.socket:
@@ -54,9 +98,9 @@ def bind_unix(path: str) -> socket.socket:
 
 
 def close(listening: socket.socket, server: ServerConfig) -> None:
-    """Close the socket of a server, and remove the file of a Unix socket."""
+    """Close the socket of a server, and remove the file of a Unix socket, unless both are the service manager's."""
     listening.close()
-    if server.uds:
+    if server.uds and not _is_handed_over():
         Path(server.uds).unlink(missing_ok=True)
 
 

@@ -23,6 +23,7 @@ from pypto_serving.api.gate import Gate, places
 from pypto_serving.api.listening import close, listen_at, load_certificate, tls_context
 from pypto_serving.api.reading.reading import Reading
 from pypto_serving.api.service import Service
+from pypto_serving.api.service_manager import tell
 from pypto_serving.types.config import ServerConfig
 from pypto_serving.util import MonotonicClock, counted
 
@@ -84,7 +85,7 @@ class ApiServer:
     @property
     def port(self) -> int:
         """Return the bound port; with port 0 the system chose it. A Unix socket has none, 0."""
-        return 0 if self._config.uds else int(self._socket.getsockname()[1])
+        return 0 if self._socket.family == socket.AF_UNIX else int(self._socket.getsockname()[1])
 
     async def run(self, on_bound: OnBound) -> None:
         """Serve until stopped; call `on_bound(port)` when connections are accepted."""
@@ -125,6 +126,7 @@ class ApiServer:
     def stop(self) -> None:
         """Drain and end: admit nothing more, finish the admitted requests. The second call ends now."""
         if self._drain is None:
+            tell("STOPPING=1")
             if left := self._service.admission.in_flight:
                 wait_s = self._drain_timeout_s
                 logger.info("draining: %s left, at most %g s; stop again to end now", counted(left, "request"), wait_s)

@@ -68,6 +68,7 @@ def _run(options: Options) -> None:
     from pypto_serving.setup.prepare import model_spec, prepare
 
     configure_logging(options.log_level or DEFAULTS["log_level"])
+    options = with_given_socket(options)
     model = model_spec(options)
     resolved = prepare(options, model)
     check_address(options, resolved.server)
@@ -76,6 +77,21 @@ def _run(options: Options) -> None:
     report.show(with_chat(resolved, serving), model, err=True)
     with suppress(asyncio.CancelledError):  # told to stop before the HTTP server was there
         uvloop.run(_serve(options, resolved, serving))
+
+
+def with_given_socket(options: Options) -> Options:
+    """Add the address of the socket that the service manager hands over, if it does. Raises ConfigError."""
+    from pypto_serving.api.listening import address_of, handed_over
+
+    given = handed_over()
+    if given is None:
+        return options
+    with given:
+        address = address_of(given)
+    for name in ("host", "port", "uds"):
+        if getattr(options, name) is not None:
+            raise ConfigError(f"{options.label(name)} and a socket of the service manager are both given; drop one")
+    return msgspec.structs.replace(options, **address, from_environment=options.from_environment | address.keys())
 
 
 def check_address(options: Options, server: ServerConfig) -> None:
@@ -142,6 +158,7 @@ async def _serve_http(
     """Listen until told to stop, even while the worker loads; raise the error of an engine that gives up."""
     from pypto_serving.api.run import serve as listen
     from pypto_serving.api.server import create_app
+    from pypto_serving.api.service_manager import pet_watchdog
 
     server = resolved.server
     bound: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -149,6 +166,7 @@ async def _serve_http(
     http = asyncio.create_task(listen(app, server, bound.set_result))
     dead = asyncio.create_task(engine.wait_dead())
     ready = asyncio.create_task(_announce(server, bound, engine, progress, app.state.reading))
+    watchdog = asyncio.create_task(pet_watchdog(engine.health))
     try:
         await asyncio.wait({http, dead}, return_when=asyncio.FIRST_COMPLETED)
         if dead.done():
@@ -158,9 +176,9 @@ async def _serve_http(
     except OSError as error:
         raise _unusable(options, server, error) from error
     finally:
-        for task in (http, dead, ready):
+        for task in (http, dead, ready, watchdog):
             task.cancel()
-        await asyncio.gather(http, dead, ready, return_exceptions=True)
+        await asyncio.gather(http, dead, ready, watchdog, return_exceptions=True)
 
 
 async def _finish_replies(http: asyncio.Task[None], bound: asyncio.Future[int]) -> None:
@@ -178,6 +196,8 @@ async def _announce(
     reading: Reading,
 ) -> None:
     """Print the line on stdout once the port is open and the worker is ready; then start the first reader of bodies."""
+    from pypto_serving.api.service_manager import tell
+
     port = await bound
     await engine.wait_ready()
     progress.close()
@@ -195,6 +215,7 @@ async def _announce(
         typer.echo(json.dumps(line))
     except OSError as error:
         logger.warning("the ready line cannot be written to stdout: %s", os.strerror(error.errno or 0).lower())
+    tell("READY=1")
     with suppress(UnavailableError):  # it is tried again when a body needs it
         await reading.start()
 

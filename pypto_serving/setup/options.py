@@ -24,6 +24,8 @@ ALIASES = {
 """Other names of options, in configuration files and arguments."""
 ENVIRONMENT = {"api_key": KEY_VARIABLES[0]}
 """Environment variables that give an option where nothing else does."""
+_VARIABLES = {**ENVIRONMENT, **dict.fromkeys(("host", "port", "uds"), "LISTEN_FDS")}
+"""What messages name for options of `from_environment`: an address is that of the service manager's socket."""
 KEY_FILE = "api_key_file"
 """Beside the options, the name of the file that `api_key` was read from."""
 
@@ -122,7 +124,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         One that was not given is named like option `beside`, or like what the configuration file gave, if anything.
         """
         if name in self.from_environment:
-            return ENVIRONMENT[name]
+            return _VARIABLES[name]
         shown = f"{flag(KEY_FILE)} {self.api_key_file}" if name == "api_key" and self.api_key_file else flag(name)
         if self._filed(name, beside):
             return f"{shown} in {self.config_file}"

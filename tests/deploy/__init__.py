@@ -1,0 +1,1 @@
+"""What lies in deploy/: units, images, manifests, dashboards and alerts."""
