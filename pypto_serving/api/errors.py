@@ -26,6 +26,7 @@ _ANTHROPIC_TYPES = {
     408: "timeout_error",
     413: "request_too_large",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 _ANTHROPIC_PATH = "/v1/messages"
 ANTHROPIC_ID_HEADER = "request-id"

@@ -16,8 +16,8 @@ from pypto_serving.api.batch.schemas import RULES as BATCH_RULES
 from pypto_serving.api.batch.schemas import BatchBody
 from pypto_serving.api.openai import answers as openai
 from pypto_serving.api.openai.answers import Answer, Error
-from pypto_serving.api.openai.fields import CHAT_RULES, COMPLETION_RULES, FieldRules
-from pypto_serving.api.openai.schemas import ChatBody, CompletionBody
+from pypto_serving.api.openai.fields import CHAT_RULES, COMPLETION_RULES, DETOKENIZE_RULES, TOKENIZE_RULES, FieldRules
+from pypto_serving.api.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from pypto_serving.api.status import PROBES
 from pypto_serving.types.tier import TIERS
 
@@ -25,6 +25,8 @@ REFERENCE = "#/components/schemas/{name}"
 BODIES: dict[type[BaseModel], FieldRules] = {
     CompletionBody: COMPLETION_RULES,
     ChatBody: CHAT_RULES,
+    TokenizeBody: TOKENIZE_RULES,
+    DetokenizeBody: DETOKENIZE_RULES,
     MessagesBody: MESSAGES_RULES,
     CountTokensBody: MESSAGES_RULES,
     BatchBody: BATCH_RULES,
@@ -101,17 +103,21 @@ def path_parameters(path: str, described: dict[str, Any]) -> dict[str, Any]:
 
 
 def responses(
-    answer: type[Answer] | str,
+    answer: type[Answer] | str | dict[str, Any],
     *errors: int,
     event: dict[str, Any] | None = None,
     error: type[Answer] = Error,
     busy: type[Answer] | None = None,
 ) -> dict[int | str, dict[str, Any]]:
-    """Describe the responses of an endpoint: its `answer`, or the media type of one, and its errors.
+    """Describe the responses of an endpoint: its `answer`, its media type, or its schema, and its errors.
 
     `event` is the schema of an event of a stream, `error` what errors have, and `busy` what a 503 has.
     """
-    good: dict[str, Any] = {answer: {"schema": {"type": "string"}}} if isinstance(answer, str) else _json(answer)
+    good: dict[str, Any]
+    if isinstance(answer, str):
+        good = {answer: {"schema": {"type": "string"}}}
+    else:
+        good = {"application/json": {"schema": answer if isinstance(answer, dict) else reference(answer)}}
     if event is not None:
         good["text/event-stream"] = {"schema": event}
     described: dict[int | str, dict[str, Any]] = {

@@ -41,11 +41,14 @@ from pypto_serving.api.openai.answers import (
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
+    Detokenized,
     HealthState,
     Load,
     Model,
     ModelList,
+    RenderedRequest,
     ServerInfo,
+    Tokenized,
     Version,
 )
 from pypto_serving.api.openai.body import TRUNCATED_HEADER
@@ -53,7 +56,9 @@ from pypto_serving.api.openai.chat import create_chat_completion
 from pypto_serving.api.openai.completions import create_completion
 from pypto_serving.api.openai.fields import IGNORED_HEADER
 from pypto_serving.api.openai.models import list_models, retrieve_model
-from pypto_serving.api.openai.schemas import ChatBody, CompletionBody
+from pypto_serving.api.openai.render import render_chat_completion, render_completion
+from pypto_serving.api.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from pypto_serving.api.openai.tokenize import detokenize, tokenize
 from pypto_serving.api.openapi import MODEL_PARAMETER, TIER_PARAMETER
 from pypto_serving.api.paths import Paths
 from pypto_serving.api.reading.reader import BodyReader
@@ -142,6 +147,14 @@ def _add_routes(app: FastAPI) -> None:
     add("/v1/messages", create_message, answers, "POST", requestBody=openapi.body(MessagesBody))
     answers = openapi.responses(TokenCount, *openapi.GENERATING, error=MessageError)
     add("/v1/messages/count_tokens", count_tokens, answers, "POST", requestBody=openapi.body(CountTokensBody))
+    rendered = openapi.reference(RenderedRequest)
+    for path, handler, asked, schema in (
+        ("/v1/completions/render", render_completion, CompletionBody, {"type": "array", "items": rendered}),
+        ("/v1/chat/completions/render", render_chat_completion, ChatBody, rendered),
+        ("/tokenize", tokenize, TokenizeBody, openapi.reference(Tokenized)),
+        ("/detokenize", detokenize, DetokenizeBody, openapi.reference(Detokenized)),
+    ):
+        add(path, handler, openapi.responses(schema, *openapi.GENERATING), "POST", requestBody=openapi.body(asked))
     add("/v1/models", list_models, openapi.responses(ModelList))
     add("/v1/models/{model_id:path}", retrieve_model, openapi.responses(Model, 404), parameters=[MODEL_PARAMETER])
     add("/health", health, openapi.responses(HealthState, busy=HealthState))

@@ -232,3 +232,13 @@ def test_what_cannot_be_served_is_named(
     error = response.json()["error"]
     assert (response.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error")
     assert words in error["message"]
+
+
+def test_tokenize_uses_the_encoding(says: Callable[[str], RunningServer]) -> None:
+    server = says("hi")
+    chat = {"messages": [HELLO], "thinking": {"type": "disabled"}}
+    assert server.post(PATH, chat).status_code == 200
+    found = server.http.post("/tokenize", json={**chat, "return_token_strs": True})
+    assert "x-ignored-fields" not in found.headers
+    assert found.json()["tokens"] == unpack_ids(server.engine.requests[-1].token_ids).tolist()
+    assert "<｜User｜>" in server.http.post("/detokenize", json={"tokens": found.json()["tokens"]}).json()["prompt"]

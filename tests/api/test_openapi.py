@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from jsonschema import Draft202012Validator
 
 from pypto_serving.api.openai.answers import Error, HealthState, Load, Model, ModelList, ServerInfo, Version
 from tests.api.bad_bodies import BAD_CHATS, BAD_COMPLETIONS, HELLO
+from tests.api.documented import schema_of
 from tests.api.running import RunningServer
 
 
@@ -57,7 +57,7 @@ def test_schemas_are_those_of_json_schema(document: dict[str, Any]) -> None:
 
 def test_operations_are_described(document: dict[str, Any]) -> None:
     names = [operation["operationId"] for _, operation in operations(document)]
-    assert len(set(names)) == len(names) == 13
+    assert len(set(names)) == len(names) == 17
     for path, operation in operations(document):
         in_path = [p["name"] for p in operation.get("parameters", ()) if p["in"] == "path" and p["required"]]
         assert in_path == [part[1:-1] for part in path.split("/") if part.startswith("{")]
@@ -96,10 +96,6 @@ DEPENDS = [
     *("last message", "both true", "without the option"),
 ]
 """Words of refusals that depend on the model, on options, on other fields or on the depth of a schema."""
-
-
-def schema_of(document: dict[str, Any], name: str) -> Draft202012Validator:
-    return Draft202012Validator({"$ref": f"#/components/schemas/{name}", "components": document["components"]})
 
 
 @pytest.mark.parametrize(("name", "bad"), [("CompletionBody", BAD_COMPLETIONS), ("ChatBody", BAD_CHATS)])

@@ -65,10 +65,9 @@ class MessageErrorDetails(Answer):
     details: ErrorCode | None = None
 
 
-class MessageError(Answer):
+class MessageError(Tagged, tag="error"):
     """Every error of the Messages API, and the last event of a stream that fails."""
 
-    type: Literal["error"]
     error: MessageErrorDetails
     request_id: str
 
@@ -131,11 +130,6 @@ class Ping(Tagged, tag="ping"):
     pass
 
 
-class ErrorEvent(Tagged, tag="error"):
-    error: MessageErrorDetails
-    request_id: str
-
-
 MessageEvent = (
     MessageStart
     | ContentBlockStart
@@ -144,7 +138,7 @@ MessageEvent = (
     | MessageDelta
     | MessageStop
     | Ping
-    | ErrorEvent
+    | MessageError
 )
 """One event of POST /v1/messages with `stream`."""
 ANSWERS: tuple[Any, ...] = (Message, TokenCount, MessageError, MessageEvent)

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import msgspec
+
+from pypto_serving.api.anthropic.answers import TokenCount
 from pypto_serving.api.anthropic.history import read_history
 from pypto_serving.api.anthropic.schemas import RULES, CountTokensBody, MessagesBody
 from pypto_serving.api.anthropic.tools import read_tool_use
-from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.tools import refuse
 from pypto_serving.api.generation.chat_request import ChatRequest, encode_chat, fit_chat
 from pypto_serving.api.generation.prompts import Prompter
-from pypto_serving.api.generation.request import FittedPrompt
-from pypto_serving.api.openai.body import ReadBody, parse_json
+from pypto_serving.api.openai.body import Answered, ReadBody, parse_json
 from pypto_serving.api.openai.fields import IgnoredFields
 from pypto_serving.api.openai.shown import Shown
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import RequestError
 from pypto_serving.types.sampling import INT32_MAX, SamplingParams, check_max_tokens
 from pypto_serving.types.structured import StructuredOutputsParams
-from pypto_serving.types.tokens import pack_ids
 from pypto_serving.util import brief
 
 _SAMPLING = ("temperature", "top_p", "top_k")
@@ -50,37 +50,26 @@ def read_messages(prompter: Prompter, serving: ServingConfig, raw: bytes | bytea
         complaint = f"is {chat.thinking_budget}, but must be less than max_tokens, which is {body.max_tokens}"
         refuse("thinking.budget_tokens", complaint)
     prompt, fitted, form = fit_chat(prompter, chat)
-    return _read(serving, body, prompt, fitted, form, bool(body.stream))
-
-
-def read_count_tokens(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray) -> ReadBody:
-    """Parse, check, render and encode; the prompt may be longer than the context."""
-    body = parse_json(raw, CountTokensBody)
-    params = SamplingParams()
-    token_ids, form = encode_chat(prompter, _chat(prompter, body, params))
-    return _read(serving, body, FittedPrompt(pack_ids(token_ids), 0), params, form, False)
-
-
-def _read(
-    serving: ServingConfig,
-    body: CountTokensBody,
-    prompt: FittedPrompt,
-    params: SamplingParams,
-    form: OutputFormat | None,
-    stream: bool,
-) -> ReadBody:
     return ReadBody(
         model=serving.resolve_model(body.model),
-        stream=stream,
+        stream=bool(body.stream),
         ping_s=None,
         ignored=IgnoredFields.of(RULES.screen(body.extra)),
         shown=Shown(),
         prompts=[prompt],
-        params=params,
+        params=fitted,
         new_parser=form,
         priority=0,
         cache_salt="",
     )
+
+
+def read_count_tokens(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray) -> Answered:
+    """Parse, check, render, encode and count; the prompt may be longer than the context."""
+    body = parse_json(raw, CountTokensBody)
+    token_ids, _ = encode_chat(prompter, _chat(prompter, body, SamplingParams()))
+    serving.resolve_model(body.model)
+    return Answered(IgnoredFields.of(RULES.screen(body.extra)), msgspec.json.encode(TokenCount(len(token_ids))))
 
 
 def _chat(prompter: Prompter, body: CountTokensBody, params: SamplingParams) -> ChatRequest:

@@ -36,7 +36,7 @@ class Batches:
     def __init__(self, folder: Path, direct: Direct, max_line_bytes: int, width: int) -> None:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            Store(folder, b"")
+            Store.of(b"", folder)
         except OSError as error:
             raise ConfigError(f"the folder of batches {folder} cannot be used: {error.strerror}") from error
         self._folder = folder
@@ -50,7 +50,7 @@ class Batches:
 
     def store(self, key: bytes) -> Store:
         """Return what the holder of an API key stored."""
-        return Store(self._folder, key)
+        return Store.of(key, self._folder)
 
     def start(self) -> None:
         """Go on with unfinished batches, and wait for others."""

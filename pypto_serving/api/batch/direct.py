@@ -15,7 +15,7 @@ from starlette.types import Message, Scope
 from pypto_serving.api.middleware import SERVER_SEND, Faults
 from pypto_serving.api.paths import VERSION
 
-NOT_FOR_BATCHES = {f"{VERSION}/files", f"{VERSION}/batches"}
+NOT_FOR_BATCHES = (f"{VERSION}/files", f"{VERSION}/batches")
 
 
 class Answer(NamedTuple):
@@ -37,7 +37,8 @@ class Direct:
             route.path
             for route in app.routes
             if isinstance(route, APIRoute) and "POST" in (route.methods or ()) and route.path.startswith(VERSION + "/")
-        } - NOT_FOR_BATCHES
+            if not route.path.startswith(NOT_FOR_BATCHES)
+        }
         self._handle = bare.build_middleware_stack()
 
     def knows(self, path: str) -> bool:

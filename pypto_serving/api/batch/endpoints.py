@@ -17,8 +17,7 @@ from pypto_serving.api.batch.multipart import read_form
 from pypto_serving.api.batch.schemas import MAX_METADATA_CHARS, RULES, BatchBody
 from pypto_serving.api.batch.store import Store
 from pypto_serving.api.keys import sent_key
-from pypto_serving.api.middleware import BODY_PARSED
-from pypto_serving.api.openai.body import parse_json, read_body, require_json
+from pypto_serving.api.openai.body import parse_json, read_body, require_json, telling_when_parsed
 from pypto_serving.api.service import Service
 from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
@@ -29,11 +28,8 @@ Item = TypeVar("Item", File, Batch)
 
 async def create_file(request: Request) -> Response:
     """Store a file of requests."""
-    try:
-        raw = await _body(request)
-        form = read_form(request.headers.get("content-type", ""), bytes(raw))
-    finally:
-        request.scope.get(BODY_PARSED, lambda: None)()
+    with telling_when_parsed(request):
+        form = read_form(request.headers.get("content-type", ""), bytes(await _body(request)))
     purpose = form.fields.get("purpose", "batch")
     if purpose != "batch":
         raise RequestError(f"purpose is {brief(purpose)}, but must be 'batch'", param="purpose")
@@ -71,10 +67,8 @@ async def delete_file(request: Request) -> Response:
 async def create_batch(request: Request) -> Response:
     """Begin to answer the requests of a file."""
     require_json(request)
-    try:
+    with telling_when_parsed(request):
         body = parse_json(await _body(request), BatchBody)
-    finally:
-        request.scope.get(BODY_PARSED, lambda: None)()
     service: Service = request.app.state.service
     service.warn_ignored(RULES.screen(body.extra))
     if any(len(part) > MAX_METADATA_CHARS for entry in (body.metadata or {}).items() for part in entry):

@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import uuid
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,21 +31,22 @@ class LostError(RequestError):
 
 
 class Store:
-    """Owns what one API key stored. Every change is whole on disk when its call returns."""
+    """Owns what one API key stored, in a folder of its own. Every change is whole on disk when its call returns."""
 
-    def __init__(self, folder: Path, key: bytes) -> None:
-        """Files of other keys cannot be seen, since the folder's name is a salted hash of the key."""
-        owner = hashlib.blake2b(key, key=_salt(folder), digest_size=16).hexdigest()
-        self._folder = folder / owner
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
     @classmethod
-    def of_all(cls, folder: Path) -> Iterator[Store]:
-        """Iterate over the stores of all keys."""
-        for found in sorted(path for path in folder.iterdir() if path.is_dir()):
-            store = cls.__new__(cls)
-            store._folder = found
-            yield store
+    def of(cls, key: bytes, folder: Path) -> Store:
+        """Return the store of a key. Nobody sees those of others, since its name is a salted hash of the key."""
+        own = folder / hashlib.blake2b(key, key=_salt(folder), digest_size=16).hexdigest()
+        own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return cls(own)
+
+    @classmethod
+    def of_all(cls, folder: Path) -> list[Store]:
+        """Return the stores of all keys."""
+        return [cls(path) for path in sorted(folder.iterdir()) if path.is_dir()]
 
     def content(self, file_id: str) -> Path:
         """Return where the bytes of a file are."""
@@ -72,11 +73,17 @@ class Store:
     def file(self, file_id: str) -> File:
         """Return what is known of a file. Raises LostError."""
         file = self._load(file_id, File)
-        return msgspec.structs.replace(file, bytes=self.content(file_id).stat().st_size)
+        try:
+            return msgspec.structs.replace(file, bytes=self.content(file_id).stat().st_size)
+        except FileNotFoundError:
+            raise _lost(file_id) from None
 
     def files(self) -> list[File]:
         """Return all files, the newest first."""
-        found = [self.file(path.stem) for path in self._folder.glob("file-*.json")]
+        found: list[File] = []
+        for path in self._folder.glob("file-*.json"):
+            with suppress(LostError):  # it may be deleted meanwhile
+                found.append(self.file(path.stem))
         return sorted(found, key=lambda file: (-file.created_at, file.id))
 
     def batch(self, batch_id: str) -> Batch:
@@ -105,12 +112,16 @@ class Store:
         try:
             return msgspec.json.decode(self._path(name, ".json").read_bytes(), type=kind)
         except (FileNotFoundError, msgspec.ValidationError):
-            raise LostError(f"there is no {name[:100]!r}") from None
+            raise _lost(name) from None
 
     def _path(self, name: str, suffix: str) -> Path:
         if not _ID.fullmatch(name):
-            raise LostError(f"there is no {name[:100]!r}")
+            raise _lost(name)
         return self._folder / (name + suffix)
+
+
+def _lost(name: str) -> LostError:
+    return LostError(f"there is no {name[:100]!r}")
 
 
 def _salt(folder: Path) -> bytes:

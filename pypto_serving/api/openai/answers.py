@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -241,6 +241,29 @@ class Version(Answer):
     version: str
 
 
+class Tokenized(Answer):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(Answer):
+    prompt: str
+
+
+class RenderedRequest(Answer):
+    """A prompt with its parameters, as the engine gets them; `max_tokens` fits the context."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling_params: dict[str, Any]
+    model: str
+    stream: bool
+    cache_salt: str | None
+    priority: int
+
+
 class ErrorDetails(Answer):
     message: str
     type: str
@@ -264,5 +287,8 @@ ANSWERS: tuple[type[Answer], ...] = (
     Load,
     ServerInfo,
     Version,
+    Tokenized,
+    Detokenized,
+    RenderedRequest,
     Error,
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
@@ -12,6 +14,7 @@ from starlette.requests import Request
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.errors import MAX_DROPPED_BODIES, BodyTooLargeError, ContentTypeError
 from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, new_scores
+from pypto_serving.api.middleware import BODY_PARSED
 from pypto_serving.api.openai.fields import STREAM_OPTION_RULES, FieldRules, IgnoredFields
 from pypto_serving.api.openai.invalid import explain
 from pypto_serving.api.openai.params import cache_salt_of, priority_of
@@ -24,10 +27,14 @@ from pypto_serving.types.sampling import SamplingParams
 
 MAX_VALUES = 2_000_000
 """Bounds the values of a body before it is parsed, by the characters that come with each."""
+MAX_ANSWERED_TOKENS = 2_000_000
+"""Bounds the token ids that one answer lists."""
 TRUNCATED_HEADER = "x-truncated-prompt-tokens"
 AnyBody = TypeVar("AnyBody", bound=Body)
 BodyT = TypeVar("BodyT", bound=GenerationBody)
-Endpoint = Literal["completions", "chat", "messages", "count_tokens"]
+Generating = Literal["completions", "chat", "messages"]
+Answering = Literal["count_tokens", "tokenize", "detokenize"]
+Endpoint = Literal[Generating, Answering]
 
 
 class ReadBody(msgspec.Struct, frozen=True, tag="read", kw_only=True):
@@ -70,16 +77,42 @@ class ReadBody(msgspec.Struct, frozen=True, tag="read", kw_only=True):
         return self.ignored.header() | cut
 
 
+class Answered(msgspec.Struct, frozen=True, tag="answered"):
+    """The JSON that answers a body, where there is nothing to generate."""
+
+    ignored: IgnoredFields
+    content: bytes
+
+
 def with_guide(read: ReadBody, guide: Guide) -> ReadBody:
     """Return a body whose outputs follow `guide`."""
     return replace(read, params=replace(read.params, guide=guide))
 
 
+def check_num_answered(num_tokens: int, field: str | None) -> None:
+    """Raise RequestError if an answer cannot list so many token ids, which come from `field`."""
+    if num_tokens > MAX_ANSWERED_TOKENS:
+        message = f"the answer would list {num_tokens} tokens, but may list {MAX_ANSWERED_TOKENS}; send less text"
+        raise RequestError(message, param=field)
+
+
 class BodySource(Protocol):
     """Where the bodies of requests are read."""
 
-    async def read(self, request: Request, endpoint: Endpoint) -> ReadBody:
+    async def read(self, request: Request, endpoint: Generating) -> ReadBody:
         """Return what the body says. Raises RequestError, and ClientDisconnect if the client leaves before."""
+
+    async def answer(self, request: Request, endpoint: Answering) -> Answered:
+        """Return the answer to the body. Raises like `read`."""
+
+
+@contextmanager
+def telling_when_parsed(request: Request) -> Iterator[None]:
+    """Tell the connection after the block that the body needs no more memory."""
+    try:
+        yield
+    finally:
+        request.scope.get(BODY_PARSED, lambda: None)()
 
 
 async def read_body(request: Request, limit: int) -> bytearray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pypto_serving.api.chat.messages import read_message
@@ -12,7 +13,7 @@ from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.openai.body import ReadBody, parse_body, read_common
 from pypto_serving.api.openai.fields import chat_rules
 from pypto_serving.api.openai.params import sampling_params
-from pypto_serving.api.openai.schemas import ChatBody
+from pypto_serving.api.openai.schemas import ChatBody, ChatMessage, ChatPromptBody
 from pypto_serving.api.openai.shown import Shown
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import RequestError
@@ -34,8 +35,8 @@ def read_chat(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray
     shown = Shown.of(body, params)
     tools = read_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
     chat = ChatRequest(
-        messages=_messages(body),
-        kwargs=_encoder_kwargs(body, encoder.request_fields, serving.trust_request_chat_template),
+        messages=read_history(body.messages),
+        kwargs=encoder_kwargs(body, encoder.request_fields, serving.trust_request_chat_template),
         params=params,
         tools=tools,
         max_tokens=asked,
@@ -61,7 +62,8 @@ def _num_logprobs(body: ChatBody) -> int | None:
     return None
 
 
-def _encoder_kwargs(body: ChatBody, request_fields: frozenset[str], trusts_templates: bool) -> dict[str, Any]:
+def encoder_kwargs(body: ChatPromptBody, request_fields: frozenset[str], trusts_templates: bool) -> dict[str, Any]:
+    """Return what ChatEncoder.encode takes besides the messages and tools. Raises RequestError."""
     if body.chat_template is not None and not trusts_templates:
         message = "chat_template is refused: this server runs without the option trust-request-chat-template"
         raise RequestError(message, param="chat_template", code="unsupported_field")
@@ -79,8 +81,9 @@ def _encoder_kwargs(body: ChatBody, request_fields: frozenset[str], trusts_templ
     return {**given, **fields}
 
 
-def _messages(body: ChatBody) -> list[dict[str, Any]]:
-    if not body.messages:
+def read_history(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Return messages as ChatEncoder.encode takes them. Raises RequestError."""
+    if not messages:
         raise RequestError("messages is an empty list; send at least one message", param="messages")
-    given = ({**m.extra, "role": m.role, "content": m.content} for m in body.messages)
+    given = ({**m.extra, "role": m.role, "content": m.content} for m in messages)
     return [read_message(message, f"messages[{i}]") for i, message in enumerate(given)]

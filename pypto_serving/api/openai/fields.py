@@ -130,6 +130,10 @@ CHAT_RULES = FieldRules(
 )
 
 
+TOKENIZE_RULES = FieldRules({"media_io_kwargs": ({},), "mm_processor_kwargs": ({},)}, frozenset())
+DETOKENIZE_RULES = FieldRules({}, frozenset())
+
+
 @functools.cache
 def chat_rules(supported: frozenset[str]) -> FieldRules:
     """Return CHAT_RULES for a chat encoder that reads the fields `supported`."""

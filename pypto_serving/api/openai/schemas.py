@@ -35,15 +35,22 @@ class Body(BaseModel):
         return self.__pydantic_extra__ or {}
 
 
+class PromptBody(Body):
+    """Fields that may change a prompt, whatever it is made of."""
+
+    model: str | None = None
+    response_format: Annotated[Any, described.RESPONSE_FORMAT] = None
+    add_special_tokens: bool | None = None
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(Body):
+class GenerationBody(PromptBody):
     """The fields that completions and chat completions share."""
 
-    model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     sse_ping_interval: int | None = Field(None, ge=-1, le=MAX_PING_S)
@@ -74,7 +81,6 @@ class GenerationBody(Body):
     truncate_prompt_tokens: Annotated[int | None, described.TRUNCATION] = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    response_format: Annotated[Any, described.RESPONSE_FORMAT] = None
     structured_outputs: Annotated[Any, described.STRUCTURED] = None
     guided_json: Annotated[Any, described.JSON] = None
     guided_regex: str | None = None
@@ -82,7 +88,6 @@ class GenerationBody(Body):
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
     structural_tag: Annotated[Any, described.JSON] = None
-    add_special_tokens: bool | None = None
     request_id: str | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     priority: Annotated[int | None, whole(-INT32_MAX)] = None
@@ -113,14 +118,9 @@ class ChatMessage(Body):
     content: Annotated[Any, described.CONTENT] = None
 
 
-class ChatBody(GenerationBody):
-    """The body of POST /v1/chat/completions."""
+class ChatPromptBody(PromptBody):
+    """The fields besides the messages that make the prompt of a chat."""
 
-    messages: list[ChatMessage] = Field(fail_fast=True, max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})
-    max_tokens: Annotated[int | None, whole(1)] = None
-    max_completion_tokens: Annotated[int | None, whole(1)] = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, whole(0, MAX_LOGPROBS)] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
@@ -128,7 +128,36 @@ class ChatBody(GenerationBody):
     documents: list[dict[str, Any]] | None = Field(None, fail_fast=True, max_length=MAX_DOCUMENTS)
     tools: Annotated[Any, described.TOOLS] = None
     tool_choice: Annotated[Any, described.TOOL_CHOICE] = None
-    parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[Any, described.EFFORT] = None
+
+
+class ChatBody(GenerationBody, ChatPromptBody):
+    """The body of POST /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(fail_fast=True, max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})
+    max_tokens: Annotated[int | None, whole(1)] = None
+    max_completion_tokens: Annotated[int | None, whole(1)] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, whole(0, MAX_LOGPROBS)] = None
+    parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: int | None = Field(None, ge=0, le=INT32_MAX)
+
+
+class TokenizeBody(ChatPromptBody):
+    """The body of POST /tokenize: a text, or a chat."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]})
+
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(
+        None, fail_fast=True, max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1}
+    )
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """The body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0, le=INT32_MAX)]] = Field(fail_fast=True)

@@ -1,7 +1,7 @@
 """Read the bodies of requests, and compile their grammars, without holding up the event loop.
 
 - `reading`: which bodies are read here, and which by a reader; what becomes of their grammars.
-- `reader`: read any body, in whichever process.
+- `reader`: read any body, in whichever process; write answers that follow from it alone.
 - `bodies`: a reader of bodies, as seen from here.
 - `grammars`: which grammars compile.
 - `lane`: a reader of grammars, as seen from here.

@@ -10,7 +10,7 @@ from functools import partial
 
 from pypto_serving.api.errors import describe
 from pypto_serving.api.generation.prompts import Prompter
-from pypto_serving.api.openai.body import ReadBody
+from pypto_serving.api.openai.body import Answered, ReadBody
 from pypto_serving.api.reading.bodies import ENDPOINTS, BodyStart
 from pypto_serving.api.reading.loop import limit_memory, run_copies
 from pypto_serving.api.reading.reader import BodyReader
@@ -19,7 +19,7 @@ from pypto_serving.errors import EXIT_OK, PyptoError
 from pypto_serving.ipc import Parent
 
 
-def answer(reader: BodyReader, kind: int, raw: bytes) -> ReadBody | Refusal:
+def answer(reader: BodyReader, kind: int, raw: bytes) -> ReadBody | Answered | Refusal:
     """Read one body."""
     try:
         return reader.read(ENDPOINTS[kind], raw)

@@ -7,7 +7,7 @@ from typing import get_args
 
 import msgspec
 
-from pypto_serving.api.openai.body import Endpoint, ReadBody
+from pypto_serving.api.openai.body import Answered, Endpoint, ReadBody
 from pypto_serving.api.reading.process import ReaderProcess, TooSlowError
 from pypto_serving.api.reading.turns import Turns
 from pypto_serving.api.reading.wire import Failure
@@ -22,6 +22,10 @@ QUICK_S = 0.5
 READ_S = 10.0
 """CPU time to read a body there; each MiB of it may take one second more."""
 MIB = 1 << 20
+MAY_CHAT = frozenset[Endpoint]({"chat", "messages", "count_tokens", "tokenize"})
+"""Their bodies may hold a chat, whose template may not end."""
+_FIELDS: dict[Endpoint, str | None] = {"completions": "prompt", "tokenize": None, "detokenize": "tokens"}
+"""What takes long to read, where it is not the messages."""
 ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)
 
 
@@ -33,7 +37,9 @@ class BodyStart(msgspec.Struct, frozen=True):
     channel: int
 
 
-BODY_ANSWERS: msgspec.msgpack.Decoder[ReadBody | Failure] = msgspec.msgpack.Decoder(ReadBody | Failure)
+BODY_ANSWERS: msgspec.msgpack.Decoder[ReadBody | Answered | Failure] = msgspec.msgpack.Decoder(
+    ReadBody | Answered | Failure
+)
 
 
 class BodyProcess:
@@ -41,12 +47,12 @@ class BodyProcess:
 
     def __init__(self, config: EngineConfig, serving: ServingConfig) -> None:
         serving = msgspec.structs.replace(serving, api_keys=())
-        self.process: ReaderProcess[ReadBody] = ReaderProcess(
+        self.process: ReaderProcess[ReadBody | Answered] = ReaderProcess(
             "pypto_serving.api.reading", lambda channel: BodyStart(config, serving, channel), BODY_ANSWERS
         )
         self.turns = Turns[int](config.max_unfinished, int, "bodies that are not longer wait to be read")
 
-    async def read(self, endpoint: Endpoint, raw: bytes | bytearray, allowed_s: float) -> ReadBody:
+    async def read(self, endpoint: Endpoint, raw: bytes | bytearray, allowed_s: float) -> ReadBody | Answered:
         """Read one body within so much CPU time. Raises what ReaderProcess.ask raises.
 
         A call that is cancelled before its turn costs nothing; a body that is being read is read to the end.
@@ -70,8 +76,8 @@ def longest_s(raw: bytes | bytearray) -> float:
 def too_slow(endpoint: Endpoint, raw: bytes | bytearray) -> RequestError:
     """Log that a body took too long, and return the error."""
     advice = "send less text or fewer prompts"
-    if endpoint != "completions":
+    if endpoint in MAY_CHAT:
         advice = "send fewer or shorter messages; if short chats fail too, the model's chat template does not end"
     message = f"reading this request took more than {longest_s(raw):.0f} s of CPU time, so it was given up; {advice}"
     logger.error("a body of %s was given up after %.0f s of CPU time", endpoint, longest_s(raw))
-    return RequestError(message, param="prompt" if endpoint == "completions" else "messages", code=TooSlowError.code)
+    return RequestError(message, param=_FIELDS.get(endpoint, "messages"), code=TooSlowError.code)

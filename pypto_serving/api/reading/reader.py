@@ -6,16 +6,19 @@ from collections.abc import Callable
 
 from pypto_serving.api.anthropic.messages_body import read_count_tokens, read_messages
 from pypto_serving.api.generation.prompts import Prompter
-from pypto_serving.api.openai.body import Endpoint, ReadBody
+from pypto_serving.api.openai.body import Answered, Endpoint, ReadBody
 from pypto_serving.api.openai.chat_body import read_chat
 from pypto_serving.api.openai.completion_body import read_completion
+from pypto_serving.api.openai.tokenize_body import read_detokenize, read_tokenize
 from pypto_serving.api.settings import ServingConfig
 
-_READ: dict[Endpoint, Callable[[Prompter, ServingConfig, bytes | bytearray], ReadBody]] = {
+_READ: dict[Endpoint, Callable[[Prompter, ServingConfig, bytes | bytearray], ReadBody | Answered]] = {
     "completions": read_completion,
     "chat": read_chat,
     "messages": read_messages,
     "count_tokens": read_count_tokens,
+    "tokenize": read_tokenize,
+    "detokenize": read_detokenize,
 }
 
 
@@ -29,6 +32,6 @@ class BodyReader:
         self.prompter = prompter
         self.serving = serving
 
-    def read(self, endpoint: Endpoint, raw: bytes | bytearray) -> ReadBody:
+    def read(self, endpoint: Endpoint, raw: bytes | bytearray) -> ReadBody | Answered:
         """Return what the body says. Raises RequestError that names the field at fault."""
         return _READ[endpoint](self.prompter, self.serving, raw)

@@ -9,8 +9,17 @@ from contextlib import suppress
 from starlette.requests import Request
 
 from pypto_serving.api.disconnect import until_disconnect
-from pypto_serving.api.middleware import BODY_PARSED
-from pypto_serving.api.openai.body import Endpoint, ReadBody, read_body, require_json, with_guide
+from pypto_serving.api.openai.body import (
+    Answered,
+    Answering,
+    Endpoint,
+    Generating,
+    ReadBody,
+    read_body,
+    require_json,
+    telling_when_parsed,
+    with_guide,
+)
 from pypto_serving.api.reading import bodies
 from pypto_serving.api.reading.bodies import BodyProcess
 from pypto_serving.api.reading.grammars import Grammars
@@ -43,22 +52,31 @@ class Reading:
         self._slow = BodyProcess(config, serving)
         self._grammars = Grammars(config.max_unfinished)
 
-    async def read(self, request: Request, endpoint: Endpoint) -> ReadBody:
+    async def read(self, request: Request, endpoint: Generating) -> ReadBody:
         """Return what the body says. Raises RequestError, and ClientDisconnect if the client leaves before."""
+        with telling_when_parsed(request):
+            read = await self._read(request, endpoint)
+            assert isinstance(read, ReadBody)
+            return await self._with_checked_guide(request, read)
+
+    async def answer(self, request: Request, endpoint: Answering) -> Answered:
+        """Return the answer to the body. Raises like `read`."""
+        with telling_when_parsed(request):
+            answered = await self._read(request, endpoint)
+            assert isinstance(answered, Answered)
+            return answered
+
+    async def _read(self, request: Request, endpoint: Endpoint) -> ReadBody | Answered:
         require_json(request)
         self._require_admission(1)
-        try:
-            return await self._read(request, endpoint, await read_body(request, self._here.serving.max_body_bytes))
-        finally:
-            request.scope.get(BODY_PARSED, lambda: None)()
-
-    async def _read(self, request: Request, endpoint: Endpoint, raw: bytearray) -> ReadBody:
-        templates = endpoint != "completions" and self._here.prompter.chat_encoder.runs_templates
+        raw = await read_body(request, self._here.serving.max_body_bytes)
+        templates = endpoint in bodies.MAY_CHAT and self._here.prompter.chat_encoder.runs_templates
         if is_small(raw) and not templates:
-            read = self._here.read(endpoint, raw)
-        else:
-            self._require_admission(1)
-            read = await until_disconnect(request.receive, self._read_apart(endpoint, raw))
+            return self._here.read(endpoint, raw)
+        self._require_admission(1)
+        return await until_disconnect(request.receive, self._read_apart(endpoint, raw))
+
+    async def _with_checked_guide(self, request: Request, read: ReadBody) -> ReadBody:
         guide = read.params.guide
         if guide is None or guide.grammar is None:
             return read
@@ -66,7 +84,7 @@ class Reading:
         check = self._grammars.check(guide, request.scope.get("client"))
         return with_guide(read, await until_disconnect(request.receive, check))
 
-    async def _read_apart(self, endpoint: Endpoint, raw: bytearray) -> ReadBody:
+    async def _read_apart(self, endpoint: Endpoint, raw: bytearray) -> ReadBody | Answered:
         """Have a body read by a process: a usual one by the quick reader, but by the other one if it takes too long."""
         if is_quick(raw, self._here.serving.trust_request_chat_template):
             with suppress(TooSlowError):

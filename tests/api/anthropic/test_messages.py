@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from jsonschema import Draft202012Validator
 
 from pypto_serving.api.anthropic.answers import TokenCount
 from pypto_serving.api.anthropic.format import MessageFormat
@@ -41,6 +40,7 @@ from tests.api.anthropic.talking import (
     stream,
 )
 from tests.api.chat_events import prompt_of
+from tests.api.documented import schema_of
 from tests.api.running import RunningServer
 from tests.api.scripted_engine import WAIT_S, Script
 
@@ -384,8 +384,7 @@ DEPENDS = [
 
 def test_bodies_are_as_described(thinks: Thinks) -> None:
     document = thinks("x").http.get("/openapi.json").json()
-    schema = {"$ref": "#/components/schemas/MessagesBody", "components": document["components"]}
-    validator = Draft202012Validator(schema)
+    validator = schema_of(document, "MessagesBody")
     for fields in CONVERSATIONS:
         validator.validate(body(**fields))
     for fields, words in BAD:
@@ -409,6 +408,8 @@ def test_every_status_has_anthropics_type(thinks: Thinks) -> None:
     assert refusal(server, 500)["type"] == "api_error"
     events = read_events(server.http.post(PATH, json=body(stream=True)).text)
     assert [(event["type"], event["error"]["type"]) for event in events] == [("error", "api_error")]
+    server.engine.script = lambda request: Script([], fault=RequestFault(504, "deadline_exceeded", "too late"))
+    assert refusal(server, 504)["type"] == "timeout_error"
 
 
 def test_a_body_that_is_too_large(start: Callable[..., RunningServer]) -> None:

@@ -12,7 +12,9 @@ import openai
 import pytest
 
 from pypto_serving.api.batch import batches, store
+from pypto_serving.api.batch.direct import Direct
 from pypto_serving.api.text.tokenizer import Tokenizer
+from tests.api.documented import schema_of
 from tests.api.running import CHAT, COMPLETIONS, RunningServer
 from tests.api.scripted_engine import Script
 
@@ -128,6 +130,15 @@ def test_files_come_and_go(start: Start, tmp_path: Path) -> None:
         assert server.http.get(f"/v1/files?{query}").status_code == 400
 
 
+def test_files_may_go_while_they_are_listed(tmp_path: Path) -> None:
+    kept = store.Store.of(b"", tmp_path)
+    gone, left = (kept.new_file("in.jsonl", "batch", 1, b"{}").id for _ in range(2))
+    kept.content(gone).unlink()
+    assert [file.id for file in kept.files()] == [left]
+    with pytest.raises(store.LostError):
+        kept.file(gone)
+
+
 @pytest.mark.parametrize(
     ("kind", "body"),
     [
@@ -191,7 +202,27 @@ def test_without_a_folder_there_are_no_batches(start: Start) -> None:
     assert start().http.get("/v1/batches").status_code == 404
 
 
+def test_batches_ask_for_no_batches(start: Start, tmp_path: Path) -> None:
+    direct = Direct(start(batch_dir=str(tmp_path)).app)
+    assert direct.knows(COMPLETIONS) and direct.knows("/v1/messages")
+    assert not any(map(direct.knows, ("/v1/files", "/v1/batches", "/v1/batches/{batch_id}/cancel", "/tokenize")))
+
+
 def test_answers_are_as_described(start: Start, tmp_path: Path) -> None:
-    document = start(batch_dir=str(tmp_path)).http.get("/openapi.json").json()
+    server = start(batch_dir=str(tmp_path))
+    client, http = server.openai(), server.http
+    document = http.get("/openapi.json").json()
     assert {"/v1/files", "/v1/files/{file_id}/content", "/v1/batches/{batch_id}/cancel"} <= set(document["paths"])
-    assert {"File", "Batch", "BatchBody"} <= set(document["components"]["schemas"])
+    body = {"input_file_id": upload(client, [line("a"), "{"]), "endpoint": COMPLETIONS}
+    failed = http.post("/v1/batches", json=body).json()
+    wait(server, failed["id"], "failed")
+    answers = {
+        "BatchBody": body,
+        "Batch": http.get(f"/v1/batches/{failed['id']}").json(),
+        "BatchList": http.get("/v1/batches").json(),
+        "File": http.get(f"/v1/files/{body['input_file_id']}").json(),
+        "FileList": http.get("/v1/files").json(),
+        "DeletedFile": http.delete(f"/v1/files/{body['input_file_id']}").json(),
+    }
+    for name, answer in answers.items():
+        schema_of(document, name).validate(answer)

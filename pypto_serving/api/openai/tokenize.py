@@ -1,0 +1,28 @@
+"""Serve POST /tokenize and /detokenize, and what else is answered by whoever reads the body."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pypto_serving.api.openai.body import Answering, BodySource
+from pypto_serving.api.service import Service
+
+
+async def tokenize(request: Request) -> Response:
+    """Answer with the token ids of a text, or of the prompt that a chat has."""
+    return await answer_read(request, "tokenize")
+
+
+async def detokenize(request: Request) -> Response:
+    """Answer with the text of token ids."""
+    return await answer_read(request, "detokenize")
+
+
+async def answer_read(request: Request, endpoint: Answering) -> Response:
+    """Answer as the reader of the body says."""
+    service: Service = request.app.state.service
+    reading: BodySource = request.app.state.reading
+    answered = await reading.answer(request, endpoint)
+    service.warn_ignored(answered.ignored.names)
+    return Response(answered.content, 200, answered.ignored.header(), "application/json")
