@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,36 +25,34 @@ COLUMNS = {
 CONCURRENCY, RATE = "max_concurrency", "request_rate"
 
 
-def parse_loads(flag: str, text: str) -> list[float]:
-    """Read `1,2,4`: positive numbers, ascending. Raises ConfigError."""
+def parse_loads(flag: str, text: str, kind: type[int] | type[float]) -> list[int] | list[float]:
+    """Read `1,2,4`: positive numbers of a kind, ascending. Raises ConfigError."""
     try:
-        loads = sorted({float(part) for part in text.split(",")})
+        loads = sorted({kind(part) for part in text.split(",")})
     except ValueError:
         loads = []
-    if not loads or loads[0] <= 0:
-        raise ConfigError(f"{flag} is {text!r}, but must be positive numbers such as 1,2,4")
+    if not loads or not all(0 < load < math.inf for load in loads):
+        numbers = "whole numbers" if kind is int else "numbers"
+        raise ConfigError(f"{flag} is {text!r}, but must be positive {numbers} such as 1,2,4")
     return loads
 
 
-def at_load(benchmark: Benchmark, name: str, load: float) -> Benchmark:
-    """Return the benchmark at one load: requests in flight, or requests per second."""
-    if name == CONCURRENCY:
-        return replace(benchmark, traffic=replace(benchmark.traffic, max_concurrency=int(load)))
-    return replace(benchmark, traffic=replace(benchmark.traffic, request_rate=load))
-
-
 async def sweep(benchmark: Benchmark, name: str, loads: Sequence[float], advance: Advance) -> list[dict[str, Any]]:
-    """Run the benchmark at each load, with other prompts each time; return the results."""
+    """Run the benchmark at each load, with other prompts each time; return the results.
+
+    `name` is the field of Traffic that a load is a value of.
+    """
     results = []
     for i, load in enumerate(loads):
-        fresh = replace(benchmark, traffic=replace(benchmark.traffic, seed=benchmark.traffic.seed + i))
-        results.append((await run(at_load(fresh, name, load), advance)).result)
+        changes: dict[str, Any] = {name: load, "seed": benchmark.traffic.seed + i}
+        at_load = replace(benchmark, traffic=replace(benchmark.traffic, **changes))
+        results.append((await run(at_load, advance)).result)
     return results
 
 
 def table(results: Sequence[dict[str, Any]], name: str) -> Iterator[str]:
     """Write one line for each load."""
-    heading = {CONCURRENCY: "in flight", RATE: "sent/s"}[name]
+    heading = "in flight" if name == CONCURRENCY else "sent/s"
     yield f"{heading:>10}" + "".join(f"{column:>14}" for column in COLUMNS)
     for result in results:
         cells = [f"{_shown(result.get(key)):>14}" for key in COLUMNS.values()]
@@ -64,7 +63,7 @@ def plot(results: Sequence[dict[str, Any]], name: str, path: Path) -> None:
     """Draw throughput and latencies over the load. Raises ConfigError, also without matplotlib."""
     figure = new_figure(9, 3.6)
     loads = [result[name] for result in results]
-    label = {CONCURRENCY: "requests in flight", RATE: "requests per second"}[name]
+    label = "requests in flight" if name == CONCURRENCY else "requests per second"
     groups = {"tokens per second": ("output tok/s",), "ms": ("TTFT p50", "TTFT p99", "TPOT p50", "ITL p99")}
     for axes, (unit, columns) in zip(figure.subplots(1, len(groups)), groups.items(), strict=True):
         for column in columns:

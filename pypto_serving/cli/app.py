@@ -10,31 +10,19 @@ import typer
 from typer.core import TyperGroup
 
 COMMANDS = {
-    "serve": "pypto_serving.cli.serve:app",
-    "generate": "pypto_serving.cli.generate:app",
-    "run-batch": "pypto_serving.cli.run_batch:app",
-    "chat": "pypto_serving.cli.chat:app",
-    "complete": "pypto_serving.cli.complete:app",
-    "join": "pypto_serving.cli.join:app",
-    "check": "pypto_serving.cli.check:app",
-    "convert": "pypto_serving.cli.convert:app",
-    "kv": "pypto_serving.cli.kv:kv_app",
-    "bench": "pypto_serving.cli.bench:bench_app",
-    "collect-env": "pypto_serving.cli.collect_env:app",
+    "serve": ("Serve", "pypto_serving.cli.serve:app"),
+    "join": ("Serve", "pypto_serving.cli.join:app"),
+    "generate": ("Use", "pypto_serving.cli.generate:app"),
+    "run-batch": ("Use", "pypto_serving.cli.run_batch:app"),
+    "chat": ("Use", "pypto_serving.cli.chat:app"),
+    "complete": ("Use", "pypto_serving.cli.complete:app"),
+    "check": ("Prepare", "pypto_serving.cli.check:app"),
+    "convert": ("Prepare", "pypto_serving.cli.convert:app"),
+    "kv": ("Look after", "pypto_serving.cli.kv:kv_app"),
+    "bench": ("Look after", "pypto_serving.cli.bench:bench_app"),
+    "collect-env": ("Look after", "pypto_serving.cli.collect_env:app"),
 }
-PANELS = {
-    "serve": "Serve",
-    "join": "Serve",
-    "generate": "Use",
-    "chat": "Use",
-    "complete": "Use",
-    "check": "Prepare",
-    "convert": "Prepare",
-    "kv": "Look after",
-    "bench": "Look after",
-    "collect-env": "Look after",
-}
-"""Under which heading the help lists a command."""
+"""Commands in the order of the help: the heading under which it lists each, and where it is."""
 
 
 class LazyCommands(MutableMapping[str, Any]):
@@ -45,12 +33,13 @@ class LazyCommands(MutableMapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._loaded:
-            module, attribute = COMMANDS[name].split(":")
+            panel, where = COMMANDS[name]
+            module, attribute = where.split(":")
             commands: typer.Typer = getattr(importlib.import_module(module), attribute)
             single = len(commands.registered_commands) == 1
             command: Any = typer.main.get_command(commands) if single else typer.main.get_group(commands)
             command.name = name
-            command.rich_help_panel = PANELS.get(name)
+            command.rich_help_panel = panel
             self._loaded[name] = command
         return self._loaded[name]
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
 from pypto_serving.errors import ConfigError, PyptoError
@@ -14,6 +16,8 @@ from pypto_serving.errors import ConfigError, PyptoError
 if TYPE_CHECKING:
     from pypto_serving.bench.report import Saving
     from pypto_serving.bench.runner import Outcome
+
+OutputJson = Annotated[Path | None, typer.Option(help="Also write the result as JSON into this file.")]
 
 
 @contextlib.contextmanager
@@ -43,14 +47,29 @@ def server_url(base_url: str | None, host: str, port: int) -> str:
     return own if base_url is None else base_url.rstrip("/")
 
 
-def check_shared(given: Sequence[str]) -> None:
-    """Raise ConfigError for options of server and result file that have no effect beside the others."""
+def check_url(given: Sequence[str]) -> None:
+    """Raise ConfigError for options of the server that have no effect beside the others."""
     if "base_url" in given and (clash := {"host", "port"}.intersection(given)):
         raise ConfigError(f"--base-url already names the server; drop {flag(min(clash))}")
+
+
+def check_shared(given: Sequence[str]) -> None:
+    """Raise ConfigError for options of server and result file that have no effect beside the others."""
+    check_url(given)
     if "save_result" not in given:
         for name in ("save_detailed", "result_dir", "result_filename", "metadata"):
             if name in given:
                 raise ConfigError(f"{flag(name)} has no effect without --save-result; add it")
+
+
+def write_output(path: Path | None, result: object) -> None:
+    """Write a result as JSON, if a file is given. Raises ConfigError."""
+    if path is None:
+        return
+    try:
+        path.write_bytes(msgspec.json.encode(result) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"--output-json {path} cannot be written: {error.strerror}; give another") from None
 
 
 @contextlib.contextmanager

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 
-from pypto_serving.cli.bench_common import one_line_errors
+from pypto_serving.cli.bench_common import OutputJson, one_line_errors, write_output
 from pypto_serving.cli.help import HelpCommand
 from pypto_serving.cli.local import local_model
 from pypto_serving.cli.options import ENGINE_PANELS, takes_options
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
 PERCENTILES = (10.0, 25.0, 75.0, 90.0, 99.0)
 InputLen = Annotated[int, typer.Option(min=1, help="Prompt tokens.")]
 OutputLen = Annotated[int, typer.Option(min=1, help="Output tokens.")]
-OutputJson = Annotated[Path | None, typer.Option(help="Also write the result into this file.")]
 PromptSeed = Annotated[int, typer.Option(help="Seed of the prompts.")]
 
 
@@ -55,7 +52,8 @@ def throughput(
         "tokens_per_second": (num_input + num_output) / elapsed_s,
         "output_tokens_per_second": num_output / elapsed_s,
     }
-    _report(result, output_json)
+    _report(result)
+    write_output(output_json, result)
 
 
 @takes_options(*ENGINE_PANELS)
@@ -80,7 +78,8 @@ def latency(
     counted = taken[num_iters_warmup:]
     shares = {f"p{percentile:g}": float(np.percentile(counted, percentile)) for percentile in PERCENTILES}
     result = {"avg_latency": float(np.mean(counted)), "median_latency": float(np.median(counted)), **shares}
-    _report(result | {"latencies": counted}, output_json)
+    _report(result)
+    write_output(output_json, result | {"latencies": counted})
 
 
 def _prompts(llm: LLM, count: int, input_len: int, output_len: int, seed: int) -> list[Any]:
@@ -102,9 +101,6 @@ def _timed(llm: LLM, prompts: list[Any], output_len: int) -> float:
     return time.perf_counter() - started_s
 
 
-def _report(result: dict[str, Any], output_json: Path | None) -> None:
+def _report(result: dict[str, float]) -> None:
     for name, value in result.items():
-        if not isinstance(value, list):
-            typer.echo(f"{name.replace('_', ' ') + ':':<28}{value:>12.6g}")
-    if output_json is not None:
-        output_json.write_bytes(msgspec.json.encode(result) + b"\n")
+        typer.echo(f"{name.replace('_', ' ') + ':':<28}{value:>12.6g}")

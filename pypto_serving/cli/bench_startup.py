@@ -7,14 +7,12 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 from statistics import median
 from typing import Annotated
 
-import msgspec
 import typer
 
-from pypto_serving.cli.bench_common import one_line_errors
+from pypto_serving.cli.bench_common import OutputJson, one_line_errors, write_output
 from pypto_serving.errors import PyptoError
 from pypto_serving.types.server_url import key_in
 
@@ -24,7 +22,7 @@ COLUMNS = {"ready_s": "ready", "answered_s": "first text", "stopped_s": "stopped
 def startup(
     context: typer.Context,
     runs: Annotated[int, typer.Option(min=1, help="Starts.")] = 5,
-    output_json: Annotated[Path | None, typer.Option(help="Also write the result into this file.")] = None,
+    output_json: OutputJson = None,
 ) -> None:
     """Start `serve` with the options behind --, and measure the seconds until it is ready and to its first text.
 
@@ -36,8 +34,7 @@ def startup(
     middle = {key: median(times[key] for times in found) for key in COLUMNS}
     for name, times in [*enumerate(found, 1), ("median", middle)]:
         typer.echo(f"{name:>10}" + "".join(f"{times[key]:>16.3f}" for key in COLUMNS))
-    if output_json is not None:
-        output_json.write_bytes(msgspec.json.encode(found) + b"\n")
+    write_output(output_json, found)
 
 
 def _measure(arguments: list[str]) -> dict[str, float]:
@@ -49,14 +46,15 @@ def _measure(arguments: list[str]) -> dict[str, float]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None and server.stderr is not None
         try:
-            line = server.stdout.readline()
-            if not line:
-                raise PyptoError(f"the server did not start: {server.stderr.read().strip().splitlines()[-1]}")
+            try:
+                ready = json.loads(server.stdout.readline())
+                url, model = ready["url"], ready["model"][0]
+            except (ValueError, KeyError):
+                server.terminate()
+                said = server.stderr.read().strip() or "it said nothing"
+                raise PyptoError(f"the server did not start: {said.splitlines()[-1]}") from None
             ready_s = time.perf_counter() - started_s
-            ready = json.loads(line)
-            stream = ChatClient(ready["url"], key_in(os.environ)).stream(
-                ready["model"][0], [{"role": "user", "content": "Hello"}], {}
-            )
+            stream = ChatClient(url, key_in(os.environ)).stream(model, [{"role": "user", "content": "Hello"}], {})
             next(stream, None)
             answered_s = time.perf_counter() - started_s
             stream.close()

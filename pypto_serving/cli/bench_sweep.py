@@ -5,10 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
-from pypto_serving.cli.bench_common import check_shared, is_given, one_line_errors, request_progress, server_url
+from pypto_serving.cli.bench_common import (
+    OutputJson,
+    check_url,
+    is_given,
+    one_line_errors,
+    request_progress,
+    server_url,
+    write_output,
+)
 from pypto_serving.errors import ConfigError
 from pypto_serving.types.config import ServerConfig, default_of
 
@@ -18,16 +25,14 @@ def sweep(
     base_url: Annotated[str | None, typer.Option(help="Server, instead of --host and --port.")] = None,
     host: Annotated[str, typer.Option(help="Server host.")] = default_of(ServerConfig, "host"),
     port: Annotated[int, typer.Option(min=1, max=65535, help="Server port.")] = default_of(ServerConfig, "port"),
-    concurrency: Annotated[
-        str | None, typer.Option(metavar="N,N,...", help="Requests in flight. (default: 1,2,4,8,16)")
-    ] = None,
+    concurrency: Annotated[str, typer.Option(metavar="N,N,...", help="Requests in flight.")] = "1,2,4,8,16",
     rates: Annotated[str | None, typer.Option(metavar="R,R,...", help="Requests per second, instead.")] = None,
     num_prompts: Annotated[int, typer.Option(help="Requests at each load.")] = 64,
     input_len: Annotated[int, typer.Option(help="Prompt tokens.")] = 128,
     output_len: Annotated[int, typer.Option(help="Output tokens.")] = 64,
     seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0,
-    output_json: Annotated[Path | None, typer.Option(help="Also write all results into this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Also draw them into this image.")] = None,
+    output_json: OutputJson = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the results into this image.")] = None,
 ) -> None:
     """Measure a running server at several loads, with random prompts, and print a line for each."""
     import uvloop
@@ -37,13 +42,14 @@ def sweep(
     from pypto_serving.bench.report import new_figure
 
     with one_line_errors():
-        check_shared([name for name in context.params if is_given(context, name)] + ["save_result"])
-        if concurrency is not None and rates is not None:
+        given = [name for name in context.params if is_given(context, name)]
+        check_url(given)
+        if "concurrency" in given and rates is not None:
             raise ConfigError("--concurrency and --rates exclude each other; drop one")
         if rates is not None:
-            name, loads = sweeping.RATE, sweeping.parse_loads("--rates", rates)
+            name, loads = sweeping.RATE, sweeping.parse_loads("--rates", rates, float)
         else:
-            name, loads = sweeping.CONCURRENCY, sweeping.parse_loads("--concurrency", concurrency or "1,2,4,8,16")
+            name, loads = sweeping.CONCURRENCY, sweeping.parse_loads("--concurrency", concurrency, int)
         if plot is not None:
             new_figure(1, 1)  # to know before the first request that it can be drawn
         benchmark = runner.Benchmark(
@@ -56,8 +62,7 @@ def sweep(
             results = uvloop.run(sweeping.sweep(benchmark, name, loads, advance))
         for line in sweeping.table(results, name):
             typer.echo(line)
-        if output_json is not None:
-            output_json.write_bytes(msgspec.json.encode(results) + b"\n")
+        write_output(output_json, results)
         if plot is not None:
             sweeping.plot(results, name, plot)
         if not any(result["completed"] for result in results):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pypto_serving.cli.client import ChatClient
-from pypto_serving.cli.conversation import Answer, Answering, Conversation, Message
+from pypto_serving.cli.conversation import Answer, Conversation
 from pypto_serving.cli.help import HelpCommand
 from pypto_serving.cli.lines import LineReader, history_file
 from pypto_serving.cli.local import local_model
@@ -19,6 +20,9 @@ from pypto_serving.errors import ConfigError
 from pypto_serving.setup.options import Options
 from pypto_serving.setup.rules import RULES
 from pypto_serving.types.server_url import KEY_VARIABLES, key_in, require_key
+
+if TYPE_CHECKING:
+    from pypto_serving.api.offline import LLM
 
 app = typer.Typer(add_completion=False)
 
@@ -44,28 +48,26 @@ def chat(
         Conversation(answer, opening, LineReader(history_file()), sampling).run(name)
 
     if url is not None:
-        client = remote_model(options, url, api_key)
-        model = options.model or client.models()[0]
+        client, model = remote_model(options, url, api_key)
         talk(lambda messages: client.stream(model, messages, sampling), model)
-    else:
-        refuse_key(api_key)
-        with local_model(options) as llm:
-
-            def answer(messages: Sequence[Message]) -> Answering:
-                return llm.stream_chat(messages, sampling_params(llm, sampling))
-
-            talk(answer, options.model or "bundled")
+        return
+    with model_here(options, api_key) as (llm, model):
+        talk(lambda messages: llm.stream_chat(messages, sampling_params(llm, sampling)), model)
 
 
-def remote_model(options: Options, url: str, api_key: str | None) -> ChatClient:
-    """Return the client of a running server; raise ConfigError for options of an engine."""
+def remote_model(options: Options, url: str, api_key: str | None) -> tuple[ChatClient, str]:
+    """Return the client of a running server, and the model to ask for; raise ConfigError for options of an engine."""
     for name in RULES:
         if name != "model" and getattr(options, name) is not None:
             raise ConfigError(f"{options.label(name)} has no effect with --url; drop one of them")
-    return ChatClient(url, key_in(os.environ) if api_key is None else require_key("--api-key", api_key))
+    client = ChatClient(url, key_in(os.environ) if api_key is None else require_key("--api-key", api_key))
+    return client, options.model or client.models()[0]
 
 
-def refuse_key(api_key: str | None) -> None:
-    """Raise ConfigError for the key of a server where none is asked."""
+@contextmanager
+def model_here(options: Options, api_key: str | None) -> Iterator[tuple[LLM, str]]:
+    """Open a model in this process; yield it and its name. Raise ConfigError for the key of a server."""
     if api_key is not None:
         raise ConfigError("--api-key has no effect without --url; drop it")
+    with local_model(options) as llm:
+        yield llm, options.model or "bundled"

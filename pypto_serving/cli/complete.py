@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
-from pypto_serving.cli.chat import ServerKey, refuse_key, remote_model
-from pypto_serving.cli.conversation import Answer, Answering, Conversation, Message
+from pypto_serving.cli.chat import ServerKey, model_here, remote_model
+from pypto_serving.cli.conversation import Answer, Conversation
 from pypto_serving.cli.generate import DEFAULT_MAX_TOKENS
 from pypto_serving.cli.help import HelpCommand
 from pypto_serving.cli.lines import LineReader
-from pypto_serving.cli.local import local_model
 from pypto_serving.cli.options import ENGINE_PANELS, takes_options
 from pypto_serving.cli.sampling import sampling_params, takes_sampling
 from pypto_serving.setup.options import Options
@@ -36,14 +34,8 @@ def complete(
         Conversation(answer, [], LineReader(), sampling).run(name)
 
     if url is not None:
-        client = remote_model(options, url, api_key)
-        model = options.model or client.models()[0]
+        client, model = remote_model(options, url, api_key)
         talk(lambda messages: client.stream_text(model, messages[-1]["content"], sampling), model)
-    else:
-        refuse_key(api_key)
-        with local_model(options) as llm:
-
-            def answer(messages: Sequence[Message]) -> Answering:
-                return llm.stream(messages[-1]["content"], sampling_params(llm, sampling))
-
-            talk(answer, options.model or "bundled")
+        return
+    with model_here(options, api_key) as (llm, model):
+        talk(lambda messages: llm.stream(messages[-1]["content"], sampling_params(llm, sampling)), model)

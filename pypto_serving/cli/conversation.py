@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -28,6 +29,8 @@ HELP = """\
 /clear            forget the conversation
 /stats            show or hide statistics behind each answer
 /exit             leave"""
+_COMMAND = re.compile(r"/\w*")
+"""A first word that is one, or meant to be; paths are none."""
 
 
 @dataclass
@@ -79,7 +82,7 @@ class Conversation:
             typer.echo(f"{name}: {HINT}", err=True)
         while True:
             try:
-                line = self._read_line().strip()
+                line = self._read_line().rstrip("\r\n")
             except EOFError:
                 return
             except KeyboardInterrupt:
@@ -87,12 +90,12 @@ class Conversation:
                     raise
                 typer.echo(f"\n{HINT}", err=True)
                 continue
-            if line in ("/exit", "/quit"):
+            command, _, rest = line.strip().partition(" ")
+            if command in ("/exit", "/quit"):
                 return
-            if line.startswith("/"):
-                name, _, rest = line.partition(" ")
-                self._command(name, rest.strip())
-            elif line:
+            if _COMMAND.fullmatch(command):
+                self._command(command, rest.strip())
+            elif command:
                 self._answer(line)
 
     def _command(self, name: str, rest: str) -> None:

@@ -45,7 +45,7 @@ def run_batch(
 
     configure_logging(options.log_level or QUIET_DEFAULTS["log_level"])
     model = model_spec(options)
-    resolved = prepare(options, model)
+    resolved = prepare(options, model, QUIET_DEFAULTS, serves=False)
     uvloop.run(_run(resolved, serving_config(resolved.server, model), input_file, output_file))
 
 

@@ -163,7 +163,6 @@ def test_missing_result_file_is_refused(tmp_path):
 
 
 def test_plot(tmp_path):
-    pytest.importorskip("matplotlib")
     plot_comparison(result([RECORD]), result(), tmp_path / "c.png")
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match="name an image file"):

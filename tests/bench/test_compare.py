@@ -172,7 +172,6 @@ def test_repeated_and_noisy_runs_are_told() -> None:
 
 
 def test_a_record_survives_a_file_and_makes_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     made = record(run("ours", 0, 30), run("vllm", 0, 40), run("ours", 0, 9, workload="P99", p99_itl_ms=5.0))
     again = json.loads(json.dumps(made))
     assert report.markdown(again, "x.svg") == report.markdown(made, "x.svg")

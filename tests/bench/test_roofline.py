@@ -19,10 +19,10 @@ from pypto_serving.kernels import Engine, runnable
 from pypto_serving.kernels.roofline import Memory, peak
 from pypto_serving.types.config import Head
 from tests.checkpoints import make_checkpoint
+from tests.needs import needs_kernels
 from tests.quantised import quantise
 
 MEBIBYTE = 1 << 20
-needs_kernels = pytest.mark.skipif(not runnable(), reason="built without kernels")
 
 
 @pytest.fixture

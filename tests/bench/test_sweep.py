@@ -35,10 +35,16 @@ def test_rates_are_loads_too(server):
     assert [line.split()[0] for line in result.stdout.splitlines()] == ["sent/s", "50", "200.5"], result.output
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1,2", "a", "1,,2"])
+@pytest.mark.parametrize("text", ["", "0", "-1,2", "a", "1,,2", "nan", "1,inf"])
 def test_loads_are_positive_numbers(text):
-    with pytest.raises(ConfigError, match=r"--concurrency is .* must be positive numbers"):
-        parse_loads("--concurrency", text)
+    with pytest.raises(ConfigError, match=r"--rates is .* must be positive numbers"):
+        parse_loads("--rates", text, float)
+
+
+@pytest.mark.parametrize("text", ["0", "0.5", "1.5,2", "inf"])
+def test_requests_in_flight_are_whole(text):
+    with pytest.raises(ConfigError, match=r"--concurrency is .* must be positive whole numbers"):
+        parse_loads("--concurrency", text, int)
 
 
 def test_what_does_not_go_together_is_refused(server):
@@ -48,8 +54,14 @@ def test_what_does_not_go_together_is_refused(server):
     assert result.exit_code == 2 and "drop --port" in result.output
 
 
+def test_a_file_that_cannot_be_written_is_one_line(server, tmp_path):
+    small = ("--num-prompts", 2, "--input-len", 8, "--output-len", 3)
+    result = invoke("--base-url", server.url, "--concurrency", 1, *small, "--output-json", tmp_path / "none" / "r.json")
+    assert result.exit_code == 2 and len(result.stdout.splitlines()) == 2
+    assert result.stderr.endswith("r.json cannot be written: No such file or directory; give another\n")
+
+
 def test_a_plot_is_drawn(server, tmp_path):
-    pytest.importorskip("matplotlib")
     small = ("--num-prompts", 2, "--input-len", 8, "--output-len", 3)
     result = invoke("--base-url", server.url, "--concurrency", "1,2", *small, "--plot", tmp_path / "plot.png")
     assert result.exit_code == 0, result.output

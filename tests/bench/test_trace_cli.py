@@ -153,7 +153,6 @@ def test_a_sweep_of_a_lower_tier_shows_both():
 
 
 def test_plots(server, path, tmp_path):
-    pytest.importorskip("matplotlib")
     assert replay(server, path, "cached_in_tiers", "--plot", tmp_path / "server.svg").exit_code == 0
     assert replay(server, path, "ok", "--plot", tmp_path / "untold.svg").exit_code == 0
     assert invoke(*VIRTUAL, "--plot", tmp_path / "run.svg").exit_code == 0

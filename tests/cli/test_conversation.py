@@ -53,6 +53,12 @@ def test_the_last_message_is_forgotten_and_asked_again(capsys: pytest.CaptureFix
     assert [message["content"] for message in chat.messages] == ["one", "one 1", "three", "three 3"]
 
 
+def test_messages_come_as_they_were_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    chat = talk("  one \n", " \n", "/usr/bin is", "\ttwo\r\n", " /undo ")
+    assert [message["content"] for message in chat.messages if message["role"] == "user"] == ["  one ", "/usr/bin is"]
+    assert capsys.readouterr().err == ""
+
+
 def test_a_system_prompt_begins_another_conversation(capsys: pytest.CaptureFixture[str]) -> None:
     chat = talk("one", "/system Be brief.", "two", "/clear", "/undo")
     assert capsys.readouterr().out == "one 1\ntwo 2\n"

@@ -60,3 +60,5 @@ def test_a_server_that_does_not_start_is_said() -> None:
     done = bench("startup", "--runs", "1", "--", "/nowhere")
     assert done.returncode != 0
     assert done.stderr.startswith("error: the server did not start: error: ") and done.stderr.count("\n") == 1
+    done = bench("startup", "--runs", "1", "--", "--help")
+    assert (done.returncode, done.stderr) == (1, "error: the server did not start: it said nothing\n")

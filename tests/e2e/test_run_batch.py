@@ -72,7 +72,7 @@ def test_a_run_that_was_killed_goes_on(tmp_path: Path) -> None:
     after = target.read_bytes()
     assert after.startswith(before)
     left = 40 - before.count(b"\n")
-    assert f"answered {left} requests, 0 of 40 with an error" in said
+    assert said == f"answered {left} requests, 0 of 40 with an error\n"
     assert finish(source, whole)[0] == 0
     assert texts(target) == texts(whole)
 
@@ -117,3 +117,8 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         code, said = finish(source, target)
         assert code == 2 and words in said, said
     assert good.read_text().startswith("{")
+
+
+def test_the_address_of_a_server_is_free_for_others(tmp_path: Path) -> None:
+    _, said = finish(tmp_path / "none", tmp_path / "out", "--kv-events", "tcp://127.0.0.1:8000")
+    assert "none cannot be read" in said

@@ -24,7 +24,7 @@ OpenPage = Callable[..., Page]
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     path = find_browser()
     if path is None:
-        pytest.skip("no Chromium is installed, such as Debian's package chromium")
+        pytest.skip("no Chromium: install Debian's package chromium")
     browser = Browser(path, tmp_path_factory.mktemp("browser"))
     yield browser
     browser.close()
@@ -65,7 +65,7 @@ def _fetch(folder: Path) -> bytes:
     try:
         subprocess.run(["npm", "pack", "--silent", AXE], cwd=folder, check=True, timeout=FETCH_S, capture_output=True)
     except (OSError, subprocess.SubprocessError):
-        pytest.skip(f"npm cannot fetch {AXE}")
+        pytest.skip(f"npm cannot fetch {AXE}: install Debian's package npm, and let it reach a registry")
     with tarfile.open(next(folder.glob("*.tgz"))) as archive:
         source = archive.extractfile(AXE_FILE)
         assert source is not None

@@ -80,6 +80,39 @@ def test_it_moves_under_load(working: Server, open_page: OpenPage, is_accessible
     assert PICTURE.stat().st_size < 100_000
 
 
+def test_it_asks_once_at_a_time(working: Server, open_page: OpenPage) -> None:
+    page = open_page(working.url + "/dashboard")
+    page.wait("document.querySelector('#state').textContent === 'ready'")
+    page.run(
+        "window.now = window.most = window.all = 0; const ask = fetch; window.fetch = (...what) => {"
+        " window.all += 1; window.most = Math.max(most, ++now); return ask(...what).finally(() => now--); }; 0"
+    )
+    for _ in range(3):
+        page.run("for (let i = 0; i < 5; i++) document.dispatchEvent(new Event('visibilitychange'))")
+        asked = page.run("all")
+        page.wait(f"all > {asked}")
+    assert page.run("most") == 1
+
+
+def test_another_time_is_shown_while_it_is_paused(working: Server, open_page: OpenPage) -> None:
+    page = open_page(working.url + "/dashboard")
+    page.run(
+        "const read = Response.prototype.json; Response.prototype.json = async function () {"
+        " const found = await read.call(this); found.samples.at_s = found.samples.at_s?.map(s => 60 * s);"
+        " return found; }; 0"
+    )
+    points = "document.querySelector('.plot .line')?.getAttribute('d')?.split('L').length"
+    page.run(
+        "const span = document.querySelector('#span'); span.value = '600'; span.dispatchEvent(new Event('change'))"
+    )
+    page.wait(f"{points} > 5 && {points} < 13")
+    page.click(page.button("Pause"))
+    page.wait("document.querySelector('#pause').ariaPressed === 'true'")
+    page.run("document.querySelector('#span').value = '120'")
+    page.run("document.querySelector('#span').dispatchEvent(new Event('change'))")
+    page.wait(f"{points} <= 3")
+
+
 def test_values_are_read_with_pointer_and_keyboard(working: Server, open_page: OpenPage) -> None:
     page = open_page(working.url + "/dashboard")
     page.wait("document.querySelector('.plot .line')?.getAttribute('d').split('L').length > 5")

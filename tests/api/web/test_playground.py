@@ -71,6 +71,23 @@ def test_a_message_is_deleted_and_a_conversation_too(page: Page) -> None:
     assert page.run("Object.keys(localStorage).filter(key => key.startsWith('pypto.chat.')).length") == 1
 
 
+def test_a_conversation_that_is_deleted_while_its_answer_comes_stays_away(
+    start: Callable[..., RunningServer], open_page: OpenPage, tokenizer: Tokenizer
+) -> None:
+    server = start()
+    server.engine.script = lambda request: Script(tokenizer.encode("hello"), hang=True)
+    page = open_page(server.url + "/")
+    page.click(FIELD)
+    page.type("Hello")
+    page.press("Enter", 13, "\r")
+    page.wait("document.querySelector('.assistant[aria-busy=true] .prose')?.textContent === 'hello'")
+    page.click("document.querySelector('[aria-label=\"Delete Hello\"]')")
+    page.wait("document.querySelector('.welcome')")
+    page.wait("document.getElementById('status').textContent.startsWith('Answer complete')")
+    assert page.run("document.querySelectorAll('.pick').length") == 0
+    assert page.run("Object.keys(localStorage).filter(key => key.startsWith('pypto.chat.')).length") == 0
+
+
 def test_an_answer_is_stopped(bundled: Server, page: Page) -> None:
     unfold(page, "More")
     fill(page, setting("Further fields"), '{"ignore_eos": true, "max_tokens": 2000}')

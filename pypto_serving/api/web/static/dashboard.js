@@ -15,8 +15,9 @@ const at = (id) => document.getElementById(id);
 const history = new History();
 const speed = (value) => `${short(value)}/s`;
 
-
 let charts = null;
+let latest = null;
+let looking = false;
 let paused = false;
 let timer = 0;
 
@@ -105,22 +106,25 @@ async function look() {
   at("server").textContent = `pypto-serving ${stats.version}, ${stats.backend}`;
   showState(stats.status, stats.detail ? `${stats.status}: ${stats.detail}` : stats.status);
   charts ??= makeCharts(stats);
+  latest = stats;
   showCharts(stats);
   showTiles(stats);
   showPanels(stats);
   return stats.interval_s * 1000;
 }
 
-/** Look again and again, unless the page is paused or hidden. */
+/** Look again and again, unless the page is paused or hidden; once at a time, since each asks for what is new. */
 async function watch() {
   clearTimeout(timer);
-  if (paused || document.hidden) return;
+  if (paused || document.hidden || looking) return;
   let wait = RETRY_MS;
+  looking = true;
   try {
     wait = await look();
   } catch (error) {
     showState("lost", `No answer: ${error.message}`);
   }
+  looking = false;
   timer = setTimeout(watch, wait);
 }
 
@@ -131,6 +135,6 @@ at("pause").addEventListener("click", () => {
   at("pause").setAttribute("aria-pressed", String(paused));
   watch();
 });
-at("span").addEventListener("change", watch);
+at("span").addEventListener("change", () => latest && showCharts(latest));
 document.addEventListener("visibilitychange", watch);
 watch();

@@ -89,8 +89,10 @@ async function answer(node) {
   });
   if (running?.node === reply) running = null;
   showRunning();
-  own.updated = Date.now();
-  saveChat(own);
+  if (own === chat || loadChat(own.id)) {
+    own.updated = Date.now();
+    saveChat(own);
+  }
   showChats();
   if (own === chat) redraw();
   say(reply.error ? `Failed: ${reply.error}` : `Answer complete, ${reply.usage?.completion_tokens ?? "some"} tokens`);
