@@ -37,7 +37,7 @@ check: lint ## Everything that is quick: lint, layers, fast tests
 	@$(BIN)/pytest $(PARALLEL) -m "$(FAST)" $(ARGS)
 
 test: $(DEV) ## All tests but the soak tests; ARGS="-k name"
-	@$(BIN)/pytest $(PARALLEL) -m "not soak" $(ARGS)
+	@$(BIN)/pytest $(PARALLEL) -m "not soak" -rfEs $(ARGS)
 
 test-npu: $(DEV) ## What runs on PyPTO's own runtime, where it is installed
 	@$(BIN)/python -c 'import pypto.runtime' 2>/dev/null || \

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -24,3 +26,22 @@ def memory_disk(tmp_path: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(dir=MEMORY, prefix="pypto-test-") as folder:
         yield Path(folder)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let each process of a parallel run begin with its part of the slow tests, so that quick ones end the run."""
+    num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if num_processes > 1:
+        slow = [item for item in items if _is_slow(item)]
+        quick = [item for item in items if not _is_slow(item)]
+        items[:] = chain(*chain(*zip(_parts(slow, num_processes), _parts(quick, num_processes), strict=True)))
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) for name in ("e2e", "golden"))
+
+
+def _parts(items: Sequence[pytest.Item], count: int) -> list[Sequence[pytest.Item]]:
+    """Neighbours stay together, for they share fixtures."""
+    return [items[len(items) * i // count : len(items) * (i + 1) // count] for i in range(count)]

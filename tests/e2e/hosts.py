@@ -138,7 +138,8 @@ class Network:
             self.mend()
         except (OSError, subprocess.CalledProcessError) as error:
             self.remove()
-            raise OSError(f"no network namespaces here: {error}") from None
+            reason = "making network namespaces takes root and ip of the package iproute2"
+            raise OSError(f"{reason}: {error}") from None
 
     def cut(self) -> None:
         self._within("link", "set", self._far_end, "down")

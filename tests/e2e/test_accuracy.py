@@ -15,14 +15,14 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from pypto_serving.kernels import runnable
 from tests.checkpoints import make_checkpoint, with_dtype
 from tests.e2e.server import Server
+from tests.needs import needs_kernels
 
 pytestmark = [
     pytest.mark.golden,
     pytest.mark.e2e,
-    pytest.mark.skipif(not runnable(), reason="built without a C++ compiler"),
+    needs_kernels,
 ]
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pypto_serving.kernels import runnable
 from tests.e2e.questions import ask_all, is_correct, share_correct, user
 from tests.e2e.server import Server
+from tests.needs import needs_kernels
 
 pytestmark = pytest.mark.e2e
 
@@ -31,7 +31,7 @@ def libraries(server: Server) -> set[str]:
     return {Path(mapped.path).name for mapped in server.worker().memory_maps()}
 
 
-@pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+@needs_kernels
 def test_the_kernels_serve_it_without_torch(server: Server) -> None:
     loaded = libraries(server)
     assert "pypto_kernels.so" in loaded

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from pypto_serving.kernels import runnable
 from tests.checkpoints import make_checkpoint
 from tests.deepseek_v4 import let_drafts_agree
 from tests.e2e.server import Server
+from tests.needs import needs_kernels
 
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")]
+pytestmark = [pytest.mark.e2e, needs_kernels]
 
 LONGEST = 400
 CHANGES: tuple[dict[str, Any], ...] = (

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from pypto_serving.engine.async_engine import AsyncEngine
-from pypto_serving.kernels import runnable
 from pypto_serving.types.sampling import SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.e2e.engines import QUICK_FAULTS, Reply, engine_config, replies, run_engine
+from tests.needs import needs_kernels
 from tests.quantised import quantise, quantise_deepseek, quantise_parts
 
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")]
+pytestmark = [pytest.mark.e2e, needs_kernels]
 
 REQUESTS, OUTPUT, BUDGET = 37, 12, 128
 """Requests in a batch, output tokens of each, and tokens in a step."""

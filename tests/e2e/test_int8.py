@@ -11,14 +11,14 @@ import pytest
 from bundled_model.arithmetic import is_correct, sample_questions
 
 from pypto_serving import LLM, SamplingParams
-from pypto_serving.kernels import runnable
 from pypto_serving.setup.locate import BUNDLED
 from tests.checkpoints import make_checkpoint
 from tests.compressed import compress
 from tests.e2e.questions import user
 from tests.e2e.server import Server
+from tests.needs import needs_kernels
 
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")]
+pytestmark = [pytest.mark.e2e, needs_kernels]
 
 QUESTIONS, WRONG = 2000, 10
 """How many sums and differences are asked, and how many may be wrong. In bfloat16 none is."""

@@ -89,7 +89,7 @@ def dynamo_python() -> str:
     """An interpreter that has Dynamo's indexer: $DYNAMO_PYTHON, or this one."""
     named = os.environ.get("DYNAMO_PYTHON")
     if named is None and importlib.util.find_spec("dynamo") is None:
-        pytest.skip("Dynamo's indexer is not here: name a Python that has ai-dynamo-runtime by DYNAMO_PYTHON")
+        pytest.skip("no Dynamo: install ai-dynamo-runtime anywhere, and name its Python by DYNAMO_PYTHON")
     return named or sys.executable
 
 

@@ -38,7 +38,7 @@ def test_answers_are_cached_and_counted(server: Server) -> None:
     assert text == "".join(block.text for block in answer.content if block.type == "text")
 
 
-@pytest.mark.skipif(shutil.which("npm") is None, reason="there is no Node on this machine")
+@pytest.mark.skipif(shutil.which("npm") is None, reason="no Node: install Debian's packages nodejs and npm")
 def test_the_client_for_node(server: Server, tmp_path: Path) -> None:
     install = [
         "npm",
@@ -51,7 +51,9 @@ def test_the_client_for_node(server: Server, tmp_path: Path) -> None:
         "@anthropic-ai/sdk@1",
     ]
     if subprocess.run(install, capture_output=True, timeout=120).returncode:
-        pytest.skip("npm cannot install the client")
+        pytest.skip(
+            "npm cannot fetch @anthropic-ai/sdk: it needs a registry, npm's own or one of `npm config set registry`"
+        )
     script = shutil.copy(SCRIPT, tmp_path)
     done = subprocess.run(["node", script, server.url], capture_output=True, text=True, timeout=120)
     assert done.stdout == "ok\n", done.stderr

@@ -18,12 +18,12 @@ from pypto_serving.api.chat import ENCODER_OF_ARCHITECTURE
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.cli import main
 from pypto_serving.errors import ConfigError, ContextLengthError, EngineDeadError, RequestError, RequestFailedError
-from pypto_serving.kernels import runnable
 from pypto_serving.parallel.placement import place_ranks
 from pypto_serving.setup.host import read_host_facts
 from tests.api.checkpoint import write_deepseek_v4
 from tests.checkpoints import make_checkpoint
 from tests.e2e.ranks import follows
+from tests.needs import needs_kernels
 
 pytestmark = pytest.mark.e2e
 
@@ -45,7 +45,7 @@ def test_texts_and_token_ids_in_order(llm: LLM) -> None:
     assert single[0].outputs == by_ids[0].outputs
 
 
-@pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+@needs_kernels
 def test_ranks_answer_as_one(llm: LLM) -> None:
     """Each on the CPUs that it is given."""
     params = SamplingParams(temperature=1, seed=3, max_tokens=8, ignore_eos=True, logprobs=2)

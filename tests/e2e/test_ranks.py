@@ -13,7 +13,7 @@ from pypto_serving.backend.ranks import Followers
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.engine.executor import RANK_PATIENCE_S
 from pypto_serving.errors import ModelError
-from pypto_serving.kernels import SharedMemory, runnable
+from pypto_serving.kernels import SharedMemory
 from pypto_serving.parallel.topology import Topology
 from pypto_serving.types.request import RequestOutput
 from tests.checkpoints import make_checkpoint
@@ -31,8 +31,9 @@ from tests.e2e.ranks import (
     survive,
     worker_of,
 )
+from tests.needs import needs_kernels
 
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")]
+pytestmark = [pytest.mark.e2e, needs_kernels]
 
 EXPERTS = ("qwen3_moe", "deepseek_v4_fast")
 SMALL_KV = {"qwen3_moe": "500KiB", "deepseek_v4_fast": "410KiB"}

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from pypto_serving.kernels import runnable
 from tests.e2e.server import Server
+from tests.needs import needs_kernels
 
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")]
+pytestmark = [pytest.mark.e2e, needs_kernels]
 
 REPEATING = "1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4, 1, 2,"
 SCHEMA = {

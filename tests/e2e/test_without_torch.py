@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from pypto_serving.kernels import runnable
 from pypto_serving.setup.locate import BUNDLED
 from tests.checkpoints import make_checkpoint
 from tests.e2e.server import Server
+from tests.needs import needs_kernels
 
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")]
+pytestmark = [pytest.mark.e2e, needs_kernels]
 
 ABSENT = """
 import sys

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 
 import numpy as np
-import pytest
 
-from pypto_serving.kernels import Engine, NativeSampler, runnable
+from pypto_serving.kernels import Engine, NativeSampler
 from pypto_serving.types.draws import DRAW
 
 EDGES = (0.0, 1 - 2**-53, 0.5)
@@ -16,9 +15,6 @@ EDGES = (0.0, 1 - 2**-53, 0.5)
 @functools.cache
 def native(instruction_set: str = "", threads: int = 1) -> NativeSampler:
     return NativeSampler(Engine(instruction_set, threads))
-
-
-needs_kernels = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
 
 
 def draws(rng: np.random.Generator, count: int, **values: float) -> np.ndarray:

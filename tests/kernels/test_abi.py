@@ -21,8 +21,9 @@ from pypto_serving.kernels.operands import Epilogue
 from pypto_serving.types.weights import Layout
 from tests.kernels.layouts import Array
 from tests.kernels.stage import Stage, engine_of, int32, matrix_of
+from tests.needs import needs_kernels
 
-pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+pytestmark = needs_kernels
 
 ELEMENTS = ("u1", "u2", "u4", "u8", "i4", "i8", "f2", "f4", "f8")
 _ENUMS: tuple[type[enum.Enum], ...] = (Rows, Epilogue, Extent, Scoring, Stored, Weights, Inputs, Scale, Layout)

@@ -30,7 +30,8 @@ from pypto_serving.kernels import runnable
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.types.tokens import pack_ids, unpack_ids
 from tests.kernels.adjusting import adjustments, mask_of, random_row
-from tests.kernels.drawing import draws, native, needs_kernels
+from tests.kernels.drawing import draws, native
+from tests.needs import needs_kernels
 
 VOCABS = (3, 31, 32, 33, 64, 1000, 151_936)
 

@@ -17,8 +17,9 @@ from pypto_serving.kernels import Board, Engine, Meeting, Peers, RanksGone, Reco
 from pypto_serving.parallel.topology import Topology
 from tests.kernels.layouts import narrow, random_bf16
 from tests.kernels.stage import engine_of, int32, matrix_of
+from tests.needs import needs_kernels
 
-pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+pytestmark = needs_kernels
 
 TOKENS, COLUMNS, LINKS, VOCAB = 5, 32, 6, 50
 IDS = np.arange(TOKENS)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pypto_serving.kernels import Recording, runnable
 from tests.kernels.stage import engine_of, int32
+from tests.needs import needs_kernels
 
-pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+pytestmark = needs_kernels
 
 WIDTH, TOKEN_COST = 4, 100
 ROWS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 400)), min_size=1, max_size=12)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.kernels import runnable
-from tests.kernels.drawing import EDGES, draws, native, needs_kernels
+from tests.kernels.drawing import EDGES, draws, native
+from tests.needs import needs_kernels
 
 VOCABS = (1, 15, 16, 17, 1000, 5000, 151_936)
 SETTINGS: tuple[dict[str, float], ...] = (

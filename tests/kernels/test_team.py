@@ -16,8 +16,9 @@ from pypto_serving.kernels import Engine, KVCacheLayer, Recording, Scoring, runn
 from pypto_serving.kernels.library import INSTRUCTION_SETS
 from tests.kernels.layouts import random_bf16
 from tests.kernels.stage import Stage, engine_of, matrix_of
+from tests.needs import needs_kernels
 
-pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+pytestmark = needs_kernels
 
 
 def thread_ids() -> set[str]:

@@ -29,6 +29,7 @@ from pypto_serving.model.family import Serving
 from pypto_serving.model.registry import load_config, load_spec
 from tests.model.conftest import MakeCheckpoint
 from tests.model.sequences import Array, Sequences, load_program
+from tests.needs import needs_kernels
 
 INT8 = W8A8()
 TOKENS = np.random.default_rng(0).integers(0, 256, 50)
@@ -135,7 +136,7 @@ def test_the_config_says_what_it_is(checkpoint: MakeCheckpoint, tmp_path: Path, 
     assert spec.packed_bytes == vectors + matrices + 8 * outputs
 
 
-@pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+@needs_kernels
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 def test_logits_stay_near(checkpoint: MakeCheckpoint, tmp_path: Path, kind: str) -> None:
     source = checkpoint(kind)
@@ -200,7 +201,7 @@ def test_another_conversion_that_has_just_ended(checkpoint: MakeCheckpoint, tmp_
     assert contents(target) == wanted
 
 
-@pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+@needs_kernels
 def test_a_single_file_that_has_an_index(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     """The index says what the file is called, in the result as well."""
     source = tmp_path / "source"

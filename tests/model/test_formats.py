@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pypto_serving.errors import ModelError
-from pypto_serving.kernels import Engine, runnable
+from pypto_serving.kernels import Engine
 from pypto_serving.model.checkpoint import Checkpoint
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.fields import Fields
@@ -30,6 +30,7 @@ from pypto_serving.model.registry import load_config, load_spec, read_config
 from pypto_serving.model.tensors import StoredTensors
 from tests.checkpoints import make_checkpoint
 from tests.model.configs import MOE, write
+from tests.needs import needs_kernels
 from tests.quantised import FORMATS, Tensors, quantise, quantise_deepseek
 
 WIDE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 1, "moe_intermediate_size": 64}
@@ -242,7 +243,7 @@ def spoil(path: Path, tensor: str, value: Any) -> None:
     change(path, edit)
 
 
-@pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+@needs_kernels
 @pytest.mark.parametrize(
     ("format", "value", "words"),
     [("blocks_bf16", 0x7F, "not a number"), ("blocks_bf16", 0xFF, "not a number"), ("w4a8", 8, r"not in \[-8, 7\]")],
@@ -260,7 +261,7 @@ def test_weights_that_are_none_are_found_while_they_are_packed(
         weights.matrix([MODULE])
 
 
-@pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+@needs_kernels
 def test_scales_of_int8_are_finite(tmp_path: Path) -> None:
     path, _ = made(tmp_path, "w8a8")
     spoil(path, "weight_scale", float("inf"))

@@ -15,10 +15,11 @@ from tests.compressed import compress, reference
 from tests.model.golden_chunks import CHUNKS, ENDS, ROOM, random_tokens
 from tests.model.sequences import Array, Sequences, load_program
 from tests.model.variants import WIDE
+from tests.needs import needs_kernels
 
 pytestmark = [
     pytest.mark.golden,
-    pytest.mark.skipif(not runnable(), reason="built without a C++ compiler"),
+    needs_kernels,
 ]
 
 IGNORED = ("lm_head", "re:.*mlp.gate$")

@@ -14,10 +14,11 @@ from tests.model.conftest import MakeCheckpoint
 from tests.model.golden_chunks import CHUNKS, ENDS, LENGTH, ROOM, random_tokens
 from tests.model.sequences import Array, Sequences, load_program
 from tests.model.variants import EXPERT_VARIANTS, VARIANTS, WIDE
+from tests.needs import needs_kernels
 
 pytestmark = [
     pytest.mark.golden,
-    pytest.mark.skipif(not runnable(), reason="built without a C++ compiler"),
+    needs_kernels,
 ]
 
 

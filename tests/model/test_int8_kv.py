@@ -14,8 +14,9 @@ from pypto_serving.model.registry import load_spec
 from tests.checkpoints import make_checkpoint
 from tests.model.neighbours import OUTPUT, PROMPT, TOKENS, assert_same, run_among_others
 from tests.model.sequences import Array, Sequences, load_program
+from tests.needs import needs_kernels
 
-pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+pytestmark = needs_kernels
 
 ERROR = {"qwen3": 0.03, "qwen3_moe": 0.05}
 """Of logits against float32, rms, relative, the median over positions."""

@@ -20,8 +20,9 @@ from pypto_serving.model.registry import load_config, load_spec, model_family
 from tests.model.conftest import MakeCheckpoint
 from tests.model.cpu_backend import config_for, prepare, resident_bytes
 from tests.model.sequences import Sequences, compute
+from tests.needs import needs_kernels
 
-pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+pytestmark = needs_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -27,8 +27,9 @@ from pypto_serving.model.packed_file import MAGIC
 from tests.checkpoints import make_checkpoint
 from tests.model.conftest import MakeCheckpoint
 from tests.model.packing import load, logits
+from tests.needs import needs_kernels
 
-pytestmark = pytest.mark.skipif(not runnable(), reason="this installation has no kernels")
+pytestmark = needs_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 

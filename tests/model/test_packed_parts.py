@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from pypto_serving.errors import ModelError
-from pypto_serving.kernels import Engine, Matrix, hashes, runnable
+from pypto_serving.kernels import Engine, Matrix, hashes
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.packed_file import PackedFile
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
@@ -21,9 +21,10 @@ from pypto_serving.parallel.topology import Rank, Topology
 from tests.checkpoints import make_checkpoint
 from tests.model.conftest import MakeCheckpoint
 from tests.model.ranks import RankedProgram
+from tests.needs import needs_kernels
 from tests.quantised import FORMATS, quantise
 
-pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+pytestmark = needs_kernels
 
 SIZES = {"num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 384}
 LAYER = "model.layers.0."

@@ -21,9 +21,10 @@ from pypto_serving.parallel.topology import Rank, Topology
 from tests.checkpoints import make_checkpoint
 from tests.model.ranks import RankedProgram
 from tests.model.sequences import load_program
+from tests.needs import needs_kernels
 from tests.quantised import FORMATS, quantise, quantise_deepseek
 
-pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+pytestmark = needs_kernels
 
 NARROW = {"vocab_size": 33, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 1}
 MOE = NARROW | {"moe_intermediate_size": 128, "num_experts": 3, "mlp_only_layers": []}

@@ -17,9 +17,10 @@ from pypto_serving.types.config import Activations
 from tests.checkpoints import make_checkpoint
 from tests.model.neighbours import OUTPUT, PROMPT, TOKENS, assert_same, run_among_others
 from tests.model.sequences import Array, Sequences, load_program
+from tests.needs import needs_kernels
 from tests.quantised import FORMATS, quantise, quantise_parts
 
-pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+pytestmark = needs_kernels
 
 WIDE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "moe_intermediate_size": 128}
 CODED = sorted(set(FORMATS) - {"w8a8"})

@@ -27,6 +27,7 @@ from tests.checkpoints import make_checkpoint
 from tests.compressed import compress, quantization_config
 from tests.model.configs import MOE, RELEASED, write
 from tests.model.sequences import load_program
+from tests.needs import needs_kernels
 from tests.quantised import FORMATS
 from tests.simulation import null_config
 
@@ -206,7 +207,7 @@ def changed(path: Path, **tensors: Any) -> Path:
 SCALE = "model.layers.1.self_attn.o_proj.weight_scale"
 
 
-@pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+@needs_kernels
 @pytest.mark.parametrize(
     ("name", "tensor", "words"),
     [
@@ -224,7 +225,7 @@ def test_tensors_that_are_not_as_the_config_says(compressed: Path, name: str, te
         load_program(changed(compressed, **{name: tensor}), "bfloat16", kernels=runnable()[0])
 
 
-@pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+@needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_scales_of_every_type(compressed: Path, dtype: torch.dtype) -> None:
     from pypto_serving.kernels import Engine
@@ -237,7 +238,7 @@ def test_scales_of_every_type(compressed: Path, dtype: torch.dtype) -> None:
     assert matrix.scales is not None and torch.equal(torch.from_numpy(matrix.scales), scales.float()[:, 0])
 
 
-@pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+@needs_kernels
 def test_the_fingerprint_names_int8(compressed: Path) -> None:
     shutil.copytree(compressed, compressed.parent / "other")
     config = json.loads((compressed / "config.json").read_text())

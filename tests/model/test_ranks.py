@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from pypto_serving.kernels import runnable
 from pypto_serving.parallel.topology import Topology
 from tests.checkpoints import make_checkpoint
 from tests.deepseek_v4 import HEAVY, SLIDING, SPARSE
 from tests.model.conftest import MakeCheckpoint
 from tests.model.ranks import assert_same_bits
+from tests.needs import needs_kernels
 from tests.quantised import FORMATS, quantise, quantise_deepseek, quantise_parts
 
-pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+pytestmark = needs_kernels
 
 TENSOR = tuple(Topology(tensor=size) for size in (2, 4, 8))
 EXPERT = tuple(Topology(tensor=size, expert=groups) for size, groups in [(2, 2), (4, 2), (4, 4)])

@@ -13,8 +13,9 @@ from pypto_serving.model.registry import load_spec
 from tests.checkpoints import make_checkpoint
 from tests.model.neighbours import OUTPUT, PROMPT, TOKENS, assert_same, run_among_others
 from tests.model.sequences import Sequences, load_program
+from tests.needs import needs_kernels
 
-pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+pytestmark = needs_kernels
 
 ERROR = {True: 0.04, False: 0.03}
 """Of logits, rms, relative, by whether embeddings are tied: they are looked up in int8 then."""

@@ -18,8 +18,9 @@ from tests.model.conftest import MakeCheckpoint
 from tests.model.neighbours import BUNDLED, OUTPUT, PROMPT, TOKENS, assert_same, run_among_others
 from tests.model.sequences import Array, Sequences, load_program
 from tests.model.variants import WIDE
+from tests.needs import needs_kernels
 
-pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+pytestmark = needs_kernels
 
 Programs = Callable[..., Any]
 

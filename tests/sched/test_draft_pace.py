@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from pypto_serving.kernels import runnable
 from pypto_serving.types.drafts import NgramConfig
 from pypto_serving.types.step import BackendTraits
+from tests.needs import needs_kernels
 from tests.simulation import Simulation, null_config
 
-pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+pytestmark = needs_kernels
 
 LENGTH = 150
 

@@ -12,8 +12,9 @@ import pytest
 
 from pypto_serving.kernels import runnable
 from tests.e2e.server import Server
+from tests.needs import needs_kernels
 
-pytestmark = [pytest.mark.soak, pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")]
+pytestmark = [pytest.mark.soak, needs_kernels]
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_BYTES = 250 * 10**6

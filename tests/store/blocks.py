@@ -128,11 +128,11 @@ def as_nobody() -> Iterator[None]:
 def mounted(point: Path, *options: str) -> Iterator[Path]:
     """A file system of its own; skips the test where it may not be mounted."""
     if shutil.which("mount") is None:
-        pytest.skip("there is no mount")
+        pytest.skip("no mount: install Debian's package mount")
     point.mkdir(exist_ok=True)
     done = subprocess.run(["mount", *options, str(point)], capture_output=True, text=True)
     if done.returncode:
-        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
+        pytest.skip(f"mounting takes root: {done.stderr.strip()}")
     try:
         yield point
     finally:
@@ -154,7 +154,7 @@ def small_disk(kind: str, folder: Path, size: int) -> Iterator[Path]:
             yield point
     else:
         if shutil.which("mkfs.ext4") is None:
-            pytest.skip("there is no mkfs.ext4")
+            pytest.skip("no mkfs.ext4: install Debian's package e2fsprogs")
         image = folder / "image"
         with image.open("wb") as file:
             file.truncate(size)

@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 
 from pypto_serving.backend.base import Proposals, StepInputs
-from pypto_serving.kernels import runnable
 from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.drafts import NgramConfig
 from pypto_serving.worker.draft.drafts import Drafts
 from pypto_serving.worker.draft.ngram import NgramDrafter
 from pypto_serving.worker.draft.pacing import Pacing
+from tests.needs import needs_kernels
 
 WIDTH = 600
-needs_kernels = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
 
 
 def int32(*values: int) -> Int32Array:

@@ -13,6 +13,7 @@ from tests.checkpoints import DEEPSEEK_V4, random_model
 from tests.deepseek_v4 import RandomDrafts, streams_of
 from tests.model.conftest import MakeCheckpoint
 from tests.model.sequences import Array, Sequences, load_program
+from tests.needs import needs_kernels
 
 TOLERANCE = 1e-4
 LENGTH, PASSES = 60, 3
@@ -98,7 +99,7 @@ def test_drafts_after_a_prefix_hit_at_every_block(checkpoint: MakeCheckpoint) ->
             second.tokens[: len(tokens)] = tokens
 
 
-@pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+@needs_kernels
 @pytest.mark.parametrize("kind", ["deepseek_v4_fast", "deepseek_v4"])
 def test_drafts_of_the_kernels(checkpoint: MakeCheckpoint, kind: str) -> None:
     """About as close to float32 as torch in bfloat16 is; the same bits in any company, after any chunks."""

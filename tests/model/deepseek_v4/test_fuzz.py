@@ -15,6 +15,7 @@ from pypto_serving.kernels import runnable
 from tests.checkpoints import make_checkpoint, random_model
 from tests.deepseek_v4 import HEAVY, SLIDING, SPARSE
 from tests.model.sequences import Array, Sequence_, Sequences, load_program
+from tests.needs import needs_kernels
 
 pytestmark = pytest.mark.golden
 
@@ -188,9 +189,6 @@ def rounding(seed: int, folder: Path) -> tuple[float, float]:
         for name, found in (("kernels", mine), ("torch", theirs.logits)):
             errors[name] += [float(np.abs(found[n] - wanted.logits[n]).mean()) for n in range(len(each))]
     return float(np.median(errors["kernels"])), float(np.median(errors["torch"]))
-
-
-needs_kernels = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
 
 
 @needs_kernels

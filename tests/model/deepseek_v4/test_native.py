@@ -20,8 +20,9 @@ from pypto_serving.model.registry import load_config, model_family
 from tests.model.conftest import MakeCheckpoint
 from tests.model.neighbours import Subject, Subjects, assert_same, random_tokens, run_among_others
 from tests.model.sequences import Array, Sequences, load_program
+from tests.needs import needs_kernels
 
-pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+pytestmark = needs_kernels
 
 SIZES: dict[str, dict[str, Any]] = {
     "fast": {"kind": "deepseek_v4_fast"},

@@ -25,9 +25,10 @@ from tests.checkpoints import make_checkpoint
 from tests.model.deepseek_v4.replicas import FAST, NATIVE, Oracle, Schedule, Subject, run_schedule
 from tests.model.neighbours import assert_same, random_tokens, run_among_others
 from tests.model.sequences import Array, Sequences, load_program
+from tests.needs import needs_kernels
 from tests.quantised import Quantise, fp8, quantise_deepseek
 
-pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+pytestmark = needs_kernels
 
 WIDE = {"hidden_size": 128, "moe_intermediate_size": 96, "q_lora_rank": 64, "o_lora_rank": 32}
 BLOCKS = fp8((128, 128), "scale", torch.float8_e8m0fnu)
@@ -96,8 +97,10 @@ def meaning(source: Path, target: Path, means: dict[str, torch.Tensor]) -> Path:
     return target
 
 
-def load(path: Path, kernels: str = runnable()[0], threads: int = 1, dtype: str = "bfloat16", **options: Any) -> Any:
-    return load_program(path, dtype, num_blocks=600, max_model_len=512, threads=threads, kernels=kernels, **options)
+def load(path: Path, kernels: str | None = None, threads: int = 1, dtype: str = "bfloat16", **options: Any) -> Any:
+    return load_program(
+        path, dtype, num_blocks=600, max_model_len=512, threads=threads, kernels=kernels or runnable()[0], **options
+    )
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pypto_serving.kernels import runnable
 from pypto_serving.types.tier import Tier
 from tests.model.deepseek_v4.replicas import SUBJECTS, Oracle, Schedule, run_schedule
+from tests.needs import needs_kernels
 
 pytestmark = pytest.mark.golden
 
@@ -61,7 +61,6 @@ def run(oracle: Oracle, kind: str, seeds: range, disk: Path) -> Counter[str]:
 FEW = dict(zip(SUBJECTS, (1, 2, 2, 2), strict=True))
 """Schedules of each kind when time counts."""
 
-needs_kernels = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
 subjects = pytest.mark.parametrize(
     "subject", [pytest.param(name, marks=needs_kernels if of.native else ()) for name, of in SUBJECTS.items()]
 )

@@ -1,0 +1,5 @@
+"""A plugin of pytest that hides the library of kernels, as where there was no compiler."""
+
+from pypto_serving.kernels import library
+
+library.library = lambda: None
