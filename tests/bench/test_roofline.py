@@ -27,7 +27,7 @@ MEBIBYTE = 1 << 20
 
 @pytest.fixture
 def bench() -> Bench:
-    return Bench(Engine("", 2), budget_s=0.0, with_torch=False, memory=Memory(4 * MEBIBYTE))
+    return Bench(Engine("", 1), budget_s=0.0, with_torch=False, memory=Memory(4 * MEBIBYTE))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_small_kernels_are_measured(bench: Bench) -> None:
 @pytest.mark.parametrize("with_torch", [False, True])
 def test_products_and_attention_are_measured(monkeypatch: pytest.MonkeyPatch, with_torch: bool) -> None:
     monkeypatch.setattr(roofline_kernels, "ROTATED_BYTES", MEBIBYTE)
-    bench = Bench(Engine("", 2), 0.0, with_torch, Memory(4 * MEBIBYTE))
+    bench = Bench(Engine("", 1), 0.0, with_torch, Memory(4 * MEBIBYTE))
     found = [
         *(roofline_kernels.linear("x", 64, 32, finish, bench)(3)[0] for finish in ("store", "add", "gate")),
         *(roofline_kernels.attend(bench)(batch)[0] for batch in (Batch.decode(2, 33), Batch.prefill(5, 33))),
@@ -162,7 +162,7 @@ def test_steps_are_measured(tmp_path: Path, bench: Bench, kind: str, stored: str
     model = make_checkpoint(tmp_path / "model", kind)
     if stored:
         quantise(model, stored)
-    steps = Steps(model, "", 2, [Batch.decode(2, 20), Batch.prefill(5, 20)], head)
+    steps = Steps(model, "", 1, [Batch.decode(2, 20), Batch.prefill(5, 20)], head)
     for batch in steps.batches:
         results = {result.name: result for result in steps.measure(batch, bench)}
         parts = [result.best for name, result in results.items() if name != STEP]

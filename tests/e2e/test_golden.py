@@ -18,7 +18,7 @@ from tests.model.sequences import Sequences, load_program
 
 pytestmark = [pytest.mark.golden, pytest.mark.e2e]
 
-CASES = {"qwen3": (20, 34), "qwen3_moe": (20, 34), "deepseek_v4_fast": (10, 34)}
+CASES = {"qwen3": (10, 34), "qwen3_moe": (8, 30), "deepseek_v4_fast": (10, 34)}
 """Number of prompts, and blocks of history that are too few for them at once."""
 SHARED = 40
 

@@ -35,7 +35,7 @@ from tests.strangers import SAYINGS, strangers
 pytestmark = [pytest.mark.e2e, needs_kernels]
 
 QUICK: dict[str, Any] = {"faults": QUICK_FAULTS}
-MARGIN_S, AGAIN_S = 5.0, 30.0
+MARGIN_S, AGAIN_S = 20.0, 30.0
 TWO, STAGES = Topology(tensor=2), Topology(pipeline=2)
 
 
@@ -252,21 +252,21 @@ DAMAGES: dict[str, Damage] = {
 }
 DAMAGED = [
     (TWO, "control serving", "noise", "lengths gap"),
-    (TWO, "control joining", "lengths", "noise gap"),
+    (TWO, "control joining", "", "lengths noise gap"),
     (TWO, "meeting serving", "gap", "noise lengths"),
     (TWO, "steps joining", "noise", "lengths gap"),
     (TWO, "blocks serving", "lengths", "noise"),
-    (TWO, "blocks joining", "noise", "lengths"),
-    (STAGES, "steps joining", "lost", ""),
+    (TWO, "blocks joining", "", "noise lengths"),
+    (STAGES, "steps joining", "", "lost"),
     (STAGES, "rows joining", "gap", "noise lengths"),
     (STAGES, "logits serving", "lost", "noise lengths gap"),
 ]
-"""Where bytes are damaged, how, and how else in the soak."""
+"""Where bytes are damaged, how if not only in the soak, and how else there."""
 
 
 @pytest.mark.parametrize(
     ("topology", "where", "damage"),
-    [(topology, where, damage) for topology, where, damage, _ in DAMAGED]
+    [(topology, where, damage) for topology, where, damage, _ in DAMAGED if damage]
     + [
         pytest.param(topology, where, damage, marks=pytest.mark.soak)
         for topology, where, _, others in DAMAGED

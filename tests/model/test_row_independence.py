@@ -68,7 +68,7 @@ def test_a_mixed_batch_of_37(subject: Subject) -> None:
     assert_same(run_among_others(subject.program, 36, chunks, seed=2), subject.alone)
 
 
-@pytest.mark.parametrize("model", ["bundled", "qwen3_moe"])
+@pytest.mark.parametrize("model", ["qwen3_moe"])
 def test_two_threads(subjects: Subjects, model: str, arithmetic: str) -> None:
     """Equal among themselves; a busy machine is slow to run two threads, so this is short."""
     torch.set_num_threads(2)

@@ -250,9 +250,9 @@ def name_of(shape: Shape) -> str:
 def assert_shape(shape: Shape, disk: Path) -> None:
     """Every answer is the oracle's, and what the shape is about has happened."""
     rng, found = random.Random(name_of(shape)), Counter[str]()
-    for attempt in range(30):
+    for attempt in range(60):
         simulation = replica(shape, disk, SPARE_BLOCKS[attempt % 2])
-        found.update(churn(simulation, rng, num_requests=20))
+        found.update(churn(simulation, rng, num_requests=10))
         simulation.executor.stop()
         if all(found[name] for name in must_happen(shape)):
             break

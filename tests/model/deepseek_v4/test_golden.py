@@ -69,8 +69,8 @@ LONG_CASES: list[Any] = [
     (300, {"index_topk": 512}),
     (700, {"index_topk": 64}),
     (2000, {"index_topk": 16}),
-    (2000, OTHER_THETAS),
-    (2000, OTHER_THETAS | {"layer_types": [SLIDING, HEAVY, HEAVY, HEAVY]}),
+    (1100, OTHER_THETAS),
+    (1100, OTHER_THETAS | {"layer_types": [SLIDING, HEAVY, HEAVY, HEAVY]}),
     *(pytest.param(length, {"index_topk": 64}, marks=pytest.mark.soak) for length in (1333, 1700, 2000)),
 ]
 
