@@ -14,6 +14,9 @@ from pypto_serving.api.anthropic.schemas import CountTokensBody, MessagesBody
 from pypto_serving.api.batch import answers as batch
 from pypto_serving.api.batch.schemas import RULES as BATCH_RULES
 from pypto_serving.api.batch.schemas import BatchBody
+from pypto_serving.api.decisions import answers as decisions
+from pypto_serving.api.decisions.schemas import RULES as DECISION_RULES
+from pypto_serving.api.decisions.schemas import DecisionBody
 from pypto_serving.api.openai import answers as openai
 from pypto_serving.api.openai.answers import Answer, Error
 from pypto_serving.api.openai.fields import CHAT_RULES, COMPLETION_RULES, DETOKENIZE_RULES, TOKENIZE_RULES, FieldRules
@@ -29,9 +32,10 @@ BODIES: dict[type[BaseModel], FieldRules] = {
     DetokenizeBody: DETOKENIZE_RULES,
     MessagesBody: MESSAGES_RULES,
     CountTokensBody: MESSAGES_RULES,
+    DecisionBody: DECISION_RULES,
     BatchBody: BATCH_RULES,
 }
-ANSWERS = (*openai.ANSWERS, *anthropic.ANSWERS, *batch.ANSWERS)
+ANSWERS = (*openai.ANSWERS, *anthropic.ANSWERS, *decisions.ANSWERS, *batch.ANSWERS)
 _ERRORS = {
     400: "The request cannot be served as sent; the message says why.",
     401: "The API key is missing or wrong.",

@@ -66,14 +66,19 @@ async def respond(
     ping_s: float | None = None,
 ) -> Response:
     """Submit what is `wanted`, and answer with it. For `ping_s` see EventStream. Raises what Generation raises."""
-    service: Service = request.app.state.service
-    wanted = with_deadline(request, wanted)
     if stream:
-        return EventStream(service, wanted, form, headers, ping_s)
-    generation = Generation(service, wanted)
+        return EventStream(request.app.state.service, with_deadline(request, wanted), form, headers, ping_s)
+    return await respond_whole(request, wanted, form.response, headers)
+
+
+async def respond_whole(
+    request: Request, wanted: GenerationRequest, make: Callable[[list[Output], Usage], Any], headers: dict[str, str]
+) -> Response:
+    """Submit what is `wanted`, and answer with the JSON that `make` makes of its outputs."""
+    generation = Generation(request.app.state.service, with_deadline(request, wanted))
     try:
         outputs = await until_disconnect(request.receive, generation.collect())
-        write = partial(_content, form, outputs, generation.usage())
+        write = partial(_content, make, outputs, generation.usage())
         content = await asyncio.to_thread(write) if wanted.scores else write()
         return Response(content, 200, headers, "application/json")
     except ClientDisconnect:
@@ -82,8 +87,8 @@ async def respond(
         generation.close()
 
 
-def _content(form: AnswerFormat, outputs: list[Output], usage: Usage) -> bytes:
-    return msgspec.json.encode(form.response(outputs, usage))
+def _content(make: Callable[[list[Output], Usage], Any], outputs: list[Output], usage: Usage) -> bytes:
+    return msgspec.json.encode(make(outputs, usage))
 
 
 class EventStream(Response):

@@ -34,6 +34,9 @@ from pypto_serving.api.batch.endpoints import (
     retrieve_file,
 )
 from pypto_serving.api.batch.schemas import BatchBody
+from pypto_serving.api.decisions.answers import Decision
+from pypto_serving.api.decisions.endpoint import create_decision
+from pypto_serving.api.decisions.schemas import DecisionBody
 from pypto_serving.api.disconnect import nobody_listens
 from pypto_serving.api.errors import ApiError, describe
 from pypto_serving.api.middleware import SERVER_SEND, ApiKeyGuard, Faults, OriginGuard, RequestScope
@@ -147,6 +150,8 @@ def _add_routes(app: FastAPI) -> None:
     add("/v1/messages", create_message, answers, "POST", requestBody=openapi.body(MessagesBody))
     answers = openapi.responses(TokenCount, *openapi.GENERATING, error=MessageError)
     add("/v1/messages/count_tokens", count_tokens, answers, "POST", requestBody=openapi.body(CountTokensBody))
+    answers = openapi.responses(Decision, *openapi.GENERATING)
+    add("/v1/decisions", create_decision, answers, "POST", requestBody=openapi.body(DecisionBody))
     rendered = openapi.reference(RenderedRequest)
     for path, handler, asked, schema in (
         ("/v1/completions/render", render_completion, CompletionBody, {"type": "array", "items": rendered}),

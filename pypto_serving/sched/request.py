@@ -152,6 +152,7 @@ class Request:
             num_scored=self.prompt_len - 1 - self.num_unscored,
             guide=params.guide,
             eos_ids=pack_ids(source.eos_token_ids) if params.guide is not None else b"",
+            logprob_ids=pack_ids(params.logprob_token_ids),
         )
 
     def timeline(self, now_s: float) -> Timeline:

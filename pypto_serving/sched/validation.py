@@ -44,6 +44,9 @@ def _beyond_program(params: SamplingParams, config: EngineConfig) -> RequestFaul
         return RequestFault(
             400, "unsupported_logprobs", f"logprobs is {params.logprobs}, but this device gives {given}"
         )
+    if params.logprob_token_ids and config.traits.samples_on_device:
+        message = "logprob_token_ids is given, but this device gives log-probabilities of the most likely tokens only"
+        return RequestFault(400, "unsupported_logprobs", message)
     if params.prompt_logprobs is not None and not config.limits.max_scored_tokens:
         message = "prompt_logprobs, or echo with logprobs, is asked for, but this device gives none; leave it out"
         return RequestFault(400, "unsupported_prompt_logprobs", message)

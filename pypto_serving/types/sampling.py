@@ -21,7 +21,7 @@ MAX_STOPS, MAX_STOP_CHARS = 16, 1024
 """Stop strings of a request, and characters of each."""
 MAX_STOP_IDS = 1024
 MAX_BIASES = 1024
-"""Token ids that one request may bias or allow."""
+"""Token ids that one request may bias, allow, or ask the log-probabilities of."""
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARS, MAX_BAD_WORD_TOKENS = 128, 128, 1024
 """Bad words of a request, characters of each, and tokens of all of them together."""
 LOWEST_REPETITION, HIGHEST_REPETITION = 0.01, 100.0
@@ -40,6 +40,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     - `max_tokens`: None is up to the context window.
     - `seed`: None draws one at admission.
     - `logprobs` k: return log-probabilities of each output token and of the k most likely ones, from the raw logits.
+    - `logprob_token_ids`: with `logprobs`, return those of these tokens in place of the most likely ones.
     - `prompt_logprobs` k: return the same for each token of the prompt but the first.
     - `include_stop_str_in_output`: the stop string, or the text of the stop token, stays in the text.
     - `truncate_prompt_tokens` n: keep the last n tokens of the prompt; -1 keeps as many as fit.
@@ -66,6 +67,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] = {}
     allowed_token_ids: tuple[int, ...] | None = None
@@ -98,6 +100,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _require(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", self.seed, "a 64-bit integer")
         check_logprobs(self.logprobs)
         check_logprobs(self.prompt_logprobs, "prompt_logprobs")
+        self._check_named_logprobs()
         kept = self.truncate_prompt_tokens
         _require(
             kept is None or kept == -1 or 1 <= kept <= INT32_MAX,
@@ -122,6 +125,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         self._check_penalties()
         if self.bad_words or self.bad_word_ids:
             self._check_bad_words()
+
+    def _check_named_logprobs(self) -> None:
+        name, ids = "logprob_token_ids", self.logprob_token_ids
+        if ids:
+            _require(len(ids) <= MAX_BIASES, name, _Words(f"{len(ids)} long"), f"at most {MAX_BIASES}")
+            _check_ids(name, ids)
+            _require(self.logprobs is not None, name, _Words("given"), "left out unless logprobs is given")
 
     def _check_penalties(self) -> None:
         for name in ("frequency_penalty", "presence_penalty"):
@@ -183,6 +193,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             put("stop", _strings("stop", self.stop))
         if type(self.stop_token_ids) is not tuple or self.stop_token_ids:
             put("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        if type(self.logprob_token_ids) is not tuple or self.logprob_token_ids:
+            put("logprob_token_ids", _ids("logprob_token_ids", self.logprob_token_ids))
         if self.allowed_token_ids is not None:
             put("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
         if type(self.bad_words) is not tuple or self.bad_words:
@@ -231,7 +243,8 @@ def check_logprobs(value: int | None, name: str = "logprobs") -> None:
 
 def check_named_ids(params: SamplingParams, vocab_size: int) -> None:
     """Raise RequestError if a parameter names a token id outside the vocabulary."""
-    named = {name: getattr(params, name) or () for name in ("stop_token_ids", "logit_bias", "allowed_token_ids")}
+    fields = ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids")
+    named = {name: getattr(params, name) or () for name in fields}
     named["bad_word_ids"] = [token_id for ids in params.bad_word_ids for token_id in ids]
     for name, token_ids in named.items():
         for token_id in token_ids:
@@ -345,6 +358,7 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     - The random numbers of a position are a pure function of (seed, choice, position, draw).
     - Tokens of `banned_ids` cannot be chosen before there are `min_tokens` output tokens.
     - `bias_values` (float32) are added to the logits of `bias_ids`.
+    - If `logprob_ids` is not empty, log-probabilities of these tokens are returned, not of the most likely ones.
     - If `allowed_ids` is not empty, no other token can be chosen.
     - `bad_words` are token sequences that the output must not contain.
     - `num_prompt_logprobs`: as `prompt_logprobs` of SamplingParams, -1 for none. The first `num_scored` of them were
@@ -372,6 +386,7 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_scored: int = 0
     guide: Guide | None = None
     eos_ids: bytes = b""
+    logprob_ids: bytes = b""
 
     @property
     def has_penalties(self) -> bool:

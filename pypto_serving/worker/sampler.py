@@ -12,6 +12,7 @@ from pypto_serving.backend.philox import uniforms
 from pypto_serving.types.arrays import Float32Array, Int32Array
 from pypto_serving.types.draws import DRAW, Sampler
 from pypto_serving.types.sampling import RowSampling
+from pypto_serving.types.tokens import unpack_ids
 from pypto_serving.worker.logit_adjust import RowAdjustments
 from pypto_serving.worker.masks import RowMasks
 
@@ -21,7 +22,10 @@ AHEAD = 16
 
 @dataclass(frozen=True, slots=True)
 class SampledLogprobs:
-    """Log-probabilities from the raw logits: the sampled token's value and rank (1 is best), and the top tokens."""
+    """Log-probabilities from the raw logits: the sampled token's value and rank (1 is best), and the top tokens.
+
+    The tokens that a row names stand in place of the top ones.
+    """
 
     logprob: float
     rank: int
@@ -49,6 +53,7 @@ class RowSamplers:
         self._adjustments = RowAdjustments(tokens, vocab_size, max_drafts)
         self._random: set[int] = set()
         self._asking: set[int] = set()
+        self._named: dict[int, Int32Array] = {}
 
     @property
     def masks(self) -> RowMasks:
@@ -66,12 +71,15 @@ class RowSamplers:
             self._random.add(row)
         if sampling.num_logprobs >= 0:
             self._asking.add(row)
+        if sampling.logprob_ids:
+            self._named[row] = unpack_ids(sampling.logprob_ids)
 
     def clear(self, row: int) -> None:
         """Clear the sampling parameters of `row`."""
         self._adjustments.clear(row)
         self._random.discard(row)
         self._asking.discard(row)
+        self._named.pop(row, None)
         self._num_logprobs[row] = -1
 
     def sample(
@@ -136,9 +144,11 @@ class RowSamplers:
             return {}
         counts = self._num_logprobs[rows[asking]]
         found = sampler.logprobs(logits, asking, tokens[asking], int(counts.max()))
-        return {
-            i: SampledLogprobs(
-                float(found.values[j]), int(found.ranks[j]), found.best_ids[j, :count], found.best_values[j, :count]
-            )
-            for j, (i, count) in enumerate(zip(asking.tolist(), counts.tolist(), strict=True))
-        }
+        made: dict[int, SampledLogprobs] = {}
+        for j, (i, count) in enumerate(zip(asking.tolist(), counts.tolist(), strict=True)):
+            ids, values = found.best_ids[j, :count], found.best_values[j, :count]
+            if (named := self._named.get(int(rows[i]))) is not None:
+                # All log-probabilities of a position are its logits less one value, which the chosen token tells.
+                ids, values = named, found.values[j] + (logits[i, named] - logits[i, tokens[i]])
+            made[i] = SampledLogprobs(float(found.values[j]), int(found.ranks[j]), ids, values)
+        return made

@@ -176,7 +176,8 @@ def outputs_of(request: EngineRequest, script: Script, rng: random.Random) -> li
         count = rng.randint(1, 3)
         taken, tokens = tokens[:count], tokens[count:]
         width = request.params.logprobs
-        logprobs = None if width is None else [logprobs_of(i, width, script.logprob) for i in taken]
+        named = request.params.logprob_token_ids
+        logprobs = None if width is None else [logprobs_of(i, width, script.logprob, named) for i in taken]
         outputs.append(
             RequestOutput(
                 request_id=request.request_id,
@@ -234,8 +235,8 @@ def scored_prompt(request: EngineRequest, rng: random.Random) -> Iterator[Reques
         yield RequestOutput(request_id=request.request_id, prompt_logprobs=found.pack())
 
 
-def logprobs_of(token_id: int, count: int, logprob: float = -0.5) -> TokenLogprobs:
-    """The sampled token is the most likely one; the others follow it in the vocabulary."""
-    top = [token_id + i for i in range(count)]
-    values = np.array([logprob - i for i in range(count)], dtype="<f4")
+def logprobs_of(token_id: int, count: int, logprob: float = -0.5, named: Sequence[int] = ()) -> TokenLogprobs:
+    """The sampled token is the most likely one; the others follow it in the vocabulary, or are those that are named."""
+    top = named or [token_id + i for i in range(count)]
+    values = np.array([logprob - i for i in range(len(top))], dtype="<f4")
     return TokenLogprobs(logprob=logprob, rank=1, top_ids=pack_ids(top), top_logprobs=values.tobytes())

@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 from anthropic.types import message_create_params as messages
 from openai.types import completion_create_params as completions
+from openai.types import decision_create_params as decisions
 from openai.types.chat import completion_create_params as chats
 
 from pypto_serving.api.anthropic.schemas import RULES as MESSAGES_RULES
 from pypto_serving.api.anthropic.schemas import MessagesBody
+from pypto_serving.api.decisions.schemas import RULES as DECISION_RULES
+from pypto_serving.api.decisions.schemas import DecisionBody
 from pypto_serving.api.openai.fields import CHAT_RULES, COMPLETION_RULES, FieldRules
 from pypto_serving.api.openai.schemas import Body, ChatBody, CompletionBody
 
@@ -20,6 +23,7 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
 ENDPOINTS = {
     "Completions": (CompletionBody, COMPLETION_RULES, completions.CompletionCreateParamsBase),
     "Chat completions": (ChatBody, CHAT_RULES, chats.CompletionCreateParamsBase),
+    "Decisions": (DecisionBody, DECISION_RULES, decisions.DecisionCreateParams),
     "Messages": (MessagesBody, MESSAGES_RULES, messages.MessageCreateParamsBase),
 }
 Row = tuple[str, str]

@@ -202,6 +202,22 @@ def test_each_row_gets_the_logprobs_that_it_asks_for(chooser: Sampler) -> None:
     assert values[2].top_logprobs[0] == np.float32(values[2].logprob)
 
 
+def test_a_row_gets_the_logprobs_of_tokens_that_it_names(chooser: Sampler) -> None:
+    """In the order in which it names them, however unlikely they are; the next row of the place gets the best again."""
+    logits = np.stack([random_logits(640, seed) for seed in range(2)])
+    expected = logits - np.log(np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True))
+    named = np.argsort(logits[0])[[0, 639, 300]].astype(np.int32)
+    samplers, steps = RowSamplers(np.zeros((2, 8), np.int32), 640), np.arange(2, dtype=np.int32)
+    for row, ids in enumerate((pack_ids(named), b"")):
+        samplers.set(row, RowSampling(num_logprobs=2, logprob_ids=ids), 0)
+    _, found = samplers.sample(logits, steps, steps, chooser)
+    assert found[0].top_ids.tolist() == named.tolist() and len(found[1].top_ids) == 2
+    np.testing.assert_allclose(found[0].top_logprobs, expected[0][named], atol=2e-5)
+    samplers.set(0, RowSampling(num_logprobs=1), 0)
+    _, found = samplers.sample(logits, steps, steps, chooser)
+    assert found[0].top_ids.tolist() == [named[1]]
+
+
 def test_rows_with_drafts_draw_what_each_position_draws_alone(chooser: Sampler) -> None:
     """Rows may have several positions in a step, more of them than numbers are made ahead."""
     history = np.zeros((3, 64), np.int32)

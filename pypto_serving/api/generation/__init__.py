@@ -20,6 +20,7 @@ JSON.
 - `seeds`: choose the seed of a prompt
 - `generation`: submit a request, hand out its deltas, abort it
 - `choice`: turn the tokens of one choice into text and logprobs
+- `labels`: where the labels of a question are read, and how probable each is
 - `stops`: find stop strings, check stop tokens
 - `logprobs`, `prompt_scores`, `output`, `usage`: the results
 - `errors`: the fault of an engine as an exception

@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.errors import MAX_DROPPED_BODIES, BodyTooLargeError, ContentTypeError
+from pypto_serving.api.generation.labels import Asked
 from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, new_scores
 from pypto_serving.api.middleware import BODY_PARSED
 from pypto_serving.api.openai.fields import STREAM_OPTION_RULES, FieldRules, IgnoredFields
@@ -32,7 +33,7 @@ MAX_ANSWERED_TOKENS = 2_000_000
 TRUNCATED_HEADER = "x-truncated-prompt-tokens"
 AnyBody = TypeVar("AnyBody", bound=Body)
 BodyT = TypeVar("BodyT", bound=GenerationBody)
-Generating = Literal["completions", "chat", "messages"]
+Generating = Literal["completions", "chat", "messages", "decisions"]
 Answering = Literal["count_tokens", "tokenize", "detokenize"]
 Endpoint = Literal[Generating, Answering]
 
@@ -41,7 +42,7 @@ class ReadBody(msgspec.Struct, frozen=True, tag="read", kw_only=True):
     """A body after parsing, rendering and encoding.
 
     `new_parser` makes the parser of one choice's text; None means plain text. `params` are those of what is made,
-    which may be more than what is `shown`.
+    which may be more than what is `shown`. `asked` are the questions of a decision.
     """
 
     model: str
@@ -55,6 +56,7 @@ class ReadBody(msgspec.Struct, frozen=True, tag="read", kw_only=True):
     priority: int
     cache_salt: str
     timeout_s: float | None = None
+    asked: list[Asked] = []
 
     def generation(self, request_id: str) -> GenerationRequest:
         """Return what to generate."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pypto_serving.api.anthropic.messages_body import read_count_tokens, read_messages
+from pypto_serving.api.decisions.body import read_decision
 from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.openai.body import Answered, Endpoint, ReadBody
 from pypto_serving.api.openai.chat_body import read_chat
@@ -17,6 +18,7 @@ _READ: dict[Endpoint, Callable[[Prompter, ServingConfig, bytes | bytearray], Rea
     "chat": read_chat,
     "messages": read_messages,
     "count_tokens": read_count_tokens,
+    "decisions": read_decision,
     "tokenize": read_tokenize,
     "detokenize": read_detokenize,
 }

@@ -71,7 +71,7 @@ class Reading:
         self._require_admission(1)
         raw = await read_body(request, self._here.serving.max_body_bytes)
         templates = endpoint in bodies.MAY_CHAT and self._here.prompter.chat_encoder.runs_templates
-        if is_small(raw) and not templates:
+        if is_small(raw) and not templates and endpoint != "decisions":  # which may repeat its input many times
             return self._here.read(endpoint, raw)
         self._require_admission(1)
         return await until_disconnect(request.receive, self._read_apart(endpoint, raw))

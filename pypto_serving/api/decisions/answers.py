@@ -1,0 +1,114 @@
+"""Describe and make the answer of POST /v1/decisions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from pypto_serving.api.generation.labels import Asked, concentration, probabilities
+from pypto_serving.api.generation.output import Output
+from pypto_serving.api.generation.usage import Usage
+from pypto_serving.api.openai.answers import Answer
+from pypto_serving.errors import RequestFailedError
+
+
+class PredicateAnswer(Answer, tag="predicate", tag_field="type"):
+    """`probability`: that the statement is true."""
+
+    name: str | None
+    probability: float
+
+
+class ChoiceProbability(Answer):
+    value: str | bool
+    probability: float
+
+
+class ChoiceAnswer(Answer, tag="choice", tag_field="type"):
+    """The most probable choice; `confidence` is 0 if all are equally probable, 1 if one is certain."""
+
+    name: str | None
+    choice: str | bool
+    confidence: float
+    probabilities: list[ChoiceProbability]
+
+
+class ScoreProbability(Answer):
+    value: int
+    label: str
+    probability: float
+
+
+class ScoreAnswer(Answer, tag="score", tag_field="type"):
+    """The expected level, counted from 0; `confidence` as of a choice."""
+
+    name: str | None
+    score: float
+    confidence: float
+    probabilities: list[ScoreProbability]
+
+
+class InputTokensDetails(Answer):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(Answer):
+    reasoning_tokens: int
+
+
+class DecisionUsage(Answer):
+    """Tokens of all prompts, one for each read; each read makes one output token."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class Decision(Answer):
+    """The answer of POST /v1/decisions: `answers` in the order of the questions, each of the type of its question."""
+
+    model: str
+    answers: list[PredicateAnswer | ChoiceAnswer | ScoreAnswer]
+    usage: DecisionUsage
+
+
+def decide(model: str, asked: Sequence[Asked], outputs: Sequence[Output], usage: Usage) -> Decision:
+    """Make the answer of the outputs of all reads. Raises RequestFailedError if one of them has nothing to read."""
+    reads = [_read(output) for output in outputs]
+    return Decision(model, [_answer(each, probabilities(each.paths, reads)) for each in asked], _usage(usage))
+
+
+def _read(output: Output) -> Mapping[int, float]:
+    """Return the log-probabilities of the tokens that the request names, at the first token of an output."""
+    if not output.logprobs:
+        raise RequestFailedError("the engine ended this request without log-probabilities; send it again")
+    return {token.token_id: token.logprob for token in output.logprobs[0].top}
+
+
+def _answer(asked: Asked, found: list[float]) -> PredicateAnswer | ChoiceAnswer | ScoreAnswer:
+    if asked.kind == "predicate":
+        return PredicateAnswer(asked.name, found[0])
+    pairs = list(zip(asked.values, found, strict=True))
+    sure = concentration(found)
+    if asked.kind == "choice":
+        best = max(range(len(found)), key=found.__getitem__)
+        return ChoiceAnswer(asked.name, asked.values[best], sure, [ChoiceProbability(*pair) for pair in pairs])
+    levels = [ScoreProbability(i, str(label), each) for i, (label, each) in enumerate(pairs)]
+    return ScoreAnswer(asked.name, math.fsum(i * each for i, each in enumerate(found)), sure, levels)
+
+
+def _usage(usage: Usage) -> DecisionUsage:
+    """Count tokens. What a request adds to the prefix cache costs nothing, so no token counts as written to it."""
+    return DecisionUsage(
+        input_tokens=usage.num_prompt_tokens,
+        input_tokens_details=InputTokensDetails(usage.num_cached_tokens, 0),
+        output_tokens=usage.num_output_tokens,
+        output_tokens_details=OutputTokensDetails(usage.num_reasoning_tokens),
+        total_tokens=usage.num_prompt_tokens + usage.num_output_tokens,
+    )
+
+
+ANSWERS: tuple[type[Answer], ...] = (Decision,)
