@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import socket
 from typing import Any
 
 import httpx
@@ -51,6 +53,19 @@ async def many(url: str, count: int, seed: int) -> dict[str, int]:
     return ends
 
 
+def leave_after_every_byte(server: Server) -> None:
+    """Send every beginning of two requests, of which one is streamed, and leave at once."""
+    for stream in (False, True):
+        body = json.dumps({"prompt": [7] * 40, "max_tokens": 2000, "ignore_eos": True, "stream": stream}).encode()
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        )
+        data = head % len(body) + body
+        for cut in range(len(data) + 1):
+            with socket.create_connection(("127.0.0.1", server.ready["port"]), timeout=60) as client:
+                client.sendall(data[:cut])
+
+
 def meet_every_batch_size(server: Server) -> None:
     """Prompts of all lengths up to a step's: code is prepared, and memory kept, for each batch size once."""
     for length in range(8, 513, 8):
@@ -65,6 +80,7 @@ def test_hundreds_of_requests_leave_nothing() -> None:
         before = footprint(server)
         ends = asyncio.run(many(server.url, 500, seed=2))
         assert min(ends.values()) > 50
+        leave_after_every_byte(server)
         check_clean(server)
         for (role, _, fds), (_, _, fds_after) in zip(before, footprint(server), strict=True):
             assert fds_after <= fds + SLACK_DESCRIPTORS, f"{role} leaks descriptors"
