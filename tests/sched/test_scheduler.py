@@ -363,13 +363,14 @@ def test_a_worker_whose_limits_are_not_the_configured_ones_ends_the_replica() ->
 def test_log_probabilities_that_the_program_cannot_return_are_refused() -> None:
     simulation = Simulation(null_config(traits=BackendTraits(samples_on_device=True, max_logprobs=2)))
     params = SamplingParams(max_tokens=2, temperature=0, logprobs=3)
-    refused, served = (
-        simulation.add(prompt(4), params=each) for each in (params, msgspec.structs.replace(params, logprobs=2))
-    )
+    fewer = msgspec.structs.replace(params, logprobs=2)
+    naming = msgspec.structs.replace(params, logprobs=0, logprob_token_ids=(1,))
+    *refused, served = (simulation.add(prompt(4), params=each) for each in (params, naming, fewer))
     simulation.run()
-    fault = simulation.last[refused].fault
-    assert fault is not None and (fault.status, fault.code) == (400, "unsupported_logprobs")
-    assert [len(simulation.logprobs[r]) for r in (refused, served)] == [0, 2]
+    for each in refused:
+        fault = simulation.last[each].fault
+        assert fault is not None and (fault.status, fault.code) == (400, "unsupported_logprobs")
+    assert [len(simulation.logprobs[r]) for r in (*refused, served)] == [0, 0, 2]
 
 
 @pytest.mark.parametrize(
