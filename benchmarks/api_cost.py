@@ -32,12 +32,14 @@ from pypto_serving.api.settings import load_serving_config
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.bench.http import HttpClient
 from pypto_serving.engine.async_engine import AsyncEngine
+from pypto_serving.ipc import run_child
 from pypto_serving.model.null.spec import plain_groups
 from pypto_serving.setup.locate import BUNDLED
-from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.config import EngineConfig, ServerConfig
 from pypto_serving.types.server_url import parse_server_url
+from pypto_serving.types.start import WorkerStart
 from pypto_serving.types.step import BackendTraits, StepPlan, StepResult
-from pypto_serving.worker.__main__ import main as worker_main
+from pypto_serving.worker.__main__ import run as run_worker
 from pypto_serving.worker.runner import PlanExecutor
 
 PACE_S = 0.02
@@ -87,7 +89,11 @@ async def serve_ours() -> None:
     await engine.start()
     try:
         await engine.wait_ready()
-        await serve(create_app(engine, load_serving_config(BUNDLED)), "127.0.0.1", 0, announce)
+        await serve(
+            create_app(engine, load_serving_config(BUNDLED)),
+            ServerConfig(served_model_names=("bundled",), port=0),
+            announce,
+        )
     finally:
         await engine.stop()
 
@@ -204,7 +210,7 @@ async def compare(streams: int, tokens: int, rounds: int) -> None:
 
 def main() -> None:
     if len(sys.argv) == 2 and sys.argv[1].isdigit():
-        sys.exit(worker_main(PacedRunner))
+        sys.exit(run_child(lambda parent: run_worker(parent, PacedRunner), WorkerStart))
     if sys.argv[1:2] == ["ours"]:
         return uvloop.run(serve_ours())
     if sys.argv[1:2] == ["bare"]:
