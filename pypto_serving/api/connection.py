@@ -11,12 +11,13 @@ from typing import Any, cast
 
 import httptools
 from starlette.types import Message, Send
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from pypto_serving.api.drain import SHUTTING_DOWN
 from pypto_serving.api.errors import MAX_DROPPED_BODIES, RETRY_UNAVAILABLE_S, ApiError, BodyTooLargeError, describe
 from pypto_serving.api.gate import NO_MEMORY, NO_PLACE, Gate
-from pypto_serving.api.middleware import ANSWERED, BODY_PARSED
+from pypto_serving.api.middleware import ANSWERED, BODY_PARSED, WRITE_PART
 
 MAX_HEAD_BYTES, MAX_HEADERS = 64 << 10, 128
 """Largest head of a request (its first line, headers and trailers), and most headers."""
@@ -207,6 +208,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._start_timer(BODY_PATIENCE_S, lambda: self._check_body(0))
         cycle: Any = self.cycle
         cycle.scope[BODY_PARSED] = partial(self._drop, self._request)
+        cycle.scope[WRITE_PART] = partial(_write_part, cycle, self.flow, self.transport)
         if self._surplus:
             cycle.keep_alive = False
         if self.parser.get_http_version() == "1.0":
@@ -355,6 +357,17 @@ class BoundedProtocol(HttpToolsProtocol):
 
 def _busy(reason: str) -> ApiError:
     return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, reason, retry_after_s=RETRY_UNAVAILABLE_S)
+
+
+def _write_part(cycle: Any, flow: FlowControl, transport: asyncio.Transport, part: bytes) -> bool:
+    """Write a part of an answer that has begun and goes on, as a chunk. Return False if it must be sent as a message.
+
+    That is what uvicorn's `send` does with a message, without a coroutine: it is called for every token of a stream.
+    """
+    if flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
+        return False
+    transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+    return True
 
 
 def _unchunked(cycle: Any) -> Send:

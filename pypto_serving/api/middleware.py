@@ -25,6 +25,8 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 SERVER_SEND = "pypto.server_send"
 """Scope key of the server's own `send`. Streams write their bodies with it, past all middleware."""
+WRITE_PART = "pypto.write_part"
+"""Scope key of a function that writes a part of a body at once, or returns False if that takes a message to `send`."""
 BODY_PARSED = "pypto.body_parsed"
 """Scope key of a function to call when the bytes of the request's body are no longer in memory."""
 ANSWERED = "pypto.answered"

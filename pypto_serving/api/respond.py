@@ -25,12 +25,16 @@ from pypto_serving.api.generation.generation import Consume, Generation
 from pypto_serving.api.generation.output import Output
 from pypto_serving.api.generation.request import GenerationRequest
 from pypto_serving.api.generation.usage import Usage
-from pypto_serving.api.middleware import SERVER_SEND
+from pypto_serving.api.middleware import SERVER_SEND, WRITE_PART
 from pypto_serving.api.service import Service
 from pypto_serving.engine.stream import Pause
 from pypto_serving.errors import PyptoError
 
 logger = logging.getLogger("pypto_serving.api")
+
+
+WriteNow = Callable[[bytes], bool]
+"""Writes a part of a body, or returns False if it has to be sent."""
 
 
 class AnswerFormat(Protocol):
@@ -121,17 +125,18 @@ class EventStream(Response):
         self._generation = Generation(service, wanted)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        write, write_now = scope[SERVER_SEND], scope.get(WRITE_PART, _never)
         try:
             with suppress(ClientDisconnect):
-                await until_disconnect(receive, self._run(send, scope[SERVER_SEND]))
+                await until_disconnect(receive, self._run(send, write, write_now))
         finally:
             self._generation.close()
 
-    async def _run(self, send: Send, write: Send) -> None:
+    async def _run(self, send: Send, write: Send, write_now: WriteNow) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async with pinging(write, self._ping, self._ping_s) as noted_write:
-                await self._generation.run(self._writer(noted_write))
+                await self._generation.run(self._writer(noted_write, write_now if self._ping_s is None else _never))
             last = self._form.closing(self._generation.usage())
         except PyptoError as error:
             last = self._form.failure(describe(error))
@@ -140,9 +145,10 @@ class EventStream(Response):
             last = self._form.failure(internal_error(self._generation.id))
         await write({"type": "http.response.body", "body": last, "more_body": False})
 
-    def _writer(self, write: Send) -> Consume:
-        """Return the consumer that writes deltas. The opening waits for the first: clients take it for a token.
+    def _writer(self, write: Send, write_now: WriteNow) -> Consume:
+        """Return the consumer that writes deltas, at once if `write_now` can.
 
+        The opening waits for the first delta: clients take it for a token.
         The log-probabilities of a prompt take long to write, so that happens in a thread.
         """
         event = self._form.writer
@@ -162,7 +168,7 @@ class EventStream(Response):
             opening = b"" if opened else self._form.opening(self._generation.usage())
             opened = True
             body = opening + (event(deltas[0]) if len(deltas) == 1 else b"".join(map(event, deltas)))
-            if not body:
+            if not body or write_now(body):
                 return None
             return begun(write({"type": "http.response.body", "body": body, "more_body": True}))
 
@@ -170,6 +176,10 @@ class EventStream(Response):
 
     def _ping(self) -> bytes:
         return self._form.ping(self._generation.usage())
+
+
+def _never(body: bytes) -> bool:
+    return False
 
 
 @asynccontextmanager
