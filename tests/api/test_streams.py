@@ -12,7 +12,7 @@ from typing import IO
 import pytest
 from starlette.types import Message
 
-from pypto_serving.api import run
+from pypto_serving.api import respond, run
 from pypto_serving.api.openai.sse import PING
 from pypto_serving.api.respond import begun, pinging
 from pypto_serving.api.text.tokenizer import Tokenizer
@@ -73,6 +73,22 @@ def test_a_client_that_stalls_loses_nothing_and_gets_the_rest_at_once(
     counts = [chunk.count(b"data: ") for chunk in chunks]
     assert counts.count(1) > len(chunks) - 5, "while the sockets take them, outputs leave one by one"
     assert max(counts) > 100, "what waited, more or less by how much the system's buffers take, leaves in one write"
+
+
+def test_tokens_of_a_client_that_keeps_up_cost_no_message(
+    server: RunningServer, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their chunks are written at once; HTTP/1.0, and streams with pings, get the same parts as messages."""
+    sent: list[object] = []
+    monkeypatch.setattr(respond, "begun", lambda work: sent.append(work) or begun(work))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(server.engine, "largest_portion", 1)
+    server.engine.script = lambda request: Script((tokenizer.encode(TEXT) * 9)[:300])
+    body, texts = {"prompt": "hello", "max_tokens": 300}, []
+    for more in ({}, {"sse_ping_interval": 60}):
+        events = server.events(PATH, body | more)
+        texts.append("".join(event["choices"][0]["text"] for event in events))
+        assert len(events) > 20 and bool(sent) == bool(more)
+    assert texts[0] == texts[1]
 
 
 def test_a_client_that_leaves_while_it_stalls_frees_its_request(narrow: RunningServer, tokenizer: Tokenizer) -> None:
