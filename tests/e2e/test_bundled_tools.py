@@ -22,25 +22,27 @@ pytestmark = pytest.mark.e2e
 GREEDY = SamplingParams(temperature=0, max_tokens=400)
 ENCODER = Encoder(Tokenizer.from_file(str(BUNDLED / "tokenizer.json")))
 (OFFER,) = earlier_tool_chats(ENCODER, tokens=0, seed=0)
-NOTHING: list[int] = []
 
-ASKED = {
-    "calculate": (OFFER, encoded(ENCODER, call_turns("calculate", 500, seed=3))),
-    "get_time": (OFFER, encoded(ENCODER, call_turns("get_time", 500, seed=3))),
-    "two calls": (OFFER, encoded(ENCODER, call_turns("two calls", 500, seed=3))),
-    "results": (OFFER, result_rows(ENCODER, 500, seed=3)),
-    "no call needed": (OFFER, encoded(ENCODER, plain_turns(500, seed=3))),
-    "JSON": (NOTHING, encoded(ENCODER, json_turns(500, seed=3))),
-}
+
+def asked(kind: str, count: int) -> tuple[list[int], list[tuple[list[int], list[bool]]]]:
+    """What comes before unseen questions of a kind, and their rows."""
+    if kind == "JSON":
+        return [], encoded(ENCODER, json_turns(count, seed=3))
+    if kind == "results":
+        return OFFER, result_rows(ENCODER, count, seed=3)
+    turns = plain_turns(count, seed=3) if kind == "no call needed" else call_turns(kind, count, seed=3)
+    return OFFER, encoded(ENCODER, turns)
+
+
 WRONG = {
-    "calculate": 3,
-    "get_time": 0,
-    "two calls": 0,
-    "results": 7,
-    "no call needed": 11,
-    "JSON": 78,
+    "calculate": {500: 3, 150: 3},
+    "get_time": {500: 0, 150: 0},
+    "two calls": {500: 0, 150: 0},
+    "results": {500: 7, 150: 2},
+    "no call needed": {500: 11, 150: 5},
+    "JSON": {500: 78, 150: 27},
 }
-"""How many of 500 unseen questions of each kind these weights get wrong."""
+"""How many of 500 and of 150 unseen questions of each kind these weights get wrong."""
 
 
 @pytest.fixture(scope="module")
@@ -49,15 +51,16 @@ def llm() -> Iterator[LLM]:
         yield model
 
 
-@pytest.mark.parametrize("kind", ASKED)
-def test_unseen_questions(llm: LLM, kind: str) -> None:
-    earlier, rows = ASKED[kind]
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("count", [150, pytest.param(500, marks=pytest.mark.soak)])
+def test_unseen_questions(llm: LLM, kind: str, count: int) -> None:
+    earlier, rows = asked(kind, count)
     prompts = [earlier + ids[: wanted.index(True)] for ids, wanted in rows]
     expected = [ENCODER.tokenizer.decode([i for i, w in zip(*row, strict=True) if w]) for row in rows]
     results = llm.generate(prompts, GREEDY, progress=False)
     found = [result.outputs[0].text for result in results]
     wrong = [pair for pair in zip(found, expected, strict=True) if pair[0] != pair[1]]
-    assert len(wrong) <= WRONG[kind], wrong[:10]
+    assert len(wrong) <= WRONG[kind][count], wrong[:10]
 
 
 @pytest.fixture(scope="module")
