@@ -19,7 +19,8 @@ bool Recording::replay(const Step& step, double* seconds) {
   const bool alone = share_.parts == 1;
   Step& own = alone ? step_ : own_;
   if (!alone) own_ = share_.of(step_, starts_);
-  find_rows(own);
+  find_rows(own, row_of_);
+  if (!alone) find_rows(step_, whole_row_of_);
   if (own.tokens) plan_.make(own, engine_->team.count());
   if (seconds) arrivals_.resize(operations_.size() * engine_->team.count());
   const double began = now();
@@ -28,11 +29,11 @@ bool Recording::replay(const Step& step, double* seconds) {
   return complete_;
 }
 
-void Recording::find_rows(Step& step) {
-  row_of_.resize(step.tokens);
+void Recording::find_rows(Step& step, std::vector<int32_t>& row_of) {
+  row_of.resize(step.tokens);
   for (int32_t row = 0; row < step.rows; row++)
-    std::fill(row_of_.begin() + step.query_start[row], row_of_.begin() + step.query_start[row + 1], row);
-  step.row_of = row_of_.data();
+    std::fill(row_of.begin() + step.query_start[row], row_of.begin() + step.query_start[row + 1], row);
+  step.row_of = row_of.data();
 }
 
 // A meeting is the barrier after the operation before it.

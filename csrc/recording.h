@@ -58,7 +58,7 @@ class Recording final : public Job {
     bool shares = false;
   };
 
-  void find_rows(Step& step);
+  void find_rows(Step& step, std::vector<int32_t>& row_of);
   bool meets(int index) const { return index < size() && operations_[index].meeting; }
   void add_seconds(double began);
 
@@ -72,7 +72,7 @@ class Recording final : public Job {
   std::vector<int32_t> starts_;
   bool complete_ = true;
   double* seconds_ = nullptr;
-  std::vector<int32_t> row_of_;
+  std::vector<int32_t> row_of_, whole_row_of_;
   std::vector<double> arrivals_;  // [members, operations]: when each member had done each, where it is asked for
 };
 

@@ -199,7 +199,7 @@ class Drafter(Protocol):
 
 
 class Draft(Protocol):
-    """Predict with the draft layers of a model, between `collect` of one dispatch and `submit` of the next.
+    """Predict with the draft layers of a model, where no dispatch in flight has a row of `inputs`.
 
     Each row of `inputs` has one token, behind those that are computed, or behind the one of the call before. Return the
     tokens that most likely follow, int32 [r].

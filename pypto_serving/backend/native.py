@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.packed_file import PackedFile, packed_key
 from pypto_serving.model.registry import load_config, model_family
 from pypto_serving.parallel.topology import Rank
-from pypto_serving.types.arrays import Int32Array
+from pypto_serving.types.arrays import Float32Array, Int32Array
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import Spans
 
@@ -81,6 +81,14 @@ def check_groups(config: EngineConfig, family: Any, model: Any) -> None:
         raise ConfigError(f"the KV groups of {config.model} in {dtype} are not the configured ones")
 
 
+class _Step(NamedTuple):
+    """The `number`-th step, from 1 on, in the buffers of `slot`."""
+
+    number: int
+    slot: int
+    num_logits: int
+
+
 class NativeProgram:
     """A model on the CPU kernels. Owns its arenas and weights. Implements Program.
 
@@ -105,41 +113,43 @@ class NativeProgram:
         self.memory = memory or HostBlocks(model.arenas)
         self._shared, self._followers, self._peers = shared, followers, peers
         self.draft: Draft | None = self._draft if config.drafts_in_model else None
-        self._held: deque[tuple[int, int] | None] = deque()
+        self._held: deque[_Step | None] = deque()
+        self._begun = 0
 
     def submit(self, inputs: StepInputs, sampling: SamplingInputs | None = None) -> None:
         """Compute a step, or its first stage, before returning: no other work could overlap on the cores.
 
         Raises RankError where another rank has ended.
         """
-        begins = len(inputs.token_ids) > 0
-        self._held.append((self._replay(self.model.step, inputs), len(inputs.logits_rows)) if begins else None)
+        self._held.append(self._replay(self.model.step, inputs) if len(inputs.token_ids) else None)
 
     def _draft(self, inputs: StepInputs) -> Int32Array:
-        """Implement Draft. Raises RankError where another rank has ended."""
-        self._replay(self.model.draft_step, inputs)
-        found: Int32Array = self.model.logits[: len(inputs.logits_rows)].argmax(axis=1).astype(np.int32)
+        """Implement Draft: in a pipeline, behind the steps in flight. Raises RankError where another rank has ended."""
+        found: Int32Array = self._logits(self._replay(self.model.draft_step, inputs)).argmax(axis=1).astype(np.int32)
         return found
 
-    def _replay(self, step: Recording, inputs: StepInputs) -> int:
-        """Compute on all ranks, and return the slot of the buffers."""
+    def _replay(self, step: Recording, inputs: StepInputs) -> _Step:
+        """Compute on all ranks; in a pipeline, those of later stages may not have ended yet."""
         try:
             slot = 0 if self._shared is None else self._shared.publish(inputs)
             step.replay(*step_arrays(inputs), slot=slot)
         except RanksGone:
             self._blame()
-        return slot
+        self._begun += 1
+        return _Step(self._begun, slot, len(inputs.logits_rows))
 
     def collect(self) -> StepOutput:
         """Return the logits as a view that the next step in the same buffers overwrites.
 
         Raises RankError where another rank has ended.
         """
-        if (step := self._held.popleft()) is None:
-            return StepOutput(logits=self.model.logits[:0])
-        slot, num_logits = step
+        step = self._held.popleft()
+        return StepOutput(logits=self.model.logits[:0] if step is None else self._logits(step))
+
+    def _logits(self, step: _Step) -> Float32Array:
+        """Wait for a step, and return its logits. Raises RankError where another rank has ended."""
         try:
-            return StepOutput(logits=self._peers.await_logits(self.model.logits, slot)[:num_logits])
+            return self._peers.await_logits(self.model.logits, step.slot, step.number)[: step.num_logits]
         except RanksGone:
             self._blame()
 

@@ -33,8 +33,8 @@ class Mirrored:
 
     def __init__(self, array: Array, extent: Extent, most: int, known: bool = True) -> None:
         words: PairArray = array.reshape(-1).view(np.uint32)
-        sent = zeros(np.uint32, len(words)) if known else None
-        self.fields = (words, sent, len(words) // most, most, extent)
+        self.sent = zeros(np.uint32, len(words)) if known else None
+        self.fields = (words, self.sent, len(words) // most, most, extent)
 
 
 class Mirrors:

@@ -34,6 +34,7 @@ class Peers:
         self._rank, self._memory, self._slots = rank or Rank(), memory, slots
         self._links, self._most_tokens = links or Links(), most_tokens
         self._logits: Float32Array | None = None
+        self._ended = 0
         self._known: dict[int, Mirrored] = {}
         self._couriers: list[Courier] = []
         if memory is None:
@@ -69,6 +70,13 @@ class Peers:
             return
         mirrors = Mirrors([self._mirrored(array, Extent.TOKENS, self._most_tokens) for array in gathered])
         self._meet(step, (mirrors, mirrors))
+
+    def copies(self, array: Array) -> list[Array]:
+        """Return what else must be written where all ranks write all of `array`: what the other host has of it."""
+        if self._links.meeting is None:
+            return []
+        sent = self._mirrored(array, Extent.TOKENS, self._most_tokens).sent
+        return [] if sent is None else [sent.view(array.dtype).reshape(array.shape)]
 
     def gather_logits(self, step: Recording, logits: Float32Array) -> None:
         """Record: let the leader see what each rank of the group has written of `logits` [rows, vocab]."""
@@ -114,21 +122,29 @@ class Peers:
         if self._memory is None or topology.pipeline == 1:
             return
         self._logits = self._memory.zeros(np.float32, self._slots, *logits.shape)
-        part = (self._rank.tensor, topology.tensor)
-        if not self._rank.projects:
-            step.pass_rows(x, self._passed[stage], *part)
-        else:
-            step.pass_rows(logits, self._logits, *part, Rows.LOGITS)
+        if self._links.logits is not None and self._rank.leads:
+            self._deliver(self._links.logits, self._slots_of(self._logits, Extent.LOGITS), topology.pipeline - 1)
+        if self._rank.projects:
+            self.hand_over(step, logits)
+            return
+        step.pass_rows(x, self._passed[stage], self._rank.tensor, topology.tensor)
         self.meet(step)
         if self._links.rows is not None and self._rank.host == 0:
             step.mail(self._links.rows, self._slots_of(self._passed[stage], Extent.TOKENS), self._ends[-1])
-        if self._links.logits is not None:
-            mirrors = self._slots_of(self._logits, Extent.LOGITS)
-            if self._rank.leads:
-                self._deliver(self._links.logits, mirrors, topology.pipeline - 1)
-            else:
-                step.mail(self._links.logits, mirrors, self._ends[-1])
         step.meet(Meeting(self._ends[stage], self._rank.tensor, range(0)))
+
+    def hand_over(self, step: Recording, logits: Float32Array) -> None:
+        """Record: hand `logits` [rows, vocab] of the last stage to the leader, unless it is of the same stage.
+
+        `end_stage` does so for a whole step. A step of the last stage alone calls this after it was called.
+        """
+        if self._logits is None:
+            return
+        step.pass_rows(logits, self._logits, self._rank.tensor, self._rank.topology.tensor, Rows.LOGITS)
+        self.meet(step)
+        if self._links.logits is not None:
+            step.mail(self._links.logits, self._slots_of(self._logits, Extent.LOGITS), self._ends[-1])
+        step.meet(Meeting(self._ends[-1], self._rank.tensor, range(0)))
 
     def _slots_of(self, array: Float32Array, extent: Extent) -> Mirrors:
         """Return an array [slots, rows, ...] as one for each slot."""
@@ -138,14 +154,16 @@ class Peers:
         """Take what the other host hands on from its stage `stage`."""
         self._couriers.append(Courier(link, mirrors, self._slots, self._ends[stage]))
 
-    def await_logits(self, logits: Float32Array, slot: int) -> Float32Array:
-        """Wait for the oldest step in flight, that of `slot`, and return its logits. `logits` are those of the stage.
+    def await_logits(self, logits: Float32Array, slot: int, number: int) -> Float32Array:
+        """Wait until `number` steps have ended, and return the logits of `slot`. `logits` are those of the stage.
 
         Raises RanksGone if the meeting is closed.
         """
         if self._logits is None:
             return logits
-        if not self._last.meet():
-            raise RanksGone
+        while self._ended < number:
+            if not self._last.meet():
+                raise RanksGone
+            self._ended += 1
         mine: Float32Array = self._logits[slot]
         return mine

@@ -135,7 +135,7 @@ class MemoryPlanner:
             scored_bytes=logits_bytes(self.model, limits) - sampled_bytes,
             position_bytes=self.model.position_bytes * model_len,
             row_bytes=self._row_bytes(limits),
-            slots=limits.held_dispatches,
+            slots=limits.held_dispatches + self.drafts.in_model,
             step_tokens=limits.max_num_batched_tokens,
         )
 

@@ -140,4 +140,6 @@ def _stage_bytes(rank: Rank, parts: ModelParts, spec: KVCacheGroupSpec, plan: Gr
     """Return the bytes of a group's blocks for the layers of the rank's stage."""
     own = set(rank.layers(parts.num_layers))
     rows = [(tensor.row_bytes / tensor.ratio, set(tensor.layers)) for tensor in spec.tensors]
+    if rank.projects:
+        own |= {layer for _, have in rows for layer in have if layer >= parts.num_layers}  # draft layers
     return plan.total_bytes * sum(s * len(have & own) for s, have in rows) / sum(s * len(have) for s, have in rows)

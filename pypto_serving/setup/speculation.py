@@ -67,8 +67,4 @@ def choose_drafts(
 
 def _without_draft_layers(topology: Topology, kernels: str) -> str:
     """Say why draft layers cannot be computed, or nothing if they can."""
-    if topology.pipeline > 1:
-        return "needs all layers in one stage, which computes drafts between two steps"
-    if topology.hosts > 1:
-        return "needs all ranks on one host"
     return "needs one rank in torch" if kernels == "torch" and topology.num_ranks > 1 else ""

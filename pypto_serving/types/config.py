@@ -145,8 +145,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if chunk > 1 and (step := resume_step(self.groups)) % chunk:
             problem = f"lets prompts be resumed every {step} tokens, but {programs} computes them in chunks of {chunk}"
             raise UnmetError("block_size", f"{problem}; give a multiple of {chunk}")
-        if self.drafts_in_model and traits.stages > 1:
-            raise UnmetError("num_drafts", "of draft layers needs a program without stages; look drafts up instead")
         if self.num_drafts > traits.max_drafts:
             problem = f"is {self.num_drafts}, but {programs} verifies at most {traits.max_drafts}; ask for fewer"
             raise UnmetError("num_drafts", problem)

@@ -152,18 +152,18 @@ class Runner:
             sampling_s += time.perf_counter() - computed_s
             if output.virtual_s is not None:
                 virtual_s = (virtual_s or 0.0) + output.virtual_s
-        now_s = time.perf_counter()
-        elapsed_s = now_s - max(step.started_s, self._collected_s)  # a held step also waits for those before it
+        now_s, free_s = time.perf_counter(), self._collected_s  # a held step also waits for those before it
         self._collected_s = now_s
-        times = StepTimes(elapsed_s, step.packed_s - step.started_s, sampling_s)
+        times = StepTimes(now_s - max(step.started_s, free_s), step.packed_s - step.started_s, sampling_s)
+        computing_s = now_s - max(step.packed_s, free_s)
         if virtual_s is not None:
-            times = StepTimes(virtual_s, 0.0, 0.0)
+            times, computing_s = StepTimes(virtual_s, 0.0, 0.0), virtual_s
         if self.batch.drafts is not None:
-            self._measure(step, times.elapsed_s - times.packing_s)
+            self._measure(step, computing_s)
         return _result(step, found, times)
 
     def _measure(self, step: _Step, elapsed_s: float) -> None:
-        """Let drafts know how long a step of decodes alone took, once it was packed."""
+        """Let drafts know how long a step of decodes alone took, once it was packed and was the oldest."""
         assert self.batch.drafts is not None
         if len(step.dispatches) == 1:
             (dispatch,) = step.dispatches

@@ -24,7 +24,8 @@ from pypto_serving.errors import EXIT_ENGINE, EXIT_USAGE, PyptoError
 from pypto_serving.parallel.topology import Topology
 from pypto_serving.types.request import RequestOutput
 from tests.checkpoints import make_checkpoint
-from tests.e2e.engines import QUICK_FAULTS, Reply, answers, replies, run_engine
+from tests.deepseek_v4 import let_drafts_agree
+from tests.e2e.engines import FOR_KERNELS, QUICK_FAULTS, Reply, answers, replies, run_engine
 from tests.e2e.hosts import SECRET, HostKiller, JoiningHost, Nameserver, Network, joining
 from tests.e2e.ranks import MAX_TOKENS, TIGHT, answered, assert_ended, hits, rank_config, stop, streams
 from tests.e2e.wires import Damage, wires
@@ -73,6 +74,19 @@ def test_hosts_answer_as_one_does(model: Path, wanted: list[Reply], topology: To
     again, stats = answered(model, rank_config(model, Topology(), **tiers), seeds=(2,))
     assert again[2] == found[2]
     assert hits(stats, "disk") > 0
+
+
+@pytest.mark.parametrize("topology", [pytest.param(TWO, marks=pytest.mark.soak), STAGES], ids=["tp", "pp"])
+def test_hosts_draft(tmp_path: Path, topology: Topology, address: str) -> None:
+    """The draft layer of the other host's stage answers, or half of it; drafts are accepted and rejected."""
+    model = make_checkpoint(tmp_path / "model", "deepseek_v4_fast", "bfloat16", **FOR_KERNELS["deepseek_v4_fast"])
+    let_drafts_agree(model)
+    wanted = answered(model, rank_config(model, Topology()))[0][1]
+    drafting = {"spec_method": "mtp", "spec_tokens": 2, "max_num_seqs": 2}
+    with joining(address, model):
+        found, stats = answered(model, rank_config(model, topology, join_address=address, **drafting))
+    assert found[1] == wanted and stats.num_respawns == 0
+    assert 0 < sum(stats.accepted_at) < stats.num_drafts
 
 
 @pytest.mark.parametrize("topology", [TWO, STAGES], ids=["tp", "pp"])

@@ -76,8 +76,8 @@ class Chain:
     def play(self, token_ids: np.ndarray, slot: int = 0) -> None:
         self.step.replay(*step_arrays(token_ids), slot=slot)
 
-    def logits(self, tokens: int, slot: int = 0) -> np.ndarray:
-        return self.peers.await_logits(self.rows[0], slot)[:tokens].copy()
+    def logits(self, tokens: int, slot: int = 0, number: int = 0) -> np.ndarray:
+        return self.peers.await_logits(self.rows[0], slot, number)[:tokens].copy()
 
 
 def step_arrays(token_ids: np.ndarray) -> Any:
@@ -93,7 +93,7 @@ class Leader:
         self._chain, self._memory = chain, SharedMemory.create()
         self._board = Board(self._memory)
         self._buffers = [[np.zeros(8, np.int32) for _ in range(6)] for _ in range(slots)]
-        self._held: deque[tuple[int, int]] = deque()
+        self._held: deque[tuple[int, int, int]] = deque()
         self.found: list[np.ndarray] = []
 
     def follow(self, chain: Chain) -> None:
@@ -109,7 +109,7 @@ class Leader:
                 filled[: len(values)] = values
             self._board.publish(slot, len(token_ids), 1, len(token_ids))
             self._chain.play(token_ids, slot)
-            self._held.append((len(token_ids), slot))
+            self._held.append((len(token_ids), slot, 1 + number))
         while self._held:
             self._collect()
         self._board.close()

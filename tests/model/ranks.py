@@ -18,11 +18,12 @@ from pypto_serving.backend.base import Progress, StepInputs, StepOutput
 from pypto_serving.backend.memory import HostBlocks
 from pypto_serving.backend.native import NativeLoader
 from pypto_serving.backend.split_blocks import SplitBlocks, serve_blocks
-from pypto_serving.kernels import Engine, Link, Links, Peers, SharedMemory, runnable
+from pypto_serving.kernels import Engine, Link, Links, Peers, Recording, SharedMemory, runnable
 from pypto_serving.model.family import Serving
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.registry import load_config, load_spec, model_family
 from pypto_serving.parallel.topology import Topology
+from pypto_serving.types.step import BackendTraits
 from tests.model.cpu_backend import config_for
 from tests.model.sequences import Array, Sequences
 
@@ -43,9 +44,11 @@ class RankedProgram:
         kv_dtype: str = "auto",
         **changes: Any,
     ) -> None:
-        architecture, model = load_config(path)
-        groups = load_spec(path, Serving("bfloat16", kv_dtype=kv_dtype)).kv_groups
-        config = config_for(path, "bfloat16", kernels=runnable()[0], groups=groups, **changes)
+        drafts = changes.get("num_drafts", 0) > 0
+        architecture, model = load_config(path, drafts)
+        groups = load_spec(path, Serving("bfloat16", kv_dtype=kv_dtype, drafts=drafts)).kv_groups
+        traits = BackendTraits(max_drafts=changes.get("num_drafts", 0))
+        config = config_for(path, "bfloat16", kernels=runnable()[0], groups=groups, traits=traits, **changes)
         self.config = msgspec.structs.replace(config, num_blocks=(40,) * len(config.groups))
         self.groups, self.num_blocks = self.config.groups, self.config.num_blocks
         program = model_family(architecture).native_program
@@ -67,18 +70,30 @@ class RankedProgram:
             serve_blocks(links[ends[1]]["blocks"], other.arenas, *spans)
             self.memory = SplitBlocks(first.arenas, *spans, links[ends[0]]["blocks"], PATIENCE_S)
         self._threads = ThreadPoolExecutor(topology.num_ranks)
-        self._rows = 0
+        self._rows = self._begun = 0
 
     def submit(self, inputs: StepInputs, _sampling: Any = None) -> None:
         """Compute a step on all ranks at once."""
+        self._replay([model.step for model in self.models], inputs)
+
+    def draft_logits(self, inputs: StepInputs) -> Array:
+        """Logits of a pass of draft layers."""
+        self._replay([model.draft_step for model in self.models], inputs)
+        return self._logits()
+
+    def _replay(self, steps: list[Recording], inputs: StepInputs) -> None:
         arrays = (inputs.token_ids, inputs.positions, inputs.query_start, inputs.context_lens, inputs.logits_rows)
         groups = (inputs.slot_mapping, inputs.block_tables)
-        for each in [self._threads.submit(model.step.replay, *arrays, *groups) for model in self.models]:
+        for each in [self._threads.submit(step.replay, *arrays, *groups) for step in steps]:
             each.result()
-        self._rows = len(inputs.logits_rows)
+        self._rows, self._begun = len(inputs.logits_rows), self._begun + 1
 
     def collect(self) -> StepOutput:
-        return StepOutput(logits=self._peers[0].await_logits(self.models[0].logits, 0)[: self._rows])
+        return StepOutput(logits=self._logits())
+
+    def _logits(self) -> Array:
+        found: Array = self._peers[0].await_logits(self.models[0].logits, 0, self._begun)
+        return found[: self._rows]
 
 
 def connect(topology: Topology) -> dict[int, dict[str, int]]:
@@ -91,15 +106,17 @@ def connect(topology: Topology) -> dict[int, dict[str, int]]:
 
 
 def outcome(program: RankedProgram) -> tuple[Array, list[Array]]:
-    """Logits of a few steps with prefills in chunks and decodes, and the pages then."""
-    sequences = Sequences(program)
+    """Logits of a few steps with prefills in chunks, decodes and drafts, and the pages then."""
+    sequences, drafts = Sequences(program), list[Array]()
     first, second = (sequences.add(prompt) for prompt in PROMPTS)
     for work in ([(first, 37)], [(first, 30), (second, 1)], [(second, 40), (first, 1)], [(first, 1), (second, 1)]):
         sequences.step(work, everywhere=True)
+        if program.config.num_drafts and len(work) > 1:
+            drafts += [*np.concatenate(sequences.draft([first, second], program.config.num_drafts))]
     for group, num_blocks in enumerate(program.num_blocks):
         program.memory.read_blocks(group, range(num_blocks))
     logits = [row for sequence in (first, second) for row in sequence.logits.values()]
-    return np.stack(logits), [arena.copy() for arena in program.memory.arenas]
+    return np.stack(logits + drafts), [arena.copy() for arena in program.memory.arenas]
 
 
 def assert_same_bits(path: Path, *topologies: Topology, **changes: Any) -> None:

@@ -66,6 +66,8 @@ def compute(program: Any, inputs: StepInputs) -> Any:
 
 def draft_logits(program: Any, inputs: StepInputs) -> Any:
     """Logits float32 [s, vocab] of a pass of draft layers."""
+    if hasattr(program, "draft_logits"):
+        return program.draft_logits(inputs)
     if not hasattr(program.model, "draft_step"):
         from pypto_serving.backend.cpu_torch import compute as in_torch
 

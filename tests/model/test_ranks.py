@@ -117,6 +117,12 @@ def test_deepseek_v4_rows_of_attention(checkpoint: MakeCheckpoint) -> None:
     assert_same_bits(checkpoint("deepseek_v4_fast", dtype="bfloat16", **DEEPSEEK_V4["few"]), *ROWS)
 
 
+def test_drafts_of_deepseek_v4(checkpoint: MakeCheckpoint) -> None:
+    """Draft layers in the last stage, behind steps of the others; on two hosts, and where ranks split rows."""
+    path = checkpoint("deepseek_v4_fast", dtype="bfloat16", **DEEPSEEK_V4["few"])
+    assert_same_bits(path, Topology(2), *ROWS[::2], *STAGES, *HOSTS[::3], num_drafts=2)
+
+
 @pytest.mark.parametrize("form", ["released", "base", "w8a8"])
 def test_deepseek_v4_formats(tmp_path: Path, form: str) -> None:
     sizes = FAST | {"hidden_size": 128, "moe_intermediate_size": 96, "q_lora_rank": 64}

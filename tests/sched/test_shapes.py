@@ -91,7 +91,7 @@ def replica(shape: Shape, disk: Path, spare: int = SPARE_BLOCKS[0]) -> Simulatio
         tiers.append(TierConfig(tier="disk", size_bytes=1 << 30, num_slots=slots, place=str(disk)))
     max_drafts = shape["num_drafts"] + shape["spare_drafts"]
     looked_up: dict[str, Any] = {"vocab_size": FEW_TOKENS} if shape.get("ngram") else {}
-    if shape.get("ngram") or (shape["stages"] > 1 and not shape["samples_on_device"]):
+    if shape.get("ngram"):
         looked_up["ngram"] = NgramConfig(shortest=1)
     names = ("samples_on_device", "mixed_steps", "padded_rows", "chunk_tokens", "page_tokens", "stages")
     config = null_config(
@@ -237,6 +237,7 @@ def must_happen(shape: Shape) -> set[str]:
         wanted |= {"moved"} if shape["depth"] > 1 and shape["num_drafts"] and shape["stages"] == 1 else set()
     elif shape["depth"] > 1 and shape["stages"] > 1:
         wanted |= {"overlapping"}
+        wanted |= {"overlapping_passes"} if shape["num_drafts"] and not shape.get("ngram") else set()
     return wanted
 
 
@@ -280,6 +281,7 @@ DEVICES: dict[str, Shape] = {
     "a model that drafts": {"num_drafts": 3, "samples_on_device": True, "depth": 2},
     "a host that drafts": {"num_drafts": 2, "depth": 2},
     "a pipeline": {"stages": 3, "depth": 3},
+    "a pipeline that drafts": {"num_drafts": 2, "stages": 3, "depth": 3},
     "a host that looks drafts up": {"num_drafts": 4, "ngram": True, "depth": 2},
     "a pipeline that looks drafts up": {"num_drafts": 3, "ngram": True, "stages": 3, "depth": 3},
 }

@@ -90,6 +90,7 @@ class NullProgram:
         )
         self.draft: Draft | None = self._draft if config.drafts_in_model else None
         self._held: deque[tuple[StepInputs, SamplingInputs | None]] = deque()
+        self._done: deque[StepOutput] = deque()
         self._rows: dict[int, _Row] = {}
         longest = self.limits.max_model_len + 1 + self.limits.traits.max_drafts
         self._sampled = np.zeros((self.limits.max_num_seqs, longest), np.int32)
@@ -98,8 +99,8 @@ class NullProgram:
         """Hold a dispatch until it is collected. Raises RuntimeError if it violates the traits."""
         traits = self.limits.traits
         self._held.append((inputs, sampling))
-        held = self.limits.held_dispatches
-        _require(len(self._held) <= held, f"{len(self._held)} dispatches are held, but at most {held} can be")
+        held, most = len(self._held) + len(self._done), self.limits.held_dispatches
+        _require(held <= most, f"{held} dispatches are held, but at most {most} can be")
         _require((sampling is not None) == traits.samples_on_device, "sampling inputs go to a device that samples")
         counts = np.diff(inputs.query_start)
         if len(inputs.num_drafts):
@@ -115,7 +116,7 @@ class NullProgram:
         self.counts[inputs.kind] += 1
         self.counts["padded_rows"] += len(inputs.rows) - inputs.num_rows
         self.counts["pending"] += len(inputs.pending)
-        self.counts["overlapping"] += len(self._held) > 1 and not traits.samples_on_device
+        self.counts["overlapping"] += held > 1 and not traits.samples_on_device
 
     def _check_chunks(self, inputs: StepInputs, counts: Int32Array) -> None:
         """Require that a chunk is a multiple of `chunk_tokens`, except the last one of a prompt."""
@@ -129,6 +130,10 @@ class NullProgram:
         self.counts["cut_chunks"] += int((cut > 1).sum())
 
     def collect(self) -> StepOutput:
+        """Return the output of the oldest dispatch, which runs now unless draft layers ran behind it."""
+        return self._done.popleft() if self._done else self._run()
+
+    def _run(self) -> StepOutput:
         """Run the oldest dispatch: write the rows of its tokens, then hash the rows that each sampling row reads."""
         inputs, sampling = self._held.popleft()
         self._pages.poison(inputs.fresh_blocks)
@@ -140,8 +145,11 @@ class NullProgram:
         return StepOutput(sampled=self._sample(inputs, tokens, sampling), virtual_s=elapsed_s)
 
     def _draft(self, inputs: StepInputs) -> Int32Array:
-        """Write the rows of the tokens, and guess each next one. Implements Draft."""
+        """Write the rows of the tokens, and guess each next one, behind what is in flight. Implements Draft."""
         self.counts["draft_passes"] += 1
+        self.counts["overlapping_passes"] += len(self._held) > 0
+        while self._held:
+            self._done.append(self._run())
         tokens = self._tokens(inputs)
         self._pages.write(tokens)
         digests = [self._digest(inputs, tokens, int(index)) for index in inputs.logits_rows]

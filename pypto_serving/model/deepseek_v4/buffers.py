@@ -99,6 +99,7 @@ class Buffers:
         widest = max(hidden, model.q_lora_rank, model.o_groups * model.o_lora_rank, experts.intermediate_size)
         streams = tokens * model.hyper.streams if model.drafts else 0
         if streams:
+            self.embedded = peers.zeros(np.float32, tokens, hidden)
             self.stream_rows = zeros(np.uint32, streams * hidden // 2)
             self.added = np.tile(_ADDS, (tokens, 1))
         self._sizes = (max(tokens, rows, streams), widest, entries, max(hidden, experts.intermediate_size))

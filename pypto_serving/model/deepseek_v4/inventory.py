@@ -143,14 +143,22 @@ class DeepseekV4Inventory:
     def split(self, name: str, num_bytes: int) -> SplitWeights:
         """Describe how ranks split the tensor `name` of `num_bytes`."""
         tensor, module = self.model[name], _module(name).rpartition(".")[2]
-        layer, last = _LAYER.match(name), self._config.num_layers - 1
         return SplitWeights(
-            layers=(int(layer[1]),) if layer else (0 if module == "embed" else last,),
+            layers=self._stages(name),
             split="experts" if tensor.role == "expert" else _SPLITS.get(module, "whole"),
             outputs=tensor.shape[0],
             unit=_UNITS.get(module, PANEL),
             num_bytes=num_bytes,
         )
+
+    def _stages(self, name: str) -> tuple[int, ...]:
+        """Return the layers whose stages hold a tensor; draft layers are in the last one, and need the embedding."""
+        if layer := _LAYER.match(name):
+            return (int(layer[1]),)
+        last = (self._config.num_layers - 1,)
+        if name != "embed.weight":
+            return last
+        return (0, *last) if self._config.drafts else (0,)
 
     def ignores(self, name: str) -> bool:
         """Return True for tensors of draft layers, where these are not read."""

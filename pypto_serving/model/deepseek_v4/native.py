@@ -20,7 +20,8 @@ class NativeDeepseekV4:
 
     A block is laid out by tensor, then layer, then row. Residual streams, compressor states, hyper-connections and
     routing are float32. `logits` is float32 [max_logits, vocab]. `draft_step` computes draft layers for one token of
-    each row, whose logits are those of the token after the next; None without draft layers.
+    each row, whose logits are those of the token after the next; None without draft layers. They are in the last stage,
+    which has the streams and the output layer; `draft_step` of other stages is empty.
     """
 
     layout = "block, tensor, layer, row"
@@ -35,7 +36,8 @@ class NativeDeepseekV4:
     def kv_spans(model: DeepseekV4Config, config: EngineConfig, rank: Rank) -> list[Spans]:
         """Return which bytes of a block of each KV group a rank reads and writes: all heads share them."""
         layers = rank.layers(model.num_layers)
-        return [layer_spans(group, range(layers.start, layers.stop + len(model.drafts))) for group in config.groups]
+        end = model.drafts.stop if rank.projects else layers.stop
+        return [layer_spans(group, range(layers.start, end)) for group in config.groups]
 
     def __init__(
         self,
@@ -68,21 +70,22 @@ class NativeDeepseekV4:
         part.peers.begin_stage(self.step, b.streams)
         for layer in rank.layers(model.num_layers):
             record.layer(layer)
-        if model.drafts:
-            record.store_streams()
         if rank.projects:
+            if model.drafts:
+                record.store_streams()
             record.logits()
-        for layer in model.drafts:
-            record.draft_input(layer)
-            record.draft_rows(layer)
+            for layer in model.drafts:
+                record.draft_input(layer)
+                record.draft_rows(layer)
         part.peers.end_stage(self.step, b.streams, b.logits)
-        if self.draft_step is not None:
-            self._record_drafting(LayerRecorder(self.draft_step, part, config), model)
+        if self.draft_step is not None and rank.projects:
+            self._record_drafting(LayerRecorder(self.draft_step, part, config), part)
 
-    def _record_drafting(self, record: LayerRecorder, model: DeepseekV4Config) -> None:
+    def _record_drafting(self, record: LayerRecorder, part: ModelPart) -> None:
         """Record a step that drafts. Its streams stand where the token's will, so that the next draft can use them."""
-        (layer,) = model.drafts
+        (layer,) = part.model.drafts
         record.draft_input(layer)
         record.layer(layer)
         record.store_streams()
-        record.logits(model.prefix(layer))
+        record.logits(part.model.prefix(layer))
+        part.peers.hand_over(record.step, part.buffers.logits)

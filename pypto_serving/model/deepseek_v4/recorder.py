@@ -106,16 +106,19 @@ class LayerRecorder:
         b, prefix, eps = self._buffers, self._model.prefix(layer), self._model.rms_norm_eps
         mine, hidden = self._rank.columns(self._model.hidden_size), self._model.hidden_size
         y, rows = b.y[:, : len(mine)], b.streams.reshape(-1, hidden)
-        self.embed(b.x)
-        embedding = self._normed(self._weights.exact(f"{prefix}enorm.weight"))
+        self.embed(b.embedded)
+        enorm = self._weights.exact(f"{prefix}enorm.weight")
+        embedding = self._products.normed(b.embedded, enorm, eps, b.normed)
         self._products.linear(embedding, self._matrix(f"{prefix}e_proj", mine), y)
-        self.step.previous_rows(self._pages("streams", "stream", layer), b.streams)
+        before = self._pages("streams", "stream", layer)
+        for streams in (b.streams, *self._peers.copies(b.streams)):
+            self.step.previous_rows(before, streams)
         norm, h_proj = self._weights.exact(f"{prefix}hnorm.weight"), self._matrix(f"{prefix}h_proj", mine)
-        before = self._products.normed(rows, norm, eps, b.stream_rows, Rows.STREAMS)
+        normed = self._products.normed(rows, norm, eps, b.stream_rows, Rows.STREAMS)
         for matrix in h_proj:
-            before(matrix)
+            normed(matrix)
         self._peers.meet(self.step)
-        self._products.linear(before, h_proj, columns_of(rows, mine), Rows.STREAMS)
+        self._products.linear(normed, h_proj, columns_of(rows, mine), Rows.STREAMS)
         if mine:
             self.step.hyper_connection_post(y, b.added, b.streams[:, :, mine.start : mine.stop])
         self._peers.meet(self.step, b.streams)

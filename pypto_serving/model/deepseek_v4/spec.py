@@ -71,10 +71,11 @@ def _token_bytes(config: DeepseekV4Config, inventory: DeepseekV4Inventory) -> To
     streams, entries = 4 * hyper.streams * hidden, experts.per_token
     mixing = 4 * (2 * hyper.mixes - hyper.streams)
     drafting = 2 * hyper.streams * hidden + 4 * hyper.mixes if config.drafts else 0
+    embedded = 4 * hidden if config.drafts else 0
     inner = 4 * experts.count + 2 * experts.intermediate_size * (1 + entries)
     return TokenBytes(
         whole=mixing + drafting + 2 * config.q_lora_rank + hidden * (6 + 2 * entries),
-        split=streams + inner + 4 * hidden * (1 + entries),
+        split=streams + embedded + inner + 4 * hidden * (1 + entries),
         attention=attention,
         passed=streams,
     )
