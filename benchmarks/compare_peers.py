@@ -170,29 +170,36 @@ class Vllm:
     def launch(self, checkpoint: Checkpoint) -> Launch:
         """Return the launch. The KV arena has a fixed size and is written at start."""
         space = 2 if checkpoint.small or self.ranks > 1 else 5
-        flags = ["--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "64"]
-        if self.ranks > 1:
-            flags += ["--tensor-parallel-size", str(self.ranks)]
-        cpus = [ALLOWED_CPUS[rank :: self.ranks] for rank in range(self.ranks)]
-        variables = {
-            "VLLM_CPU_KVCACHE_SPACE": str(space),
-            "VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, own)) for own in cpus),
-        }
-        preloads = install.preloads(self._env)
-        shown = [f"{key}={value}" for key, value in variables.items()]
-        shown.append(f"LD_PRELOAD={':'.join(path.name for path in preloads)}")
-        program = self._env.folder / "bin" / "vllm"
-        return Launch(
-            lambda port: [str(program), "serve", str(checkpoint.folder), "--port", str(port), *flags],
-            " ".join([*shown, *flags]),
-            kv_bytes=self.ranks * space * GIB,
-            environment={
-                **variables,
-                "LD_PRELOAD": ":".join(map(str, preloads)),
-                "VLLM_CACHE_ROOT": str(self._env.folder / "cache"),
-                **_silent(self._env.folder / "bin"),
-            },
-        )
+        return vllm_launch(self._env, checkpoint.folder, space, ranks=self.ranks)
+
+
+def vllm_launch(
+    env: install.Environment, folder: Path, space: int, flags: Sequence[str] = (), ranks: int = 1
+) -> Launch:
+    """Return the launch of an installed vLLM with `space` GiB of KV cache a rank."""
+    flags = ["--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "64", *flags]
+    if ranks > 1:
+        flags += ["--tensor-parallel-size", str(ranks)]
+    cpus = [ALLOWED_CPUS[rank::ranks] for rank in range(ranks)]
+    variables = {
+        "VLLM_CPU_KVCACHE_SPACE": str(space),
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, own)) for own in cpus),
+    }
+    preloads = install.preloads(env)
+    shown = [f"{key}={value}" for key, value in variables.items()]
+    shown.append(f"LD_PRELOAD={':'.join(path.name for path in preloads)}")
+    program = env.folder / "bin" / "vllm"
+    return Launch(
+        lambda port: [str(program), "serve", str(folder), "--port", str(port), *flags],
+        " ".join([*shown, *flags]),
+        kv_bytes=ranks * space * GIB,
+        environment={
+            **variables,
+            "LD_PRELOAD": ":".join(map(str, preloads)),
+            "VLLM_CACHE_ROOT": str(env.folder / "cache"),
+            **_silent(env.folder / "bin"),
+        },
+    )
 
 
 class VllmTp2(Vllm):

@@ -7,7 +7,7 @@
     python benchmarks/make_checkpoint.py 14b DIR --format w4a16 --group-size 128
     python benchmarks/make_checkpoint.py 30b-a3b DIR --format w4a16
     python benchmarks/make_checkpoint.py deepseek-v4-1b DIR   954 M parameters, 182 M active, layers of all kinds
-    python benchmarks/make_checkpoint.py deepseek-v4-1b-agreeing DIR   its draft layer predicts what it says
+    python benchmarks/make_checkpoint.py deepseek-v4-1b-agreeing DIR   its draft layer always predicts what it says
 
 Formats are those of `convert`, and fp8; codes and scales are drawn as they are stored, in little memory. Output rows of
 tokens other than visible ASCII are scaled down, so that greedy output is visible text and does not end early.
@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from numpy.typing import NDArray
-from random_weights import CODES, Tensor, chosen, identity, normal, ones, quantised, write_weights
+from random_weights import CODES, Tensor, chosen, identity, keyed, normal, ones, quantised, write_weights
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from pypto_serving.api.chat.deepseek_v4 import BOS, EOS, NEEDED_TOKENS
@@ -144,6 +144,7 @@ CHAT_TEMPLATE = (
 DEEPSEEK, AGREEING = "deepseek-v4-1b", "deepseek-v4-1b-agreeing"
 DAMPED = ("wo_b.weight", "w2.weight")
 """What layers add to the streams. Where that is little, a token follows from the one before, in draft layers too."""
+DAMPING = 1e-3
 FP8_SECTION = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 FORMATS = ("bf16", *CODES)
 
@@ -218,7 +219,8 @@ def make_weights(config: dict[str, Any], format: str, visible: NDArray[np.bool_]
 def make_deepseek_weights(config: dict[str, Any], visible: NDArray[np.bool_], agreeing: bool) -> dict[str, Tensor]:
     """Draw normal weights with variance 1 / fan-in for every tensor; norms and scales are ones.
 
-    If `agreeing`, the draft layer predicts what the model says.
+    If `agreeing`, what layers compute does not matter: each visible token follows another one, whose embedding is its
+    output row. So the draft layer predicts all that the model says, but for the first token.
     """
     tensors: dict[str, Tensor] = {}
     model = DeepseekV4Config.from_json(config, "config.json")
@@ -230,12 +232,17 @@ def make_deepseek_weights(config: dict[str, Any], visible: NDArray[np.bool_], ag
             tensors[name] = ones(dtype, shape)
         else:
             spread = shape[1] ** -0.5 if len(shape) > 1 else 0.1
-            spread *= (
-                1e-3 if agreeing and name.endswith((*DAMPED, "h_proj.weight", "hc_head_fn", "hc_head_base")) else 1
-            )
+            if agreeing and name.endswith((*DAMPED, "h_proj.weight", "hc_head_fn", "hc_head_base")):
+                spread *= DAMPING
             tensors[name] = normal(dtype, shape, spread, visible if name == "head.weight" else None)
     if agreeing:
         tensors["mtp.0.e_proj.weight"] = identity("BF16", model.hidden_size)
+        tokens, spread = np.arange(model.vocab_size), model.hidden_size**-0.5
+        before = tokens + model.vocab_size
+        before[visible] = np.roll(tokens[visible], 1)
+        every = np.ones_like(visible)
+        tensors["embed.weight"] = keyed("BF16", spread, model.hidden_size, tokens, every)
+        tensors["head.weight"] = keyed("BF16", spread, model.hidden_size, before, visible)
     return tensors
 
 

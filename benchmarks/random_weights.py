@@ -85,6 +85,18 @@ def normal(dtype: str, shape: tuple[int, ...], spread: float, visible: NDArray[n
     return Tensor(dtype, shape, draw)
 
 
+def keyed(dtype: str, spread: float, width: int, keys: NDArray[np.int64], visible: NDArray[np.bool_]) -> Tensor:
+    """Return normal numbers: rows of one of the `keys` are alike in all tensors; not `visible` ones are scaled down."""
+
+    def draw(_: np.random.Generator, first: int, last: int) -> Array:
+        rows = [np.random.default_rng(key).standard_normal(width, np.float32) for key in keys[first:last].tolist()]
+        numbers = np.stack(rows) * np.float32(spread)
+        numbers[~visible[first:last]] *= HIDDEN_ROW_SCALE
+        return _stored(numbers, dtype)
+
+    return Tensor(dtype, (len(keys), width), draw)
+
+
 def ones(dtype: str, shape: tuple[int, ...]) -> Tensor:
     return Tensor(
         dtype, shape, lambda rng, first, last: _stored(np.ones((last - first, *shape[1:]), np.float32), dtype)

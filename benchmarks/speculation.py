@@ -11,11 +11,14 @@
 | edit | COPIER | a file of 1,500 tokens | the file again, with five names changed |
 | random | RANDOM | 128 random tokens | 128 tokens, greedy: nothing is to be guessed |
 | misses | RANDOM | 128 random tokens | 128 of four tokens, at random: all seem to come again, and 1 of 4 does |
-| agrees | AGREEING | 128 random tokens | 128 tokens, greedy: the draft layer predicts them all |
+| agrees | AGREEING | 128 random tokens | 128 tokens, greedy: the draft layer predicts all but the first |
 | disagrees | DISAGREEING | 128 random tokens | 128 tokens, greedy: the draft layer predicts none |
 
 Each is asked alone and with `--at-once` others. Answers of both servers must be the same, and those of `edit` right.
 Ratios are of tokens per second behind the first token, and of whole requests; both servers are up all the time.
+
+Below the draft layer's rows stands what bounds them; see speculation_limit.py. With `--vllm FOLDER`, where
+compare_peers.py installs its peers, vLLM's CPU build answers the loads of n-grams too, with its n-grams and without.
 """
 
 from __future__ import annotations
@@ -24,16 +27,20 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import compare_install
 import httpx
 import typer
+from compare_peers import VLLM, vllm_launch
+from compare_servers import running
 from make_copier import PROMPT, RENAMED
 from pairs import FIRST_ID, LAST_ID, served
+from speculation_limit import table
 from tokenizers import Tokenizer
 
 WORDS = (
@@ -88,14 +95,14 @@ def ask(client: httpx.Client, body: Body) -> Answer:
             for choice in event["choices"]:
                 first_s = first_s or time.perf_counter() - start
                 text += choice["text"]
-    details = usage["completion_tokens_details"]
+    details = usage.get("completion_tokens_details") or {}
     return Answer(
         text,
         first_s,
         time.perf_counter() - start,
         usage["completion_tokens"],
-        details["accepted_prediction_tokens"],
-        details["rejected_prediction_tokens"],
+        details.get("accepted_prediction_tokens", 0),
+        details.get("rejected_prediction_tokens", 0),
     )
 
 
@@ -158,6 +165,7 @@ def main(
     at_once: Annotated[int, typer.Option(help="Requests at once, beside one alone.")] = 8,
     output: Annotated[int, typer.Option(help="Tokens of the file that are written again.")] = 512,
     rounds: Annotated[int, typer.Option(min=2, help="Pairs of each load.")] = 5,
+    vllm: Annotated[Path | None, typer.Option(help="Measure vLLM's n-grams too; the folder it is in.")] = None,
 ) -> None:
     """Print the speeds, and the ratio of each pair: median and range."""
     print("| load | at once | without tok/s | with | speed-up | range | of whole requests | accepted of drafts |")
@@ -171,17 +179,37 @@ def main(
             clients = [stack.enter_context(served(each)) for each in (command, f"{command} {options}")]
             for count in dict.fromkeys((1, at_once)):
                 print(row(name, count, load, clients, rounds), flush=True)
+        if vllm is not None and load.method == "ngram":
+            with ExitStack() as stack:
+                clients = [stack.enter_context(peer(vllm, load.model, most)) for most in (0, drafts)]
+                for count in dict.fromkeys((1, at_once)):
+                    print(row(f"{name}, vLLM", count, load, clients, rounds, exact=False), flush=True)
+    if "agrees" in only:
+        print(f"\nBytes of weights of one request alone:\n\n{table(agreeing, passes)}")
 
 
-def row(name: str, count: int, load: Load, clients: list[httpx.Client], rounds: int) -> str:
-    """Measure a load in pairs, in which the first server is another one each time; the first pair is not counted."""
+@contextmanager
+def peer(folder: Path, model: Path, drafts: int) -> Iterator[httpx.Client]:
+    """Run vLLM with this many drafts at most, looked up as ours are."""
+    looked_up = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_min": 2, "prompt_lookup_max": 8}
+    flags = ["--speculative-config", json.dumps(looked_up)] if drafts else []
+    env = compare_install.vllm(folder, print, VLLM)
+    with running(vllm_launch(env, model, 2, flags), folder / "log" / f"speculation-{drafts}.log") as server:
+        yield httpx.Client(base_url=server.url, timeout=600)
+
+
+def row(name: str, count: int, load: Load, clients: list[httpx.Client], rounds: int, exact: bool = True) -> str:
+    """Measure a load in pairs, in which the first server is another one each time; the first pair is not counted.
+
+    If `exact`, answers must be equal and right.
+    """
     rng, pairs, answers = random.Random(f"{name} {count}"), [], []
     for i in range(1 + rounds):
         bodies = [load.body(rng) for _ in range(count)]
         found: dict[int, list[Answer]] = {}
         for which in (0, 1) if i % 2 == 0 else (1, 0):
             found[which] = ask_all(clients[which], bodies)
-        for body, plain, guessed in zip(bodies, found[0], found[1], strict=True):
+        for body, plain, guessed in zip(bodies, found[0], found[1], strict=True) if exact else ():
             assert plain.text == guessed.text, "drafts changed an answer"
             assert plain.text == (load.right(body) or plain.text), "the model does not edit"
         if i:
@@ -190,7 +218,7 @@ def row(name: str, count: int, load: Load, clients: list[httpx.Client], rounds: 
     ratios = sorted(b[0] / a[0] for a, b in pairs)
     whole = statistics.median(b[1] / a[1] for a, b in pairs)
     before, after = (statistics.median(pair[i][0] for pair in pairs) for i in (0, 1))
-    accepted = sum(answer.accepted for answer in answers)
+    accepted = sum(answer.accepted for answer in answers)  # which vLLM does not say
     verified = accepted + sum(answer.rejected for answer in answers)
     cells = (
         f"{name} | {count} | {before:.1f} | {after:.1f} | {statistics.median(ratios):.2f}",
