@@ -201,11 +201,11 @@ class Drafter(Protocol):
 class Draft(Protocol):
     """Predict with the draft layers of a model, where no dispatch in flight has a row of `inputs`.
 
-    Each row of `inputs` has one token, behind those that are computed, or behind the one of the call before. Return the
-    tokens that most likely follow, int32 [r].
+    Each row of `inputs` has one token, behind those that are computed, or behind the one of the call before. Return
+    float32 logits [r, vocab] of the tokens that follow, valid until the next call or `submit`.
     """
 
-    def __call__(self, inputs: StepInputs, /) -> Int32Array: ...
+    def __call__(self, inputs: StepInputs, /) -> Float32Array: ...
 
 
 class Program(Protocol):

@@ -6,8 +6,6 @@ import os
 from collections import deque
 from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
-
 from pypto_serving.backend.base import Draft, Progress, SamplingInputs, StepInputs, StepOutput
 from pypto_serving.backend.memory import HostBlocks
 from pypto_serving.backend.ranks import Followers, Shared, step_arrays
@@ -19,7 +17,7 @@ from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.packed_file import PackedFile, packed_key
 from pypto_serving.model.registry import load_config, model_family
 from pypto_serving.parallel.topology import Rank
-from pypto_serving.types.arrays import Float32Array, Int32Array
+from pypto_serving.types.arrays import Float32Array
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import Spans
 
@@ -123,10 +121,9 @@ class NativeProgram:
         """
         self._held.append(self._replay(self.model.step, inputs) if len(inputs.token_ids) else None)
 
-    def _draft(self, inputs: StepInputs) -> Int32Array:
+    def _draft(self, inputs: StepInputs) -> Float32Array:
         """Implement Draft: in a pipeline, behind the steps in flight. Raises RankError where another rank has ended."""
-        found: Int32Array = self._logits(self._replay(self.model.draft_step, inputs)).argmax(axis=1).astype(np.int32)
-        return found
+        return self._logits(self._replay(self.model.draft_step, inputs))
 
     def _replay(self, step: Recording, inputs: StepInputs) -> _Step:
         """Compute on all ranks; in a pipeline, those of later stages may not have ended yet."""

@@ -100,7 +100,9 @@ class RowBatch:
         self._layouts, self._next_layout = layouts[: limits.held_dispatches], 0
         self._draft_layout = layouts[-1]
         self.tables = [RowTables(rows, list(each)) for each in zip(*(layout.copies for layout in layouts), strict=True)]
-        self.drafts = None if make_drafter is None else Drafts(make_drafter, self.tokens, self._lay_out_drafts)
+        self.drafts = None
+        if make_drafter is not None:
+            self.drafts = Drafts(make_drafter, self.tokens, self._lay_out_drafts, self.samplers.draws)
 
     def pack(self, plan: StepPlan) -> list[Dispatch]:
         """Apply a plan's differences and lay out its tokens: in one dispatch, or in two if steps are split."""

@@ -16,6 +16,7 @@ from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.errors import ConfigError
 from pypto_serving.types.arrays import Float32Array
 from pypto_serving.types.drafts import NgramConfig
+from pypto_serving.types.draws import Sampler
 from pypto_serving.types.step import RowFault, RowLogprobs, RowPromptLogprobs, StepPlan, StepResult, WorkerHello
 from pypto_serving.types.tier import TierInventory
 from pypto_serving.types.tokens import pack_ids
@@ -105,7 +106,9 @@ class Runner:
         self._held_steps = program.limits.held_steps
         self._steps: deque[_Step] = deque()
         self._collected_s = 0.0
-        make_drafter = _drafter_maker(program, ngram) if num_drafts and not self._on_device else None
+        make_drafter = None
+        if num_drafts and not self._on_device:
+            make_drafter = _drafter_maker(program, self._sampler, ngram)
         self.batch = RowBatch(
             program.groups, program.limits, buffers, vocab_size, make_drafter, model_dir, guide_process
         )
@@ -193,14 +196,14 @@ class Runner:
         return chosen._replace(prompt_logprobs=found, faults=chosen.faults + faults)
 
 
-def _drafter_maker(program: Program, ngram: NgramConfig | None) -> MakeDrafter:
+def _drafter_maker(program: Program, sampler: Sampler, ngram: NgramConfig | None) -> MakeDrafter:
     """Return what makes the drafter of a host that samples. Raises ConfigError where there is none."""
     max_rows = program.limits.max_num_seqs
     if ngram is not None:
         return lambda *_: NgramDrafter(max_rows, ngram)
     if program.draft is None:
         raise ConfigError("the program has no draft layers; look drafts up (method ngram), or set num_drafts to 0")
-    return partial(ModelDrafter, program.draft, max_rows)
+    return partial(ModelDrafter, program.draft, sampler, max_rows)
 
 
 def _result(step: _Step, found: list[tuple[Dispatch, Chosen]], times: StepTimes) -> StepResult:

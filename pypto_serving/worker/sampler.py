@@ -89,11 +89,16 @@ class RowSamplers:
 
         A token is -1 if its logits are not finite. Also return log-probabilities, by index, for rows that ask for them.
         """
+        draws = self.draws(rows, positions)
+        tokens = sampler.choose(logits, draws, self._adjustments.of(rows, positions, positions))
+        return tokens, self._logprobs(tokens, logits, rows, sampler) if self._asking else {}
+
+    def draws(self, rows: Int32Array, positions: Int32Array) -> NDArray[np.void]:
+        """Return how `rows` [s] choose, and their random numbers at absolute `positions` [s]: DRAWs [s]."""
         draws = self._draws[rows]
         if self._random:
             draws["random"] = self._random_numbers(rows, positions)
-        tokens = sampler.choose(logits, draws, self._adjustments.of(rows, positions, positions))
-        return tokens, self._logprobs(tokens, logits, rows, sampler) if self._asking else {}
+        return draws
 
     def num_logprobs(self, rows: Int32Array) -> Int32Array:
         """Return how many top log-probabilities each of `rows` asks for; -1 for none, not even its token's."""
@@ -105,12 +110,9 @@ class RowSamplers:
 
         `known` [n] is how many tokens of each row have been collected.
         """
-        draws = self._draws[rows]
-        if self._random:
-            draws["random"] = self._random_numbers(rows, positions)
         return SamplingInputs(
             owners=owners,
-            draws=draws,
+            draws=self.draws(rows, positions),
             seeds=self._seeds[rows],
             choices=self._choices[rows],
             positions=positions,

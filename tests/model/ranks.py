@@ -76,7 +76,7 @@ class RankedProgram:
         """Compute a step on all ranks at once."""
         self._replay([model.step for model in self.models], inputs)
 
-    def draft_logits(self, inputs: StepInputs) -> Array:
+    def draft(self, inputs: StepInputs) -> Array:
         """Logits of a pass of draft layers."""
         self._replay([model.draft_step for model in self.models], inputs)
         return self._logits()

@@ -64,18 +64,6 @@ def compute(program: Any, inputs: StepInputs) -> Any:
     return program.collect().logits
 
 
-def draft_logits(program: Any, inputs: StepInputs) -> Any:
-    """Logits float32 [s, vocab] of a pass of draft layers."""
-    if hasattr(program, "draft_logits"):
-        return program.draft_logits(inputs)
-    if not hasattr(program.model, "draft_step"):
-        from pypto_serving.backend.cpu_torch import compute as in_torch
-
-        return in_torch(program.model, inputs, program.model.draft)
-    program.draft(inputs)
-    return program.model.logits[: len(inputs.logits_rows)]
-
-
 def poison(program: Any, blocks: Sequence[Sequence[int]]) -> None:
     """Fill each group's blocks with NaN: a stale value that is read spoils everything."""
     for number, (group, arena, ids) in enumerate(zip(program.groups, program.memory.arenas, blocks, strict=True)):
@@ -144,7 +132,7 @@ class Sequences:
         computed = [sequence.computed for sequence in sequences]
         for _ in range(passes):
             self._take_blocks([(sequence, 1) for sequence in sequences])
-            found.append(draft_logits(self.program, self._inputs([(s, 1) for s in sequences], False)).copy())
+            found.append(self.program.draft(self._inputs([(s, 1) for s in sequences], False)).copy())
             for sequence, logits in zip(sequences, found[-1], strict=True):
                 sequence.computed += 1
                 sequence.tokens[sequence.computed] = logits.argmax()

@@ -7,14 +7,18 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from pypto_serving.backend.base import Proposals, StepInputs
 from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.drafts import NgramConfig
+from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.types.step import BackendTraits
 from pypto_serving.worker.draft.drafts import Drafts
 from pypto_serving.worker.draft.ngram import NgramDrafter
 from pypto_serving.worker.draft.pacing import Pacing
 from tests.needs import needs_kernels
+from tests.simulation import Simulation, null_config
 
 WIDTH = 600
 
@@ -170,6 +174,10 @@ def test_many_rows_have_no_drafts_but_sure_ones() -> None:
         assert few[0] in alone and many.max() <= among
 
 
+def no_draws(rows: Int32Array, positions: Int32Array) -> NDArray[np.void]:
+    raise AssertionError("nothing is sampled")
+
+
 def no_layout(rows: Int32Array, positions: Int32Array) -> StepInputs:
     raise AssertionError("nobody asks a model")
 
@@ -197,8 +205,23 @@ def test_tokens_that_must_follow_are_drafts(
     odds: float, expected: Mapping[int, Sequence[int]], wanted: list[int] | None
 ) -> None:
     tokens = np.zeros((4, 20), np.int32)
-    counts = Drafts(lambda *_: Fixed(odds), tokens, no_layout).write(int32(3, 1), int32(4, 6), int32(3, 2), 2, expected)
+    counts = Drafts(lambda *_: Fixed(odds), tokens, no_layout, no_draws).write(
+        int32(3, 1), int32(4, 6), int32(3, 2), 2, expected
+    )
     assert (counts if counts is None else counts.tolist()) == wanted
     for i, each in expected.items():
         row, start, count = (3, 1)[i], (4, 6)[i], (wanted or [0, 0])[i]
         assert tokens[row, start : start + count].tolist() == list(each[:count])
+
+
+def test_a_draft_layer_that_says_what_the_model_says_is_always_right() -> None:
+    """Also where rows sample: a draft is drawn with the numbers of its position."""
+    options = {"draft_accuracy": 1.0, "seconds_per_step": 0.01}
+    config = null_config(traits=BackendTraits(max_drafts=3), num_drafts=3, backend_options=options)
+    simulation = Simulation(config)
+    for seed in range(4):
+        params = SamplingParams(max_tokens=40, temperature=1.0 + seed, top_k=50 * (seed % 2), logprobs=1)
+        simulation.add([seed, 7], params=params, seed=seed)
+    simulation.run()
+    counters = simulation.counters
+    assert counters.num_drafts > 60 and counters.num_accepted >= counters.num_drafts - 4 * 3, "all but behind the end"

@@ -144,8 +144,8 @@ class NullProgram:
             return StepOutput(logits=self._logits(inputs, tokens), virtual_s=elapsed_s)
         return StepOutput(sampled=self._sample(inputs, tokens, sampling), virtual_s=elapsed_s)
 
-    def _draft(self, inputs: StepInputs) -> Int32Array:
-        """Write the rows of the tokens, and guess each next one, behind what is in flight. Implements Draft."""
+    def _draft(self, inputs: StepInputs) -> Float32Array:
+        """Write the rows of the tokens, and guess logits, behind what is in flight. Implements Draft."""
         self.counts["draft_passes"] += 1
         self.counts["overlapping_passes"] += len(self._held) > 0
         while self._held:
@@ -153,8 +153,7 @@ class NullProgram:
         tokens = self._tokens(inputs)
         self._pages.write(tokens)
         digests = [self._digest(inputs, tokens, int(index)) for index in inputs.logits_rows]
-        guesses = [guess(digest % self._vocab_size, digest, self._accuracy, self._vocab_size) for digest in digests]
-        return np.array(guesses, np.int32)
+        return np.stack([self._logits_of(guess(digest, digest, self._accuracy, 1 << 64)) for digest in digests])
 
     def _tokens(self, inputs: StepInputs) -> Tokens:
         """Return a dispatch's tokens. In pending rows, put the token that the device sampled, at its true position."""

@@ -6,18 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pypto_serving.backend.base import Drafter
 from pypto_serving.types.arrays import Int32Array
-from pypto_serving.worker.draft.model import LayOut
+from pypto_serving.worker.draft.model import Draws, LayOut
 from pypto_serving.worker.draft.pacing import Pacing
 
-MakeDrafter = Callable[[LayOut, Pacing], Drafter]
+MakeDrafter = Callable[[LayOut, Draws, Pacing], Drafter]
 
 
 class Drafts:
     """Owns the drafter of a worker's rows, whose `tokens` [R, max_model_len] their owner keeps up to date."""
 
-    def __init__(self, make: MakeDrafter, tokens: Int32Array, lay_out: LayOut) -> None:
+    def __init__(self, make: MakeDrafter, tokens: Int32Array, lay_out: LayOut, draws: Draws) -> None:
         self.pacing = Pacing()
-        self._drafter = make(lay_out, self.pacing)
+        self._drafter = make(lay_out, draws, self.pacing)
         self._tokens = tokens
 
     def start(self, row: int) -> None:

@@ -6,14 +6,18 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pypto_serving.backend.base import Draft, Proposals, StepInputs
 from pypto_serving.types.arrays import Float32Array, Int32Array
 from pypto_serving.types.drafts import MAX_DRAFTS
+from pypto_serving.types.draws import Sampler
 from pypto_serving.worker.draft.pacing import Pacing, paying_passes
 
 LayOut = Callable[[Int32Array, Int32Array], StepInputs]
 """Lays out the token of each of `rows` [n] at `positions` [n], behind all that are computed."""
+Draws = Callable[[Int32Array, Int32Array], NDArray[np.void]]
+"""Returns how `rows` [n] choose the tokens at `positions` [n]: the DRAWs of the step that verifies them."""
 
 PROBE_EVERY = 32
 """Where drafts do not pay, one is made all the same every so many times, to notice when they do."""
@@ -56,6 +60,8 @@ class Odds:
 class ModelDrafter:
     """Implements Drafter with `draft`, which runs the draft layers. A pass gives each of its rows one more draft.
 
+    `sampler` chooses it with the numbers that its position has in `draws`. So a row that samples gets what the model
+    would choose, if its draft layers say the same. What changes logits of a row is left out.
     A pass costs time before anything is verified, so only those are run that pay by what passes and `steps` cost.
     `clock` returns seconds.
     """
@@ -63,12 +69,15 @@ class ModelDrafter:
     def __init__(
         self,
         draft: Draft,
+        sampler: Sampler,
         max_rows: int,
         lay_out: LayOut,
+        draws: Draws,
         steps: Pacing,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._draft, self._lay_out, self._clock = draft, lay_out, clock
+        self._sampler, self._draws = sampler, draws
         self._steps, self._passes = steps, Pacing()
         self._odds = Odds(max_rows)
         self._made: Int32Array = np.zeros(max_rows, np.int32)
@@ -118,6 +127,7 @@ class ModelDrafter:
     def _run_pass(self, tokens: Int32Array, rows: Int32Array, ends: Int32Array, done: int) -> None:
         """Write the draft behind the first `ends` [n] tokens of `rows` [n], the `done`-th of each."""
         started_s = self._clock()
-        found = self._draft(self._lay_out(rows, ends - 1))
-        tokens[rows, ends] = self._drafts[rows, done] = found[: len(rows)]
+        logits = self._draft(self._lay_out(rows, ends - 1))[: len(rows)]
+        found = self._sampler.choose(logits, self._draws(rows, ends))
+        tokens[rows, ends] = self._drafts[rows, done] = np.maximum(found, 0)  # -1 where logits are not finite
         self._passes.measure(len(rows), self._clock() - started_s)

@@ -26,7 +26,7 @@ from pypto_serving.kv import positions
 from pypto_serving.kv.positions import ResumePoints
 from pypto_serving.model.family import Serving
 from pypto_serving.model.registry import load_spec
-from pypto_serving.types.arrays import Int32Array
+from pypto_serving.types.arrays import Float32Array
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.drafts import NgramConfig
 from pypto_serving.types.kv import TailSpec, max_live_blocks, resume_step
@@ -106,13 +106,13 @@ class KnowingProgram:
         """Learn what tokens rows have from the `batch` of the worker."""
         self._tokens = batch.tokens
 
-    def _draft(self, inputs: StepInputs) -> Int32Array:
-        found = self._program.draft(inputs)
+    def _draft(self, inputs: StepInputs) -> Float32Array:
+        found = self._program.draft(inputs).copy()
         for i, (row, end) in enumerate(zip(inputs.rows.tolist(), inputs.context_lens.tolist(), strict=True)):
             history = self._tokens[row, :end].tolist()
             text = next((text for text in self._texts if len(text) > end and text[:end] == history), None)
             if text is not None and self._rng.random() < self.ODDS:
-                found[i] = text[end]
+                found[i, text[end]] = found[i].max() + 1
         return np.asarray(found)
 
     def submit(self, inputs: StepInputs, sampling: SamplingInputs | None) -> None:
