@@ -10,6 +10,7 @@ import make_gptq
 import numpy as np
 import pytest
 import random_weights
+import speculation_limit
 import typer
 
 from pypto_serving.model.formats.dequantise import dequantised
@@ -19,6 +20,7 @@ from pypto_serving.model.registry import load_config, read_config
 from pypto_serving.model.tensors import StoredTensors
 
 SMALL = {"hidden_size": 64, "num_attention_heads": 8, "head_dim": 64, "q_lora_rank": 32, "o_lora_rank": 32}
+FEW_LAYERS = {"num_hidden_layers": 3, "compress_ratios": [0, 4, 128, 0], "n_routed_experts": 8}
 
 
 def test_a_deepseek_v4_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,6 +30,22 @@ def test_a_deepseek_v4_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert contents is not None and contents.source == "files" and contents.verdicts == ()
     read = deepseek_v4.active_bytes(load_config(str(tmp_path))[1])
     assert 0 < read < sum(tensors.num_bytes for tensors in contents.tensors)
+
+
+def test_a_draft_layer_that_is_always_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each visible token is followed by the one whose output row is its embedding; what bounds drafts is counted."""
+    monkeypatch.setattr(make_checkpoint, "DEEPSEEK_V4_1B", make_checkpoint.DEEPSEEK_V4_1B | SMALL | FEW_LAYERS)
+    make_checkpoint.main("deepseek-v4-1b-agreeing", tmp_path)
+    stored = StoredTensors(tmp_path, lambda phase, done, total: None)
+    size = make_checkpoint.DEEPSEEK_V4_1B["vocab_size"] * SMALL["hidden_size"]
+    names = ("embed.weight", "head.weight")
+    embed, head = (stored.read(stored[name], 0, size).reshape(-1, SMALL["hidden_size"]) for name in names)
+    lengths = np.linalg.norm(head, axis=1)
+    visible = np.flatnonzero(lengths > lengths.max() / 4)
+    follows = (embed[visible] @ head.T).argmax(axis=1)
+    assert len(visible) > 50 and sorted(follows) == visible.tolist()
+    found = speculation_limit.limit(load_config(str(tmp_path), drafts=True)[1], 2)
+    assert found.plain < found.verifying < 3 * found.plain and 1 < found.speed_up < 3
 
 
 @pytest.mark.parametrize("format", make_checkpoint.FORMATS)
