@@ -304,6 +304,7 @@ def test_many_schedules_in_every_shape(shape: Shape, memory_disk: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("groups", FACTORS["groups"])
 def test_many_schedules_with_drafts_that_are_looked_up(groups: str, memory_disk: Path) -> None:
     """More than 500 schedules in all; each has accepted and rejected drafts."""
