@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from pypto_serving.api.drain import SHUTTING_DOWN
 from pypto_serving.api.errors import MAX_DROPPED_BODIES, RETRY_UNAVAILABLE_S, ApiError, BodyTooLargeError, describe
 from pypto_serving.api.gate import NO_MEMORY, NO_PLACE, Gate
-from pypto_serving.api.middleware import ANSWERED, BODY_PARSED, WRITE_PART
+from pypto_serving.api.middleware import ANSWERED, BODY_PARSED, WRITE_PART, request_id_of
 
 MAX_HEAD_BYTES, MAX_HEADERS = 64 << 10, 128
 """Largest head of a request (its first line, headers and trailers), and most headers."""
@@ -80,6 +80,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._upgrades = self._surplus = False
         self._last_words: ApiError | None = None
         self._answered: RequestResponseCycle | None = None
+        self._refused_id = ""
 
     # The connection.
 
@@ -332,6 +333,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
             return
         self._gate.refused(answer.status, answer.message)
+        known = cycle.scope.get("state", {}).get("request_id") if in_body and runs else None
+        self._refused_id = known or request_id_of(self.headers).decode()
         if in_body and runs:
             cycle.scope[ANSWERED] = True
             self._end(answer)
@@ -344,11 +347,12 @@ class BoundedProtocol(HttpToolsProtocol):
             self._end(answer)
 
     def _end(self, answer: ApiError) -> None:
+        """Write an answer past the application, and close the connection."""
         body, retry_after_s = answer.payload(), answer.retry_after_s
         retry = "" if retry_after_s is None else f"retry-after: {retry_after_s}\r\n"
         head = (
             f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\ncontent-type: application/json\r\n"
-            f"{retry}content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            f"{retry}x-request-id: {self._refused_id}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
         if not self.transport.is_closing():
             self.transport.write(head.encode() + body)

@@ -8,7 +8,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -16,7 +16,9 @@ from pypto_serving.api.drain import SHUTTING_DOWN
 from pypto_serving.api.errors import AuthenticationError, OriginError, describe, internal_error
 from pypto_serving.api.keys import ApiKeys, sent_key
 from pypto_serving.api.paths import Paths
+from pypto_serving.api.tracing import Tracing
 from pypto_serving.errors import UnavailableError
+from pypto_serving.logs import REQUEST_ID, with_fields
 from pypto_serving.util import brief
 
 logger = logging.getLogger("pypto_serving.api")
@@ -34,36 +36,49 @@ ANSWERED = "pypto.answered"
 
 
 class RequestScope:
-    """Find the path that is meant, give every response an x-request-id, count and maybe log it. The outermost."""
+    """Find the path that is meant, give every response an x-request-id, count, trace and maybe log it. The outermost.
 
-    def __init__(self, app: ASGIApp, count: Callable[[int], None], log_requests: bool, paths: Paths) -> None:
+    Lines that the request's task logs have that id, too.
+    """
+
+    def __init__(
+        self, app: ASGIApp, count: Callable[[int], None], paths: Paths, access_log: bool, tracing: Tracing | None
+    ) -> None:
         self.app = app
         self._paths = paths
         self._count = count
-        self._log = log_requests
+        self._logs = access_log
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        path = scope["path"] = self._paths.find(scope["path"])
-        request_id = _request_id(scope)
+        scope["path"] = self._paths.find(scope["path"])
+        request_id = request_id_of(scope["headers"])
         started_s = time.monotonic()
-        state = {"request_id": request_id.decode(), "arrival_s": started_s}
+        name = request_id.decode()
+        trace = None if self._tracing is None else self._tracing.begin(scope, name)
+        state = {"request_id": name, "arrival_s": started_s, "trace": trace}
         scope["state"] = dict(scope.get("state") or {}) | state
+        REQUEST_ID.set(name)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
                 if ANSWERED not in scope:
                     self._count(message["status"])
-                if self._log:
-                    elapsed_ms = (time.monotonic() - started_s) * 1e3
-                    line = (scope["method"], path, message["status"], elapsed_ms, request_id.decode())
-                    logger.info("%s %r %d, first byte after %.1f ms, request id %s", *line)
+                if trace is not None:
+                    trace.answer(message["status"])
+                if self._logs:
+                    _log_access(scope, message["status"], time.monotonic() - started_s)
             await send(message)
 
-        await self.app(scope, receive, send_with_id)
+        try:
+            await self.app(scope, receive, send_with_id)
+        finally:
+            if trace is not None:
+                trace.end()
 
 
 class Faults:
@@ -185,9 +200,19 @@ class ApiKeyGuard:
         return key is not None and self._keys.allow(key)
 
 
-def _request_id(scope: Scope) -> bytes:
+def _log_access(scope: Scope, status: int, elapsed_s: float) -> None:
+    """Log an answer that begins, without the query, which may hold what nobody should read."""
+    host, port = scope.get("client") or ("", 0)
+    client = f"{host}:{port}" if host else "a Unix socket"
+    method, path, elapsed_ms = scope["method"], scope["path"], round(elapsed_s * 1e3, 1)
+    fields = {"client": client, "method": method, "path": path, "status": status, "first_byte_ms": elapsed_ms}
+    line = (client, method, path, status, elapsed_ms)
+    logger.info("%s %s %r %d, first byte after %.1f ms", *line, extra=with_fields(**fields))
+
+
+def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """Return the client's own id if it is sane, else a new one."""
-    for name, value in scope["headers"]:
+    for name, value in headers:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
             return bytes(value)
     return uuid.uuid4().hex.encode()

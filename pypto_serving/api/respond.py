@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from types import coroutine
 from typing import Any, Protocol
@@ -71,15 +72,21 @@ async def respond(
 ) -> Response:
     """Submit what is `wanted`, and answer with it. For `ping_s` see EventStream. Raises what Generation raises."""
     if stream:
-        return EventStream(request.app.state.service, with_deadline(request, wanted), form, headers, ping_s)
+        return EventStream(request.app.state.service, _of_request(request, wanted), form, headers, ping_s)
     return await respond_whole(request, wanted, form.response, headers)
+
+
+def _of_request(request: Request, wanted: GenerationRequest) -> GenerationRequest:
+    """Return what is `wanted` with the deadline, the id and the trace of its HTTP request."""
+    state = request.state
+    return replace(with_deadline(request, wanted), http_id=state.request_id, trace=state.trace)
 
 
 async def respond_whole(
     request: Request, wanted: GenerationRequest, make: Callable[[list[Output], Usage], Any], headers: dict[str, str]
 ) -> Response:
     """Submit what is `wanted`, and answer with the JSON that `make` makes of its outputs."""
-    generation = Generation(request.app.state.service, with_deadline(request, wanted))
+    generation = Generation(request.app.state.service, _of_request(request, wanted))
     try:
         outputs = await until_disconnect(request.receive, generation.collect())
         write = partial(_content, make, outputs, generation.usage())

@@ -101,6 +101,8 @@ class ApiServer:
             if self._batches is not None:
                 await self._batches.close()
             await self._reading.close()
+            if self._service.tracing is not None:
+                await self._service.tracing.aclose()
 
     @property
     def reloads(self) -> bool:

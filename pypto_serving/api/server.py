@@ -129,7 +129,11 @@ def create_app(engine: EngineClient, serving: ServingConfig, memory: MemoryPlan 
         )
     paths = Paths(route.path_format for route in app.routes)  # type: ignore[attr-defined]
     app.add_middleware(
-        RequestScope, count=service.metrics.count_response, log_requests=serving.log_requests, paths=paths
+        RequestScope,
+        count=service.metrics.count_response,
+        paths=paths,
+        access_log=serving.access_log,
+        tracing=service.tracing,
     )
     return app
 

@@ -10,6 +10,7 @@ from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.generation.seeds import SeedSource
 from pypto_serving.api.keys import ApiKeys
 from pypto_serving.api.settings import ServingConfig
+from pypto_serving.api.tracing import open_tracing
 from pypto_serving.engine.client import EngineClient, Health
 from pypto_serving.engine.history import History
 from pypto_serving.engine.metrics import ServerMetrics
@@ -39,6 +40,7 @@ class Service:
         self.history = History(engine, self.metrics)
         engine.on_stats = self._observe
         self.admission = Admission()
+        self.tracing = open_tracing(serving.otlp_traces_endpoint)
         self.created = int(time.time())
         self.keys = ApiKeys(serving.api_keys, serving.api_key_file)
         self.seeds = SeedSource(engine.config.seed)

@@ -74,7 +74,10 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_parser: str = default_of(ServerConfig, "tool_call_parser")
     reasoning_parser: str = default_of(ServerConfig, "reasoning_parser")
     trust_request_chat_template: bool = default_of(ServerConfig, "trust_request_chat_template")
+    access_log: bool = default_of(ServerConfig, "access_log")
     log_requests: bool = default_of(ServerConfig, "log_requests")
+    max_log_len: int = default_of(ServerConfig, "max_log_len")
+    otlp_traces_endpoint: str = default_of(ServerConfig, "otlp_traces_endpoint")
     client_priority: bool = default_of(ServerConfig, "client_priority")
     allowed_origins: tuple[str, ...] = default_of(ServerConfig, "allowed_origins")
     max_body_bytes: int = default_of(ServerConfig, "max_body_bytes")
@@ -134,7 +137,10 @@ def serving_config(server: ServerConfig, model: ModelSpec) -> ServingConfig:
         tool_call_parser=server.tool_call_parser,
         reasoning_parser=server.reasoning_parser,
         trust_request_chat_template=server.trust_request_chat_template,
+        access_log=server.access_log,
         log_requests=server.log_requests,
+        max_log_len=server.max_log_len,
+        otlp_traces_endpoint=server.otlp_traces_endpoint,
         client_priority=server.client_priority,
         allowed_origins=server.allowed_origins,
         max_body_bytes=server.max_body_bytes,

@@ -21,6 +21,7 @@ from pypto_serving.backend.ranks import READY, Followers, RankError
 from pypto_serving.errors import ConfigError, PyptoError
 from pypto_serving.ipc import ChildFault, ChildProgress, Parent, run_child
 from pypto_serving.kernels import SharedMemory
+from pypto_serving.logs import configure as configure_logs
 from pypto_serving.model.fingerprint import file_digests
 from pypto_serving.parallel.placement import Placement, place_ranks
 from pypto_serving.types.config import EngineConfig
@@ -38,7 +39,7 @@ ANSWER_S = 60.0
 def run(parent: Parent[HostJoin]) -> None:
     """Join the serving host, and run the ranks that it gives to this one until the replica's life ends."""
     join = parent.start
-    logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s host: %(message)s", datefmt="%H:%M:%S")
+    configure_logs("host", "info", join.log_format)
     secret = read_secret(join.secret_file)
     log.info("joining %s with the model in %s", join.address, join.model)
     files = file_digests(join.model, join.cache_dir, parent.progress)

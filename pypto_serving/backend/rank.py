@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 
 from pypto_serving.backend.base import Progress
@@ -11,14 +10,15 @@ from pypto_serving.backend.ranks import READY, Shared
 from pypto_serving.backend.split_blocks import serve_blocks
 from pypto_serving.ipc import Parent, run_child
 from pypto_serving.kernels import SharedMemory
+from pypto_serving.logs import configure as configure_logs
 from pypto_serving.types.start import RankStart
 
 
 def run(parent: Parent[RankStart]) -> None:
     """Load this rank's part of the model, then compute what the leader publishes, until one of them ends."""
     start = parent.start
-    name, level = f"rank {start.rank}", start.config.log_level.upper()
-    logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s {name}: %(message)s", datefmt="%H:%M:%S")
+    config = start.config
+    configure_logs(config.process_name(f"rank {start.rank}"), config.log_level, config.log_format)
     if start.config.kernels == "torch":
         from pypto_serving.backend import cpu_torch
 

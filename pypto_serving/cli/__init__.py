@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import logging
 import re
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 import typer
 
 from pypto_serving.errors import EXIT_CRASH, EXIT_OK, EXIT_USAGE, PyptoError
+from pypto_serving.logs import with_fields, writes_json
 from pypto_serving.util import one_of
 
 EXIT_INTERRUPTED = 130
@@ -90,7 +92,12 @@ def _program_name() -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    if message.strip():  # empty where help was shown instead
+    shown = " ".join(message.split())
+    if not shown:  # help was shown instead
+        return code
+    if writes_json():
+        logging.getLogger(__name__).critical("%s", shown, extra=with_fields(exit_code=code))
+    else:
         with suppress(OSError):
-            print(f"error: {' '.join(message.split())}", file=sys.stderr)
+            print(f"error: {shown}", file=sys.stderr)
     return code

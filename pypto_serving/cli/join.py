@@ -28,6 +28,7 @@ def join(
     num_threads: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Threads that compute. (default: one per CPU)")
     ] = None,
+    log_format: Annotated[str, typer.Option(metavar="FORM", help="text, or json: one object on each line.")] = "text",
 ) -> None:
     """Join the host that serves MODEL with --join-address, and compute its other ranks.
 
@@ -35,15 +36,21 @@ def join(
     host. When the ranks are loaded, stdout gets one line of JSON.
     """
     from pypto_serving.engine.joining import join_again
+    from pypto_serving.logs import configure as configure_logs
     from pypto_serving.setup.host import read_cache_dir, read_host_facts
     from pypto_serving.setup.locate import locate_model
-    from pypto_serving.setup.rules import HostPort
+    from pypto_serving.setup.rules import RULES, HostPort
     from pypto_serving.types.start import HostJoin
 
     try:
         HostPort().parse(address)
     except ValueError:
         raise ConfigError(f"HOST:PORT is {address}, but must be {HostPort.allowed}") from None
+    try:
+        form = RULES["log_format"].parse(log_format)
+    except ValueError:
+        raise ConfigError(f"--log-format is {log_format}, but must be {RULES['log_format'].allowed}") from None
+    configure_logs("join", "info", form)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _exit)
     host = read_host_facts()
@@ -54,6 +61,7 @@ def join(
         cache_dir=read_cache_dir(),
         nodes=host.nodes,
         num_threads=num_threads or host.num_cpus,
+        log_format=form,
     )
     join_again(start, lambda: typer.echo(json.dumps({"event": "joined", "address": address, "pid": os.getpid()})))
 

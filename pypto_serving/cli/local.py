@@ -24,7 +24,7 @@ def local_model(options: Options) -> Iterator[LLM]:
     from pypto_serving.setup.prepare import model_spec
 
     spec = model_spec(options)
-    configure_logging(options.log_level or QUIET_DEFAULTS["log_level"])
+    configure_logging(options, QUIET_DEFAULTS)
     if sys.stderr.isatty():
         typer.echo(f"loading {spec.path or 'the null model'}", err=True)
     with LLM.from_options(options, spec) as llm:

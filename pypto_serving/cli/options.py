@@ -116,7 +116,22 @@ FLAGS = (
     Flag("max_body_bytes", SERVER, "SIZE", "Largest body of a request, such as 64MiB."),
     Flag("batch_dir", SERVER, "DIR", "Serve /v1/files and /v1/batches, kept in this folder.", "none"),
     Flag("drain_timeout", SERVER, "SECONDS", "Time to finish admitted requests when told to stop."),
-    Flag("log_requests", SERVER, "", "Log one line per request."),
+    Flag("access_log", SERVER, "", "Log one line per HTTP answer."),
+    Flag(
+        "access_log",
+        "log_requests",
+        SERVER,
+        "",
+        "Log one line per request for tokens when it ends: its tokens, its times and why it ended.",
+        alias="--enable-log-requests",
+    ),
+    Flag("max_log_len", SERVER, "CHARS", "Characters of each prompt in that line; 0 leaves prompts out."),
+    Flag(
+        "otlp_traces_endpoint",
+        SERVER,
+        "URL",
+        "Where OpenTelemetry traces are sent, by gRPC unless OTEL_EXPORTER_OTLP_TRACES_PROTOCOL is http/protobuf.",
+    ),
     Flag("client_priority", SERVER, "", "Let requests choose their priority."),
     Flag("trust_request_chat_template", SERVER, "", "Let requests bring a chat template."),
     Flag("max_num_seqs", BATCHING, "N", "Maximum requests in one step.", str(_CPU.max_num_seqs)),
@@ -236,6 +251,7 @@ FLAGS = (
     Flag("join_secret_file", DEVICE, "FILE", "Secret that both hosts know.", SECRET_VARIABLE),
     Flag("step_timeout", DEVICE, "SECONDS", "A step that takes longer is a fault."),
     Flag("log_level", DEVICE, "LEVEL", f"{one_of(LOG_LEVELS)}."),
+    Flag("log_format", DEVICE, "FORM", "text, or json: one object on each line, also of cores and workers."),
 )
 SWITCHES = {
     "log_requests",
@@ -302,7 +318,7 @@ def _annotation(entry: Flag) -> Any:
     shown: dict[str, Any] = {"help": entry.help_text, "rich_help_panel": entry.panel}
     if entry.name in SWITCHES:
         off = "" if entry.name in OPT_INS else f"/--no-{name[2:]}"
-        return Annotated[bool | None, typer.Option(name + off, **shown)]
+        return Annotated[bool | None, typer.Option(*filter(None, (name + off, entry.alias)), **shown)]
     rule = RULES[entry.name]
     if isinstance(rule, Choice):
         shown["autocompletion"] = _completion(rule.names)

@@ -1,17 +1,20 @@
-"""Show progress on stderr: as a bar on a terminal, as one timed line per phase elsewhere."""
+"""Show progress on stderr: as a bar on a terminal, as timed lines elsewhere, in the log if that is JSON."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from typing import TYPE_CHECKING
 
+from pypto_serving.logs import with_fields, writes_json
 from pypto_serving.util import format_size
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 
+logger = logging.getLogger("pypto_serving.api")
 _SHOWN = {
     "digests": "digesting weights",
     "weights": "loading weights",
@@ -31,7 +34,7 @@ class LoadProgress:
     """
 
     def __init__(self) -> None:
-        self._bar = _start_bar() if sys.stderr.isatty() else None
+        self._bar = _start_bar() if sys.stderr.isatty() and not writes_json() else None
         self._task: TaskID | None = None
         self._phase = ""
         self._since_s = time.monotonic()
@@ -62,7 +65,11 @@ class LoadProgress:
         now_s = time.monotonic()
         if self._bar is None:
             shown = _SHOWN.get(self._phase, self._phase)
-            print(f"{shown}: {now_s - self._since_s:.2f} s", file=sys.stderr, flush=True)
+            took_s = now_s - self._since_s
+            if writes_json():
+                logger.info("%s: %.2f s", shown, took_s, extra=with_fields(phase=self._phase, took_s=took_s))
+            else:
+                print(f"{shown}: {took_s:.2f} s", file=sys.stderr, flush=True)
         self._phase, self._since_s = "", now_s
 
 

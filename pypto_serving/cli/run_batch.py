@@ -43,7 +43,7 @@ def run_batch(
     from pypto_serving.setup.defaults import QUIET_DEFAULTS
     from pypto_serving.setup.prepare import model_spec, prepare
 
-    configure_logging(options.log_level or QUIET_DEFAULTS["log_level"])
+    configure_logging(options, QUIET_DEFAULTS)
     model = model_spec(options)
     resolved = prepare(options, model, QUIET_DEFAULTS, serves=False)
     uvloop.run(_run(resolved, serving_config(resolved.server, model), input_file, output_file))

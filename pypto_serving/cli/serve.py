@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ from pypto_serving.cli import STARTED_S
 from pypto_serving.cli.help import HelpCommand
 from pypto_serving.cli.options import ALL_PANELS, takes_options
 from pypto_serving.errors import EXIT_OK, ConfigError, UnavailableError
+from pypto_serving.logs import configure as configure_logs
+from pypto_serving.logs import with_fields, writes_json
 from pypto_serving.setup.options import Options
 from pypto_serving.setup.resolver import Resolved
 from pypto_serving.setup.settings import Setting
@@ -67,14 +70,19 @@ def _run(options: Options) -> None:
     from pypto_serving.setup.defaults import DEFAULTS
     from pypto_serving.setup.prepare import model_spec, prepare
 
-    configure_logging(options.log_level or DEFAULTS["log_level"])
+    configure_logging(options, DEFAULTS)
     options = with_given_socket(options)
     model = model_spec(options)
     resolved = prepare(options, model)
     check_address(options, resolved.server)
     serving = serving_config(resolved.server, model)
-    typer.secho(f"pypto-serving {__version__}", bold=True, err=True)
-    report.show(with_chat(resolved, serving), model, err=True)
+    resolved = with_chat(resolved, serving)
+    if writes_json():
+        settings = {each.name: each.value for each in resolved.settings}
+        logger.info("pypto-serving %s", __version__, extra=with_fields(settings=settings))
+    else:
+        typer.secho(f"pypto-serving {__version__}", bold=True, err=True)
+        report.show(resolved, model, err=True)
     with suppress(asyncio.CancelledError):  # told to stop before the HTTP server was there
         uvloop.run(_serve(options, resolved, serving))
 
@@ -246,9 +254,9 @@ def with_chat(resolved: Resolved, serving: ServingConfig) -> Resolved:
     return msgspec.structs.replace(resolved, settings=settings)
 
 
-def configure_logging(level: str) -> None:
-    """Log to stderr at `level`."""
-    form = "%(asctime)s %(levelname)s api: %(message)s"
-    logging.basicConfig(level=level.upper(), format=form, datefmt="%H:%M:%S")
+def configure_logging(options: Options, defaults: Mapping[str, Any]) -> None:
+    """Log to stderr as `options` ask, else as `defaults` say."""
+    level: str = options.log_level or defaults["log_level"]
+    configure_logs("api", level, options.log_format or defaults["log_format"])
     if level != "debug":
         logging.getLogger("uvicorn").setLevel(logging.WARNING)

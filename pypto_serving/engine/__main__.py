@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 import sys
 import time
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 from pypto_serving.engine.core import EngineCore
 from pypto_serving.engine.executor import ProcessExecutor
 from pypto_serving.ipc import Parent, SocketChannel, run_child
+from pypto_serving.logs import configure as configure_logs
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import ToCore
 from pypto_serving.types.start import CoreStart
@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 def run(parent: Parent[CoreStart]) -> None:
     """Run turns until told to stop, and sleep while nothing happens. Then finish stores, for at most FLUSH_S."""
     start = parent.start
-    logging.basicConfig(
-        level=start.config.log_level.upper(), format="%(asctime)s %(levelname)s core: %(message)s", datefmt="%H:%M:%S"
-    )
+    configure_logs(start.config.process_name("core"), start.config.log_level, start.config.log_format)
     channel: SocketChannel[ToCore] = SocketChannel(socket.socket(fileno=start.channel), ToCore)
     executor = ProcessExecutor(start.config, (start.descendants,))
     publisher = open_publisher(start.config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from pypto_serving.engine.executor import Event, Executor, GaveUp, WorkerDown
@@ -9,6 +10,7 @@ from pypto_serving.errors import ConfigError
 from pypto_serving.ipc import Channel, ChildProgress
 from pypto_serving.kv.events import EventLog
 from pypto_serving.kv.manager import KVCacheManager
+from pypto_serving.logs import of_request
 from pypto_serving.sched.scheduler import Scheduler
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import (
@@ -28,6 +30,8 @@ from pypto_serving.types.stats import StepStats
 from pypto_serving.types.step import WorkerHello
 from pypto_serving.types.tier import TransferReport
 from pypto_serving.util import Clock
+
+log = logging.getLogger(__name__)
 
 SHUTTING_DOWN = RequestFault(503, "unavailable", "the server is shutting down")
 if TYPE_CHECKING:
@@ -113,7 +117,11 @@ class EngineCore:
         elif isinstance(event, WorkerDown):
             self._ready = False
             self._num_respawns += 1
+            log_ids = self.scheduler.log_ids_in_flight()
             given_up = self.scheduler.worker_lost(now_s)
+            for output in given_up:
+                if output.fault is not None:
+                    log.error("%s", output.fault.message, extra=of_request(log_ids[output.request_id]))
             if given_up:
                 self._executor.forgive()
             self._outputs += given_up

@@ -50,6 +50,7 @@ class Loading:
             self._ended_s = now_s
         self._queue.remove(request)
         request.status = Status.WAITING_FOR_KV
+        request.load_since_s = now_s
         self._waiting[request.id] = request
 
     def put_off(self, request: Request, now_s: float) -> bool:
@@ -91,6 +92,7 @@ class Loading:
             request = self._waiting.pop(request_id, None)
             if request is not None:
                 self._has_room = True
+                request.loaded(now_s)
                 request.status = Status.WAITING
                 self._queue.push(request)
                 if self._kv.holds_fill(request_id):

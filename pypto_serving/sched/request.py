@@ -14,6 +14,8 @@ from pypto_serving.types.tokens import pack_ids, unpack_ids
 
 PLAIN_TRAITS = BackendTraits()
 
+MAX_NOTED_LOADS = 4
+
 LOWEST_TEMPERATURE = 1e-5
 """Below this temperature a request is greedy, since dividing float32 logits by less could overflow."""
 
@@ -57,6 +59,8 @@ class Request:
         "id",
         "last_step",
         "life",
+        "load_since_s",
+        "loads",
         "max_tokens",
         "num_cached_tokens",
         "num_committed",
@@ -101,6 +105,13 @@ class Request:
         self.last_step = 0
         self.scheduled_s = 0.0
         self.first_token_s = 0.0
+        self.load_since_s = 0.0
+        self.loads: list[float] = []
+
+    def loaded(self, now_s: float) -> None:
+        """Record the wait for a KV load that ends; of later ones than the first MAX_NOTED_LOADS there is no record."""
+        if len(self.loads) < 2 * MAX_NOTED_LOADS:
+            self.loads += self.load_since_s, now_s
 
     @property
     def num_tokens(self) -> int:
@@ -158,4 +169,5 @@ class Request:
     def timeline(self, now_s: float) -> Timeline:
         """Return the times of a request that ends at `now_s`."""
         first_token_s = self.first_token_s or now_s
-        return Timeline(self.source.arrival_s, self.scheduled_s, first_token_s, now_s, self.num_preemptions)
+        arrival_s, loads = self.source.arrival_s, tuple(self.loads)
+        return Timeline(arrival_s, self.scheduled_s, first_token_s, now_s, self.num_preemptions, loads)

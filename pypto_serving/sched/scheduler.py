@@ -277,6 +277,11 @@ class Scheduler:
 
     # Views.
 
+    def log_ids_in_flight(self) -> dict[str, str]:
+        """Return what names the requests of steps in flight in logs, by their ids."""
+        requests = [entry.request for step in self._in_flight for entry in step.scheduled]
+        return {request.id: request.source.log_id for request in requests}
+
     @property
     def num_running(self) -> int:
         return len(self._places.running)

@@ -130,6 +130,7 @@ def new_row(request: Request, block_table: Sequence[Sequence[int]]) -> NewRow:
         num_computed=request.num_computed_tokens,
         blocks=tuple(pack_list(ids) for ids in block_table),
         sampling=request.row_sampling(),
+        log_id=request.source.log_id,
     )
 
 

@@ -27,7 +27,10 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "trust_request_chat_template": default_of(ServerConfig, "trust_request_chat_template"),
         "drain_timeout": default_of(ServerConfig, "drain_timeout_s"),
         "max_body_bytes": default_of(ServerConfig, "max_body_bytes"),
+        "access_log": default_of(ServerConfig, "access_log"),
         "log_requests": default_of(ServerConfig, "log_requests"),
+        "max_log_len": default_of(ServerConfig, "max_log_len"),
+        "otlp_traces_endpoint": False,
         "client_priority": default_of(ServerConfig, "client_priority"),
         "max_queued_requests": default_of(EngineConfig, "max_queued_requests"),
         "max_queued_tokens": default_of(EngineConfig, "max_queued_tokens"),
@@ -54,6 +57,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "join_address": False,
         "step_timeout": default_of(FaultConfig, "step_timeout_s"),
         "log_level": default_of(EngineConfig, "log_level"),
+        "log_format": default_of(EngineConfig, "log_format"),
     }
 )
 """By the name of the option; False where it is off."""

@@ -43,7 +43,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     available_bytes: memory that can be allocated now without swapping, within a container's limit.
     num_cpus: CPUs that it may use at once; nodes: NUMA nodes of all that it may use.
     kernels: instruction sets that the CPU kernels were built for and this machine runs, best first.
-    torch, mooncake, pypto: whether they are installed; npu: whether there is an Ascend device.
+    torch, mooncake, pypto, otel (OpenTelemetry): whether they are installed; npu: whether there is an Ascend device.
     cache_dir: folder for files that may be deleted at any time; empty if the user has none.
     kv_disk: facts about the folder of the disk tier, if one is wanted.
     """
@@ -55,6 +55,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     kernels: tuple[str, ...] = ()
     torch: bool = True
     mooncake: bool = True
+    otel: bool = True
     pypto: bool = False
     npu: bool = False
     cache_dir: str = ""

@@ -9,12 +9,14 @@ from typing import Any
 import msgspec
 
 from pypto_serving.errors import ConfigError
+from pypto_serving.logs import LogFormat
 from pypto_serving.setup.rules import RULES, SERVER_OPTIONS, Rule, Switch, Text, Texts
 from pypto_serving.types.drafts import Speculation
 from pypto_serving.types.server_url import KEY_VARIABLES
 from pypto_serving.util import brief
 
 ALIASES = {
+    "enable_log_requests": "log_requests",
     "device": "backend",
     "dp": "data_parallel_size",
     "tp": "tensor_parallel_size",
@@ -62,6 +64,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     join_secret_file: str | None = None
     seed: int | None = None
     log_level: str | None = None
+    log_format: LogFormat | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -94,7 +97,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     step_timeout: float | None = None
     max_body_bytes: int | None = None
     batch_dir: str | None = None
+    access_log: bool | None = None
     log_requests: bool | None = None
+    max_log_len: int | None = None
+    otlp_traces_endpoint: str | None = None
     client_priority: bool | None = None
     api_key_file: str = ""
     config_file: str = ""

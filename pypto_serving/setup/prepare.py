@@ -48,12 +48,20 @@ def prepare(
             "slower; with a compiler, install again (after `make clean` in a checkout)"
         )
     kv_disk = read_disk_facts(Path(options.kv_disk)) if options.kv_disk else None
-    facts = {**installed, "kernels": kernels, "npu": has_npu(), "kv_disk": kv_disk}
+    facts = {**installed, "otel": _has_otel(), "kernels": kernels, "npu": has_npu(), "kv_disk": kv_disk}
     host = msgspec.structs.replace(read_host_facts(), cache_dir=read_cache_dir(), **facts)
     resolved = resolve(options, model, host, defaults, serves)
     for warning in resolved.warnings:
         logger.warning(warning)
     return resolved
+
+
+def _has_otel() -> bool:
+    """Return whether OpenTelemetry's SDK and the exporter of its protocol are installed."""
+    try:
+        return all(map(importlib.util.find_spec, ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc")))
+    except ModuleNotFoundError:  # of a package around them
+        return False
 
 
 def _is_file(path: str) -> bool:

@@ -32,7 +32,7 @@ from pypto_serving.setup.without_torch import require_torch
 from pypto_serving.types.config import EngineConfig, FaultConfig, ServerConfig
 from pypto_serving.types.model import ModelSpec, default_model_name
 from pypto_serving.types.tier import TierConfig
-from pypto_serving.util import format_size
+from pypto_serving.util import format_size, install_extra
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +111,7 @@ def resolve(
     server = _server(settings, model)
     if serves:
         _check_server(settings, engines, server)
+        _check_traces(options, host)
     return Resolved(
         engines=engines,
         server=server,
@@ -195,6 +196,7 @@ def _process(settings: Settings) -> dict[str, Any]:
     return {
         "seed": settings.pick_fixed("seed"),
         "log_level": settings.pick_fixed("log_level"),
+        "log_format": settings.pick_fixed("log_format"),
         "faults": FaultConfig(step_timeout_s=settings.pick_fixed("step_timeout")),
     }
 
@@ -226,7 +228,10 @@ def _server(settings: Settings, model: ModelSpec) -> ServerConfig:
         reasoning_parser=settings.pick_fixed("reasoning_parser"),
         trust_request_chat_template=settings.pick_fixed("trust_request_chat_template"),
         drain_timeout_s=settings.pick_fixed("drain_timeout"),
+        access_log=settings.pick_fixed("access_log"),
         log_requests=settings.pick_fixed("log_requests"),
+        max_log_len=settings.pick_fixed("max_log_len"),
+        otlp_traces_endpoint=settings.pick_fixed("otlp_traces_endpoint", "default: off") or "",
         client_priority=settings.pick_fixed("client_priority"),
         allowed_origins=origins,
         max_body_bytes=max_body_bytes,
@@ -243,6 +248,12 @@ def _listening(settings: Settings) -> dict[str, str]:
     if options.ssl_keyfile and not options.ssl_certfile:
         raise ConfigError(f"{options.label('ssl_keyfile')} needs {options.label('ssl_certfile', beside='ssl_keyfile')}")
     return {name: settings.pick_fixed(name, "default: off") or "" for name in ("uds", "ssl_certfile", "ssl_keyfile")}
+
+
+def _check_traces(options: Options, host: HostFacts) -> None:
+    if options.otlp_traces_endpoint is not None and not host.otel:
+        given = f"{options.label('otlp_traces_endpoint')} is {options.otlp_traces_endpoint}"
+        raise ConfigError(f"{given}, but OpenTelemetry is not installed; drop it, or {install_extra('otel')}")
 
 
 def _check_server(settings: Settings, engines: Sequence[EngineConfig], server: ServerConfig) -> None:

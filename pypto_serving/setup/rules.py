@@ -10,6 +10,7 @@ from typing import Any, Protocol, get_args
 import msgspec
 
 from pypto_serving.backend.defaults import BACKEND_DEFAULTS
+from pypto_serving.logs import LogFormat
 from pypto_serving.types.config import Activations, Head
 from pypto_serving.types.drafts import DEFAULT_DRAFTS, LONGEST_MATCH, MAX_DRAFTS, Speculation
 from pypto_serving.types.model import SERVING_DTYPES
@@ -35,6 +36,7 @@ TOOL_CALL_PARSERS = (
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1", "mistral")
 DTYPES = ("auto", *SERVING_DTYPES)
 SPEC_METHODS = ("ngram", "mtp")
+LOG_FORMATS = get_args(LogFormat)
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 MAX_TOKENS = 2**31 - 1
 MAX_KV_BYTES = 1 << 60
@@ -256,6 +258,20 @@ class PoolUrl:
 
 
 @dataclass(frozen=True)
+class TracesUrl:
+    """Where a collector takes traces in the OpenTelemetry protocol."""
+
+    allowed: str = "the URL of a collector, such as http://127.0.0.1:4317, https://HOST:PORT or grpc://HOST:PORT"
+
+    def parse(self, value: object) -> str:
+        url = Text().parse(value)
+        found = re.fullmatch(r"(?:https?|grpc)://(?:\[[^\s\]/]+\]|[^\s:/@]+)(?::([0-9]{1,5}))?(?:/\S*)?", url)
+        if found is None or not 0 < int(found[1] or 1) <= MAX_PORT:
+            raise ValueError
+        return url
+
+
+@dataclass(frozen=True)
 class Memory:
     """A size, kept as int bytes, or a fraction in (0, 1), kept as float."""
 
@@ -329,7 +345,10 @@ SERVER_OPTIONS = frozenset(
         "drain_timeout",
         "max_body_bytes",
         "batch_dir",
+        "access_log",
         "log_requests",
+        "max_log_len",
+        "otlp_traces_endpoint",
         "client_priority",
         "trust_request_chat_template",
         "allowed_origins",
@@ -360,6 +379,7 @@ RULES: dict[str, Rule] = {
     "join_secret_file": Text(),
     "seed": Whole(0, 2**63 - 1),
     "log_level": Choice(LOG_LEVELS),
+    "log_format": Choice(LOG_FORMATS),
     "max_model_len": Whole(2, MAX_TOKENS),
     "max_num_seqs": Whole(1, 65536),
     "max_num_batched_tokens": Whole(1, 1 << 20),
@@ -392,7 +412,10 @@ RULES: dict[str, Rule] = {
     "step_timeout": Seconds(86400),
     "max_body_bytes": Size(),
     "batch_dir": Text(),
+    "access_log": Switch(),
     "log_requests": Switch(),
+    "max_log_len": Whole(0, MAX_TOKENS),
+    "otlp_traces_endpoint": TracesUrl(),
     "client_priority": Switch(),
     "allowed_origins": Origins(),
 }

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from pypto_serving.errors import ConfigError
+from pypto_serving.logs import LogFormat
 from pypto_serving.parallel.placement import Placement
 from pypto_serving.parallel.topology import Topology
 from pypto_serving.types.drafts import NgramConfig
@@ -121,6 +122,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_events: str = ""
     kv_events_replay: str = ""
     log_level: str = "info"
+    log_format: LogFormat = "text"
     faults: FaultConfig = FaultConfig()
     worker_module: str = "pypto_serving.worker"
     backend_options: dict[str, Any] = {}
@@ -152,6 +154,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def placement(self, rank: int) -> Placement:
         """Return where the rank of this index runs."""
         return self.placements[rank] if self.placements else Placement(num_threads=self.num_threads)
+
+    def process_name(self, kind: str) -> str:
+        """Return the name of a process of this replica in logs; only further replicas have numbers."""
+        return f"{kind} {self.replica}" if self.replica else kind
 
     @property
     def max_unfinished(self) -> int:
@@ -206,6 +212,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     uds: path of a Unix socket, in place of host and port; empty for none.
     ssl_certfile, ssl_keyfile: files of the certificate and of its key, if it is not in there too; empty for no TLS.
     api_key_file: where the keys were read; empty for elsewhere.
+    access_log: whether each HTTP answer is logged.
+    log_requests, max_log_len: whether each request for an answer is, with so many characters of its prompts.
+    otlp_traces_endpoint: where traces are sent; empty for no traces.
     client_priority: whether requests may name a priority.
     tool_call_parser, reasoning_parser: "auto" chooses by the model, "none" parses nothing.
     trust_request_chat_template: whether requests may bring a chat template.
@@ -225,7 +234,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: str = "auto"
     trust_request_chat_template: bool = False
     drain_timeout_s: float = 30.0
+    access_log: bool = False
     log_requests: bool = False
+    max_log_len: int = 0
+    otlp_traces_endpoint: str = ""
     client_priority: bool = True
     allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = 64 << 20

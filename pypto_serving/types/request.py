@@ -23,6 +23,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
     - Times are seconds of the host's monotonic clock. A request that is unfinished at `deadline_s` is ended.
     - A lower `priority` is served earlier.
     - Cached prefixes are shared only between requests with the same `cache_salt`.
+    - `http_id` is the id of the HTTP request in logs; empty where there is none.
     """
 
     request_id: str
@@ -35,6 +36,12 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
     arrival_s: float = 0.0
     deadline_s: float | None = None
     cache_salt: str = ""
+    http_id: str = ""
+
+    @property
+    def log_id(self) -> str:
+        """Return the id that names the request in logs."""
+        return self.http_id or self.request_id
 
 
 class EnginePrompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -113,7 +120,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Timeline(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Times of a request's arrival, first step, first token and end, in seconds of the host's monotonic clock.
 
-    Of a request without output tokens, `first_token_s` is `finished_s`.
+    Of a request without output tokens, `first_token_s` is `finished_s`; of one that never started, `scheduled_s` is 0.
+    `loads` has the begin and the end of its first waits for KV loads, one after the other.
     """
 
     arrival_s: float
@@ -121,6 +129,7 @@ class Timeline(msgspec.Struct, frozen=True, array_like=True, gc=False):
     first_token_s: float
     finished_s: float
     num_preemptions: int = 0
+    loads: tuple[float, ...] = ()
 
 
 class RequestFault(msgspec.Struct, frozen=True, array_like=True, gc=False):

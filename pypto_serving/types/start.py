@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pypto_serving.logs import LogFormat
 from pypto_serving.parallel.placement import NumaNode
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.tier import Tier
@@ -49,6 +50,7 @@ class HostJoin(msgspec.Struct, frozen=True):
     cache_dir: str
     nodes: tuple[NumaNode, ...]
     num_threads: int
+    log_format: LogFormat = "text"
 
 
 class CoreStart(msgspec.Struct, frozen=True):

@@ -19,6 +19,7 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A request that starts on a worker: its known tokens, how many are computed, and block ids per group.
 
     Block id 0 is the null block, which is never read. Blocks from position `num_computed` on are fresh.
+    `log_id` names the request in logs.
     """
 
     row: int
@@ -27,6 +28,7 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_computed: int
     blocks: tuple[bytes, ...]
     sampling: RowSampling
+    log_id: str = ""
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):

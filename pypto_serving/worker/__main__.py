@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 import sys
 import time
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pypto_serving.backend import BACKENDS
 from pypto_serving.backend.base import Backend, Program
 from pypto_serving.ipc import Parent, SocketChannel, run_child
+from pypto_serving.logs import configure as configure_logs
 from pypto_serving.store.base import Store
 from pypto_serving.store.disk import open_disk
 from pypto_serving.store.host import HostStore
@@ -30,16 +30,14 @@ Wrap = Callable[[Runner], PlanExecutor]
 def run(parent: Parent[WorkerStart], wrap: Wrap = lambda runner: runner) -> None:
     """Open the backend, allocate its buffers, prepare the program, then open the channel and serve."""
     start, started_s = parent.start, time.monotonic()
-    logging.basicConfig(
-        level=start.config.log_level.upper(), format="%(asctime)s %(levelname)s worker: %(message)s", datefmt="%H:%M:%S"
-    )
-    backend: Backend = BACKENDS.load(start.config.backend)(start.config)
+    config = start.config
+    configure_logs(config.process_name("worker"), config.log_level, config.log_format)
+    backend: Backend = BACKENDS.load(config.backend)(config)
     backend.descendants = start.descendants
     buffers = backend.allocate()
     program = backend.prepare(parent.progress)
     backend.watch(parent.fault)
     backend.pin_main_thread()
-    config = start.config
     runner = wrap(Runner(program, buffers, config.vocab_size, config.num_drafts, config.model, ngram=config.ngram))
     stores = open_stores(program, start)
     greeting = hello(program, start.epoch, time.monotonic() - started_s, inventories(stores, start.left_out))

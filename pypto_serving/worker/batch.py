@@ -91,6 +91,7 @@ class RowBatch:
         self.ahead: Int32Array = np.zeros(rows, dtype=np.int32)
         self.samplers = RowSamplers(self.tokens, vocab_size, traits.max_drafts)
         self.scoring = PromptScoring()
+        self.log_ids = [""] * rows
         processes = partial(guide_process, model_dir, vocab_size, rows, traits.max_drafts)
         self.guides = RowGuides(processes, self.samplers.masks)
         self._lives: Int32Array = np.zeros(rows, dtype=np.int32)
@@ -130,6 +131,7 @@ class RowBatch:
     def _add(self, new: NewRow, fresh: list[list[Int32Array]]) -> None:
         tokens = unpack_ids(new.token_ids)
         self.tokens[new.row, : len(tokens)] = tokens
+        self.log_ids[new.row] = new.log_id
         self.num_tokens[new.row] = len(tokens)
         self.num_computed[new.row] = new.num_computed
         self.ahead[new.row] = 0

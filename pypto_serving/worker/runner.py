@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
+from http import HTTPStatus
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -14,6 +16,7 @@ import msgspec
 from pypto_serving.backend.base import Program, StepBuffers, StepOutput
 from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.errors import ConfigError
+from pypto_serving.logs import of_request
 from pypto_serving.types.arrays import Float32Array
 from pypto_serving.types.drafts import NgramConfig
 from pypto_serving.types.draws import Sampler
@@ -28,6 +31,8 @@ from pypto_serving.worker.draft.ngram import NgramDrafter
 from pypto_serving.worker.guides import Told
 from pypto_serving.worker.guiding.process import GuideProcess, MakeGuideProcess
 from pypto_serving.worker.scoring import num_logits, score
+
+logger = logging.getLogger(__name__)
 
 
 class PlanExecutor(Protocol):
@@ -152,6 +157,8 @@ class Runner:
             chosen = self._choose(dispatch, output, step.told[i])
             self.batch.advance(dispatch, chosen.counts, chosen.token_ids, chosen.accepted)
             found.append((dispatch, chosen))
+            if chosen.faults:
+                self._log(dispatch, chosen.faults)
             sampling_s += time.perf_counter() - computed_s
             if output.virtual_s is not None:
                 virtual_s = (virtual_s or 0.0) + output.virtual_s
@@ -164,6 +171,13 @@ class Runner:
         if self.batch.drafts is not None:
             self._measure(step, computing_s)
         return _result(step, found, times)
+
+    def _log(self, dispatch: Dispatch, faults: Iterable[RowFault]) -> None:
+        """Log the faults that no client is to blame for, of rows that have no new request since."""
+        rows = set(self.batch.still(dispatch).tolist())
+        for fault in faults:
+            if fault.status >= HTTPStatus.INTERNAL_SERVER_ERROR and fault.row in rows:
+                logger.error("%s", fault.message, extra=of_request(self.batch.log_ids[fault.row]))
 
     def _measure(self, step: _Step, elapsed_s: float) -> None:
         """Let drafts know how long a step of decodes alone took, once it was packed and was the oldest."""

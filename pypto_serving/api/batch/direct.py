@@ -14,6 +14,7 @@ from starlette.types import Message, Scope
 
 from pypto_serving.api.middleware import SERVER_SEND, Faults
 from pypto_serving.api.paths import VERSION
+from pypto_serving.logs import REQUEST_ID
 
 NOT_FOR_BATCHES = (f"{VERSION}/files", f"{VERSION}/batches")
 
@@ -72,8 +73,12 @@ class Direct:
             "query_string": b"",
             "headers": [(b"content-type", b"application/json")],
             "app": self._app,
-            "state": {"request_id": request_id},
+            "state": {"request_id": request_id, "trace": None},
             SERVER_SEND: send,
         }
-        await self._handle(scope, receive, send)
+        named = REQUEST_ID.set(request_id)
+        try:
+            await self._handle(scope, receive, send)
+        finally:
+            REQUEST_ID.reset(named)
         return Answer(status, request_id, bytes(written))

@@ -11,6 +11,7 @@ from http import HTTPStatus
 import msgspec
 
 from pypto_serving.api.generation.choice import Choice, Delta
+from pypto_serving.api.generation.ending import ABORTED, log_end, trace_end
 from pypto_serving.api.generation.errors import EngineFaultError
 from pypto_serving.api.generation.output import Output
 from pypto_serving.api.generation.request import GenerationRequest, check_num_choices, engine_requests
@@ -47,6 +48,7 @@ class Generation:
         "_observe_next",
         "_open",
         "_outputs",
+        "_request",
         "_service",
         "id",
         "scores",
@@ -54,6 +56,7 @@ class Generation:
 
     def __init__(self, service: Service, request: GenerationRequest) -> None:
         self.id = request.id
+        self._request = request
         self._service = service
         self._arrival_s = time.monotonic()
         self._observe_first = service.metrics.first_token.observe
@@ -136,6 +139,15 @@ class Generation:
         self._count_aborted(unfinished)
         self._outputs.close()
         self._service.admission.leave()
+        self._tell_end()
+
+    def _tell_end(self) -> None:
+        """Log the request and describe it in its trace, where these are on."""
+        service, request = self._service, self._request
+        if service.serving.log_requests:
+            log_end(request, self.choices, service.tokenizer, service.serving.max_log_len)
+        if request.trace is not None:
+            trace_end(request.trace, request, self.choices, service.model_name)
 
     def usage(self) -> Usage:
         """Count the tokens so far."""
@@ -149,10 +161,12 @@ class Generation:
         e2e_s = now_s - self._arrival_s
         timeline = choice.timeline
         if timeline is not None and output.finish_reason is None:  # a stop string ended it here
-            timeline = msgspec.structs.replace(timeline, finished_s=now_s)
+            timeline = choice.timeline = msgspec.structs.replace(timeline, finished_s=now_s)
         service.metrics.observe_finish(reason, choice.num_prompt, choice.num_tokens, e2e_s, timeline)
         self._remember(choice, reason, timeline)
         if output.fault is not None:
+            if self._request.trace is not None:
+                self._request.trace.fail(output.fault.code, output.fault.message)
             if output.fault.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                 self._given_up.append(choice)
             return EngineFaultError(output.fault)
@@ -178,10 +192,10 @@ class Generation:
     def _count_aborted(self, unfinished: list[Choice]) -> None:
         """Count `unfinished` choices, and log them with those that the engine gave up."""
         for choice in unfinished:
-            self._service.metrics.observe_finish("abort", choice.num_prompt, choice.num_tokens, 0.0, None)
+            self._service.metrics.observe_finish(ABORTED, choice.num_prompt, choice.num_tokens, 0.0, None)
             if choice.timeline is not None:
-                ended = msgspec.structs.replace(choice.timeline, finished_s=time.monotonic())
-                self._remember(choice, "abort", ended)
+                ended = choice.timeline = msgspec.structs.replace(choice.timeline, finished_s=time.monotonic())
+                self._remember(choice, ABORTED, ended)
         if cut := unfinished + self._given_up:
             tokens = sum(choice.num_tokens for choice in cut)
             choices = counted(len(cut), "unfinished choice")

@@ -17,6 +17,7 @@ from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.generation.seeds import SeedSource
 from pypto_serving.api.generation.structured import with_guide
 from pypto_serving.api.generation.truncation import truncate
+from pypto_serving.api.tracing import RequestTrace
 from pypto_serving.errors import RequestError
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import EngineRequest
@@ -53,6 +54,7 @@ class GenerationRequest:
     `id` is the beginning of every engine request's id. `params` are those of `fit_params`; `params.n` is the number of
     choices of each prompt. Lower `priority` is served earlier. Prefixes are shared within one `cache_salt`.
     `timeout_s` is what the client gave, `deadline_s` the monotonic time at which what is unfinished ends.
+    `http_id` names the HTTP request in logs; `trace` is told how the request ended.
     `keep_token_ids`, `tokens_as_ids`, `thinking`: see Choice. `scores` are those of `new_scores`.
     """
 
@@ -67,6 +69,8 @@ class GenerationRequest:
     thinking: Thinking | None = None
     timeout_s: float | None = None
     deadline_s: float | None = None
+    http_id: str = ""
+    trace: RequestTrace | None = None
 
     @property
     def num_choices(self) -> int:
@@ -183,6 +187,7 @@ def engine_requests(
                     arrival_s=arrival_s,
                     deadline_s=request.deadline_s,
                     cache_salt=request.cache_salt,
+                    http_id=request.http_id,
                 )
             )
     return made

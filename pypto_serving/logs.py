@@ -1,0 +1,85 @@
+"""Log lines of all processes, on stderr: text for people, or a JSON object on each line. Standard library only.
+
+A line that belongs to a request names it: by the task that writes it (`REQUEST_ID`), or by `of_request` where one
+process works for many requests at once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import Any, Literal
+
+LogFormat = Literal["text", "json"]
+
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+"""The id of the HTTP request that the current task serves."""
+_OWN = "own_fields"
+
+
+def configure(process: str, level: str, form: LogFormat) -> None:
+    """Write the lines of this process from `level` on, in which it is named `process`; warnings of Python too."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines(process) if form == "json" else TextLines(process))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+    logging.captureWarnings(True)
+
+
+def of_request(request_id: str, **fields: Any) -> Mapping[str, Any]:
+    """Return the argument `extra` of a line about a request; `fields` are for JSON alone."""
+    return {"request_id": request_id, _OWN: fields}
+
+
+def with_fields(**fields: Any) -> Mapping[str, Any]:
+    """Return the argument `extra` of a line whose JSON has `fields` beside the message."""
+    return {_OWN: fields}
+
+
+def writes_json() -> bool:
+    """Return whether this process's lines are JSON."""
+    return any(isinstance(handler.formatter, JsonLines) for handler in logging.root.handlers)
+
+
+def _request_id(record: logging.LogRecord) -> str:
+    found: str = getattr(record, "request_id", "") or REQUEST_ID.get()
+    return found
+
+
+class TextLines(logging.Formatter):
+    """Time, level, process, in brackets the id of a request, and the message."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__(f"%(asctime)s %(levelname)s {process}%(of)s: %(message)s", "%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        request_id = _request_id(record)
+        record.of = f" [{request_id}]" if request_id else ""
+        return super().format(record)
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object on each line: time (UTC), level, process, message, id of the request, trace of the error.
+
+    Fields of single lines stand beside these.
+    """
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{whole}.{int(record.msecs):03}Z",
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "message": record.getMessage(),
+        }
+        if request_id := _request_id(record):
+            line["request_id"] = request_id
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(getattr(record, _OWN, {}) | line, default=str)
