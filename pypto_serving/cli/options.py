@@ -118,7 +118,6 @@ FLAGS = (
     Flag("drain_timeout", SERVER, "SECONDS", "Time to finish admitted requests when told to stop."),
     Flag("access_log", SERVER, "", "Log one line per HTTP answer."),
     Flag(
-        "access_log",
         "log_requests",
         SERVER,
         "",
@@ -254,6 +253,7 @@ FLAGS = (
     Flag("log_format", DEVICE, "FORM", "text, or json: one object on each line, also of cores and workers."),
 )
 SWITCHES = {
+    "access_log",
     "log_requests",
     "client_priority",
     "trust_request_chat_template",

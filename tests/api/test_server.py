@@ -136,17 +136,6 @@ def test_request_ids(server: RunningServer) -> None:
     assert all(len(request_id) == 32 for request_id in made)
 
 
-def test_requests_are_logged_only_on_demand(
-    start: Callable[..., RunningServer], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "pypto_serving.api")
-    start().http.get("/version")
-    assert "first byte" not in caplog.text
-    start(log_requests=True).http.get("/version", headers={"x-request-id": "mine-2"})
-    assert "GET '/version' 200" in caplog.text
-    assert "mine-2" in caplog.text
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("tokens", [0, 9])
 def test_a_disconnect_aborts_the_request(
