@@ -172,11 +172,11 @@ def _new_exporter(endpoint: str) -> SpanExporter:
 def _quieten(endpoint: str) -> None:
     """Have the warnings of the SDK and its exporters logged in one line, and rarely."""
     root = logging.getLogger("opentelemetry")
-    root.handlers = [_Complaints(endpoint)]
+    root.handlers = [Complaints(endpoint)]
     root.propagate = False
 
 
-class _Complaints(logging.Handler):
+class Complaints(logging.Handler):
     """Logs one of the warnings that come in QUIET_S: a collector that is gone has its exporter warn at each try."""
 
     def __init__(self, endpoint: str) -> None:

@@ -1,0 +1,160 @@
+"""Traces: what reaches a collector of the OpenTelemetry protocol."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from tests.api.running import CHAT, COMPLETIONS, RunningServer
+from tests.api.scripted_engine import Script
+
+pytest.importorskip("opentelemetry.sdk", reason="needs the extra otel (pip install '.[otel]')")
+pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="needs the extra otel (pip install '.[otel]')")
+
+from pypto_serving.api.tracing import CLOSE_S, MAX_CHILDREN, Complaints, Tracing
+from pypto_serving.types.request import RequestFault
+from tests.collector import Collector, attributes_of
+
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+CLIENT = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "mine-7"}
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    with Collector() as running:
+        yield running
+
+
+def requests(spans: list[Any]) -> list[Any]:
+    return [span for span in spans if span.name == "llm_request"]
+
+
+def test_a_request_continues_the_trace_of_its_client(collector: Collector, start: Callable[..., RunningServer]) -> None:
+    server = start(otlp_traces_endpoint=collector.grpc_url)
+    body = {"prompt": "hello", "max_tokens": 5, "temperature": 0.5}
+    answer = server.http.post(COMPLETIONS, json=body, headers=CLIENT).json()
+    spans = collector.wait_for(requests)
+    (request,) = requests(spans)
+    assert (request.trace_id.hex(), request.parent_span_id.hex()) == (TRACE, PARENT)
+    assert (request.kind, request.status.code) == (request.SPAN_KIND_SERVER, request.status.STATUS_CODE_UNSET)
+    children = {span.name: span for span in spans if span is not request}
+    assert set(children) == {"queue", "prefill", "decode"}
+    assert {child.parent_span_id for child in children.values()} == {request.span_id}
+    assert {span.trace_id.hex() for span in spans} == {TRACE}
+    in_order = [children[name] for name in ("queue", "prefill", "decode")]
+    for before, after in pairwise(in_order):
+        assert before.start_time_unix_nano <= before.end_time_unix_nano == after.start_time_unix_nano
+    assert abs(request.end_time_unix_nano - time.time_ns()) < 60e9
+    found, usage = attributes_of(request), answer["usage"]
+    expected = {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.request.id": "mine-7",
+        "gen_ai.request.model": "tiny",
+        "gen_ai.request.max_tokens": 5,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.n": 1,
+        "gen_ai.response.id": answer["id"],
+        "gen_ai.response.finish_reasons": ["length"],
+        "gen_ai.usage.prompt_tokens": usage["prompt_tokens"],
+        "gen_ai.usage.input_tokens": usage["prompt_tokens"],
+        "gen_ai.usage.completion_tokens": usage["completion_tokens"],
+        "gen_ai.usage.output_tokens": usage["completion_tokens"],
+        "http.response.status_code": 200,
+    }
+    assert {name: found[name] for name in expected} == expected
+    latency = {name: found[f"gen_ai.latency.{name}"] for name in ("time_in_queue", "time_to_first_token", "e2e")}
+    assert latency["time_in_queue"] <= latency["time_to_first_token"] <= latency["e2e"]
+    assert "hello" not in str(spans)
+    assert collector.resource["service.name"] == "pypto-serving"
+
+
+def test_the_sdks_variables_choose_protocol_and_service(
+    collector: Collector, start: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+    server = start(otlp_traces_endpoint=collector.http_url)
+    body = {"messages": [{"role": "user", "content": "hello"}], "stream": True, "max_tokens": 3, "n": 2}
+    assert server.post(CHAT, body).status_code == 200
+    spans = collector.wait_for(requests)
+    assert set(collector.paths) == {"/v1/traces"}
+    assert collector.resource["service.name"] == "mine"
+    assert attributes_of(requests(spans)[0])["gen_ai.operation.name"] == "chat"
+    assert sorted(attributes_of(span)["gen_ai.choice.index"] for span in spans if span.name == "decode") == [0, 1]
+
+
+def test_what_is_not_sampled_is_not_traced(collector: Collector, start: Callable[..., RunningServer]) -> None:
+    server = start(otlp_traces_endpoint=collector.grpc_url)
+    body = {"prompt": "hello", "max_tokens": 1}
+    unsampled = {"traceparent": f"00-{TRACE}-{PARENT}-00"}
+    assert server.http.post(COMPLETIONS, json=body, headers=unsampled).status_code == 200
+    assert server.http.get("/health").status_code == 200
+    assert server.post(COMPLETIONS, body).status_code == 200
+    (request,) = requests(collector.wait_for(requests))
+    assert request.trace_id.hex() != TRACE and not request.parent_span_id
+
+
+def test_failures_are_errors_and_refusals_are_not(collector: Collector, start: Callable[..., RunningServer]) -> None:
+    server = start(otlp_traces_endpoint=collector.grpc_url)
+    assert server.http.post(COMPLETIONS, json={"prompt": ""}).status_code == 400
+    server.engine.script = lambda request: Script([], fault=RequestFault(500, "request_failed", "it failed"))
+    assert server.http.post(COMPLETIONS, json={"prompt": "hello", "stream": True}).status_code == 200
+    spans = collector.wait_for(lambda spans: len(requests(spans)) == 2)
+    refused, failed = requests(spans)
+    assert attributes_of(refused)["http.response.status_code"] == 400
+    assert refused.status.code == refused.status.STATUS_CODE_UNSET
+    assert (failed.status.code, failed.status.message) == (failed.status.STATUS_CODE_ERROR, "it failed")
+    assert attributes_of(failed)["error.type"] == "request_failed"
+
+
+def test_a_request_has_a_bounded_number_of_spans(collector: Collector, start: Callable[..., RunningServer]) -> None:
+    server = start(otlp_traces_endpoint=collector.grpc_url)
+    assert server.post(COMPLETIONS, {"prompt": "hello", "max_tokens": 1, "n": 64}).status_code == 200
+    spans = collector.wait_for(requests)
+    assert 3 < len(spans) <= 1 + MAX_CHILDREN
+    assert len(attributes_of(requests(spans)[0])["gen_ai.response.finish_reasons"]) == 64
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
+def test_a_collector_that_is_gone_holds_up_nothing(
+    protocol: str,
+    start: Callable[..., RunningServer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its queue is full at once; the server answers, and ends in time."""
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "8")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol)
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent:  # takes connections, says nothing
+        server = start(otlp_traces_endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        for _ in range(12):
+            assert server.post(COMPLETIONS, {"prompt": "hello", "max_tokens": 1}).status_code == 200
+        queue = server.service.tracing._provider._active_span_processor._span_processors[0]._batch_processor._queue
+        assert len(queue) <= 8
+        began_s = time.monotonic()
+        server.stop()
+        assert time.monotonic() - began_s < CLOSE_S + 5
+
+
+def test_the_exporters_complaints_are_said_rarely(caplog: pytest.LogCaptureFixture) -> None:
+    complaining = logging.getLogger("tests.complaining")
+    complaining.addHandler(Complaints("http://127.0.0.1:9"))
+    for _ in range(3):
+        complaining.error("%s is\ngone", "it")
+    said = [record.message for record in caplog.records if record.name == "pypto_serving.api"]
+    assert said == ["traces for http://127.0.0.1:9: it is gone (said at most every 60 s)"]
+
+
+def test_an_unknown_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json")
+    with pytest.raises(Exception, match="OTEL_EXPORTER_OTLP_PROTOCOL is 'http/json', but must be grpc or http/proto"):
+        Tracing("http://127.0.0.1:4318")
