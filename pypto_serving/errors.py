@@ -62,14 +62,15 @@ class UnknownModelError(RequestError):
 
 
 class QueueFullError(RequestError):
-    """The waiting queue is full; try again in `retry_after_s` seconds."""
+    """The waiting queue is full; try again in `retry_after_s` seconds. `limit` is one of `REJECTIONS` of metrics."""
 
     status = 429
     code = "queue_full"
 
-    def __init__(self, message: str, retry_after_s: int) -> None:
+    def __init__(self, message: str, retry_after_s: int, limit: str = "max_num_queued_reqs") -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.limit = limit
 
 
 class RequestFailedError(RequestError):

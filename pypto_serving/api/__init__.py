@@ -19,6 +19,7 @@ Listed from the top down: modules import only their own line and those below. On
 - `service`: hold what all generations share: engine, tokenizer, makers of prompts
 - `chat`: turn chat messages into prompts and outputs into messages, by model family
 - `keys`: the API keys that clients may send
+- `tracing`: the traces of requests, for a collector of OpenTelemetry
 - `settings`: hold the options of the server and the sampling defaults of the checkpoint
 - `text`: encode and decode text
 - `connection`, `gate`, `listening`, `service_manager`, `disconnect`, `drain`, `errors`, `middleware`, `paths`: the

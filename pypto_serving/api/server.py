@@ -72,7 +72,7 @@ from pypto_serving.api.status import PROBES, health, load, metrics, ready, serve
 from pypto_serving.api.web.dashboard import show_stats
 from pypto_serving.api.web.pages import ASSETS, PAGES, is_page, show_page
 from pypto_serving.engine.client import EngineClient
-from pypto_serving.errors import PyptoError, RequestError
+from pypto_serving.errors import PyptoError, QueueFullError, RequestError
 from pypto_serving.setup.kv_shares import MemoryPlan
 from pypto_serving.types.tier import TIERS
 from pypto_serving.util import one_of
@@ -235,6 +235,8 @@ async def _answer_lost(request: Request, error: HTTPException) -> Response:
 
 
 async def _answer_error(request: Request, error: PyptoError) -> Response:
+    if isinstance(error, QueueFullError):
+        request.app.state.service.metrics.count_rejection(error.limit)
     return describe(error).response()
 
 

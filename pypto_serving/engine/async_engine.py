@@ -311,6 +311,7 @@ class AsyncEngine:
                 f"this server has prompts of {self._queued.num_tokens} tokens that wait, and queues at most "
                 f"{config.max_queued_tokens}; try again later",
                 self._retry_after_s(max(1, len(self._queued))),
+                limit="max_num_queued_tokens",
             )
 
     def _retry_after_s(self, waiting: int) -> int:

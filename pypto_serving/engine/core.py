@@ -202,6 +202,8 @@ class EngineCore:
             work_since_s=self._work_since_s,
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
+            num_deferred=self.scheduler.num_deferred,
+            loading=self.scheduler.num_loading,
             num_steps=counters.num_steps,
             step_tokens=tuple(self._step_tokens),
             step_rows=counters.step_rows,

@@ -10,7 +10,8 @@ from typing import TypeVar
 import msgspec
 
 from pypto_serving.engine.client import EngineClient
-from pypto_serving.engine.metrics import STEP_PARTS, Histogram, ServerMetrics
+from pypto_serving.engine.histograms import Histogram
+from pypto_serving.engine.metrics import STEP_PARTS, ServerMetrics
 from pypto_serving.types.request import Timeline
 from pypto_serving.types.stats import StepStats
 from pypto_serving.types.tier import TIERS

@@ -7,7 +7,6 @@ stream observes the time between its tokens.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -18,73 +17,15 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from pypto_serving.engine.client import EngineClient, Health
+from pypto_serving.engine.histograms import HISTOGRAMS, Histogram, token_bounds
 from pypto_serving.types.request import Timeline
 from pypto_serving.types.stats import StepStats, TierStats
+from pypto_serving.types.tier import TIERS
 
 CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 FINISH_REASONS = ("stop", "length", "abort", "error")
 STEP_PARTS = ("core", "packing", "computing", "sampling")
 """Fields of StepStats, without their unit."""
-_SHORT_S = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.02,
-    0.03,
-    0.04,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.5,
-    0.75,
-    1,
-    2,
-    5,
-    10,
-    30,
-)
-_LONG_S = (
-    0.001,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1,
-    2.5,
-    5,
-    10,
-    20,
-    40,
-    80,
-    160,
-    320,
-    640,
-    1280,
-    2560,
-)
-
-_HISTOGRAMS: dict[str, tuple[str, Sequence[float] | None]] = {
-    "vllm:time_to_first_token_seconds": ("From arrival to the first output token.", _LONG_S),
-    "vllm:inter_token_latency_seconds": ("Time between outputs of one request.", _SHORT_S),
-    "vllm:request_time_per_output_token_seconds": ("Mean time per output token after the first.", _SHORT_S),
-    "vllm:e2e_request_latency_seconds": ("From arrival to the last output token.", _LONG_S),
-    "vllm:request_queue_time_seconds": ("From arrival until first scheduled.", _LONG_S),
-    "vllm:request_prefill_time_seconds": ("From first scheduled to the first token.", _LONG_S),
-    "vllm:request_decode_time_seconds": ("From the first to the last token.", _LONG_S),
-    "vllm:request_inference_time_seconds": ("From first scheduled to the last token.", _LONG_S),
-    "vllm:request_prompt_tokens": ("Prompt tokens of a finished request.", None),
-    "vllm:request_generation_tokens": ("Output tokens of a finished request.", None),
-    "vllm:iteration_tokens_total": ("Tokens computed per engine step.", None),
-}
-
-
 _TIER_GAUGES = {
     "writable": "1 while a tier has room for new blocks, and they can be stored.",
     "num_blocks": "Blocks that fit in a tier.",
@@ -110,7 +51,7 @@ _TIER_COUNTERS = {
 
 _ENGINE_COUNTERS = {
     "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", "prefix_queries"),
-    "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache.", "prefix_hits"),
+    "vllm:prompt_tokens_cached": ("Prompt tokens that came from the device or a tier.", "prefix_hits"),
     "vllm:prompt_tokens": ("Prompt tokens processed.", "prompt_tokens"),
     "vllm:generation_tokens": ("Output tokens generated.", "generation_tokens"),
     "vllm:num_preemptions": ("Preemptions.", "num_preemptions"),
@@ -120,47 +61,17 @@ _ENGINE_COUNTERS = {
 }
 
 
+REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens")
+"""Limits by which requests are refused, as vLLM names them."""
+_SOURCES = ("device", "host", "disk", "external_unspecified")
+"""What vLLM calls each of TIERS."""
+_FETCH_STAGES = ("waiting_to_start", "in_progress", "completed_waiting")
+
+
 _DRAFT_COUNTERS = {
     "vllm:spec_decode_num_drafts": ("Times that a request had drafts to verify.", "num_draft_rounds"),
     "vllm:spec_decode_num_draft_tokens": ("Drafts that were verified.", "num_drafts"),
 }
-
-
-class Histogram:
-    """Counts per bucket. Bounds are inclusive upper ends; a last bucket takes the rest."""
-
-    __slots__ = ("_bounds", "_counts", "_sum")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = list(bounds)
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count `value` once."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    @property
-    def bounds(self) -> list[float]:
-        return self._bounds
-
-    @property
-    def counts(self) -> list[int]:
-        """Observations of each bucket."""
-        return self._counts
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """Return cumulative counts in Prometheus' form, ending with +Inf."""
-        total, rows = 0, []
-        for bound, count in zip([*map(float, self._bounds), float("inf")], self._counts, strict=True):
-            total += count
-            rows.append(("+Inf" if bound == float("inf") else str(bound), float(total)))
-        return rows
-
-    @property
-    def sum(self) -> float:
-        return self._sum
 
 
 class ServerMetrics(Collector):
@@ -169,13 +80,15 @@ class ServerMetrics(Collector):
     def __init__(self, engine: EngineClient, model_name: str) -> None:
         self._engine = engine
         self._labels = [model_name]
-        token_bounds = _token_bounds(engine.config.max_model_len)
-        self._histograms = {name: Histogram(bounds or token_bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
+        bounds_of_tokens = token_bounds(engine.config.max_model_len)
+        self._histograms = {name: Histogram(bounds or bounds_of_tokens) for name, (_, bounds) in HISTOGRAMS.items()}
         self.first_token = self._histograms["vllm:time_to_first_token_seconds"]
         self._step_tokens = self._histograms["vllm:iteration_tokens_total"]
         self.next_token = self._histograms["vllm:inter_token_latency_seconds"]
         self._finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
         self._responses: Counter[int] = Counter()
+        self._rejections: Counter[str] = Counter(dict.fromkeys(REJECTIONS, 0))
+        self._num_corrupted = 0
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -186,7 +99,13 @@ class ServerMetrics(Collector):
             self._step_tokens.observe(num_tokens)
 
     def observe_finish(
-        self, reason: str, num_prompt: int, num_output: int, e2e_s: float, timeline: Timeline | None
+        self,
+        reason: str,
+        num_prompt: int,
+        num_output: int,
+        e2e_s: float,
+        timeline: Timeline | None,
+        num_cached: int = 0,
     ) -> None:
         """Record a request that ended for `reason`, `e2e_s` seconds after its arrival."""
         self._finished[reason] += 1
@@ -196,8 +115,10 @@ class ServerMetrics(Collector):
         observe("vllm:e2e_request_latency_seconds", e2e_s)
         observe("vllm:request_prompt_tokens", num_prompt)
         observe("vllm:request_generation_tokens", num_output)
+        observe("vllm:request_prefill_kv_computed_tokens", num_prompt - num_cached)
         if timeline is None:
             return
+        observe("vllm:request_num_preemptions", timeline.num_preemptions)
         decode_s = timeline.finished_s - timeline.first_token_s
         observe("vllm:request_queue_time_seconds", timeline.scheduled_s - timeline.arrival_s)
         observe("vllm:request_prefill_time_seconds", timeline.first_token_s - timeline.scheduled_s)
@@ -205,6 +126,20 @@ class ServerMetrics(Collector):
         observe("vllm:request_inference_time_seconds", timeline.finished_s - timeline.scheduled_s)
         if num_output > 1:
             observe("vllm:request_time_per_output_token_seconds", decode_s / (num_output - 1))
+
+    def observe_answer(self, num_choices: int, max_tokens: int, num_longest: int) -> None:
+        """Record an HTTP request that finished: what it asked for, and the output tokens of its longest choice."""
+        self._observe("vllm:request_params_n", num_choices)
+        self._observe("vllm:request_params_max_tokens", max_tokens)
+        self._observe("vllm:request_max_num_generation_tokens", num_longest)
+
+    def count_rejection(self, reason: str) -> None:
+        """Count a request that was not admitted for one of REJECTIONS."""
+        self._rejections[reason] += 1
+
+    def count_corrupted(self) -> None:
+        """Count a request whose logits were not finite."""
+        self._num_corrupted += 1
 
     def count_response(self, status: int) -> None:
         """Count an HTTP response with `status`."""
@@ -227,10 +162,18 @@ class ServerMetrics(Collector):
             yield from self._counters(stats, _DRAFT_COUNTERS)
             yield from self._accepted(stats)
         yield from self._tiers([each.tiers for each in stats])
+        yield from self._cached(stats)
+        rejections = self._rejections.items()
+        yield self._counter("vllm:admission_rejections", "Requests that a full queue refused.", rejections, "reason")
+        corrupted = CounterMetricFamily(
+            "vllm:corrupted_requests", "Requests whose logits were not finite.", labels=["model_name"]
+        )
+        corrupted.add_metric(self._labels, self._num_corrupted)
+        yield corrupted
         yield self._counter("vllm:request_success", "Finished requests.", self._finished.items(), "finished_reason")
         statuses = ((str(status), count) for status, count in sorted(self._responses.items()))
         yield self._counter("pypto:http_responses", "HTTP responses by status.", statuses, "status")
-        for name, (help_text, _) in _HISTOGRAMS.items():
+        for name, (help_text, _) in HISTOGRAMS.items():
             family = HistogramMetricFamily(name, help_text, labels=["model_name"])
             histogram = self._histograms[name]
             family.add_metric(self._labels, histogram.buckets(), histogram.sum)
@@ -253,6 +196,8 @@ class ServerMetrics(Collector):
             ("pypto:worker_epoch", "Number of worker starts so far.", [each.epoch for each in stats]),
         ):
             yield self._of_engines(GaugeMetricFamily, name, help_text, [[((), value)] for value in values])
+        yield from self._waiting(stats)
+        yield self._cache_config()
         topology = self._engine.config.topology
         ranks = [((str(host),), len(topology.on_host(host))) for host in range(topology.hosts)]
         of_hosts = [[(host, count * each.ready) for host, count in ranks] for each in stats]
@@ -263,6 +208,62 @@ class ServerMetrics(Collector):
         yield self._of_engines(
             GaugeMetricFamily, "pypto:kv_group_usage_perc", "Share of KV blocks in use.", shares, "group"
         )
+
+    def _waiting(self, stats: Sequence[StepStats]) -> Iterator[Metric]:
+        """Yield why requests wait, and with tiers how far their loads are."""
+        reasons = [
+            [(("capacity",), each.num_waiting - each.num_deferred), (("deferred",), each.num_deferred)]
+            for each in stats
+        ]
+        help_text = "Requests waiting for room (capacity), or for a load or another's prefix (deferred)."
+        yield self._of_engines(GaugeMetricFamily, "vllm:num_requests_waiting_by_reason", help_text, reasons, "reason")
+        if self._engine.config.tiers:
+            stages = [[((stage,), n) for stage, n in zip(_FETCH_STAGES, each.loading, strict=False)] for each in stats]
+            help_text = "Waiting requests whose blocks come from a tier."
+            name = "vllm:num_requests_kv_fetch_by_stage"
+            yield self._of_engines(GaugeMetricFamily, name, help_text, stages, "stage")
+
+    def _cache_config(self) -> Metric:
+        """Return the constant that routers read: block size and number of blocks, those of the first KV group."""
+        config = self._engine.config
+        labels = {
+            "block_size": str(config.groups[0].block_size),
+            "num_gpu_blocks": str(config.num_blocks[0]),
+            "cache_dtype": "int8" if config.int8_kv else config.dtype,
+            "enable_prefix_caching": str(config.enable_prefix_caching),
+        }
+        help_text = "Always 1; its labels are the configuration of the KV cache."
+        values = [[(tuple(labels.values()), 1.0)] for _ in self._engine.engines]
+        return self._of_engines(GaugeMetricFamily, "vllm:cache_config_info", help_text, values, *labels)
+
+    def _cached(self, stats: Sequence[StepStats]) -> Iterator[Metric]:
+        """Yield where prompt tokens came from, as vLLM counts them: the device's own cache apart from lower tiers."""
+        lower = [sum(tier.hit_tokens for tier in each.tiers) for each in stats]
+        device = [max(0, each.prefix_hits - tokens) for each, tokens in zip(stats, lower, strict=True)]
+        looked = [each.prefix_queries - tokens if each.tiers else 0 for each, tokens in zip(stats, device, strict=True)]
+        for name, help_text, values in (
+            ("vllm:prefix_cache_hits", "Prompt tokens found on the device.", device),
+            ("vllm:external_prefix_cache_queries", "Prompt tokens looked up in tiers below the device.", looked),
+            ("vllm:external_prefix_cache_hits", "Prompt tokens found in tiers below the device.", lower),
+        ):
+            yield self._of_engines(CounterMetricFamily, name, help_text, [[((), value)] for value in values])
+        parts = [
+            [
+                (("local_compute",), max(0, each.prompt_tokens - each.prefix_hits)),
+                (("local_cache_hit",), own),
+                (("external_kv_transfer",), other),
+            ]
+            for each, own, other in zip(stats, device, lower, strict=True)
+        ]
+        help_text = "Prompt tokens by where they came from."
+        yield self._of_engines(CounterMetricFamily, "vllm:prompt_tokens_by_source", help_text, parts, "source")
+        named = dict(zip(TIERS, _SOURCES, strict=True))
+        rows = [
+            [(("device",), own), *(((named[tier.tier],), tier.hit_tokens) for tier in each.tiers)]
+            for each, own in zip(stats, device, strict=True)
+        ]
+        help_text = "Cached prompt tokens by tier; external_unspecified is the remote one."
+        yield self._of_engines(CounterMetricFamily, "vllm:prompt_tokens_cached_by_source", help_text, rows, "source")
 
     def _counters(self, stats: Sequence[StepStats], counters: Mapping[str, tuple[str, str]]) -> Iterator[Metric]:
         for name, (help_text, field) in counters.items():
@@ -307,15 +308,3 @@ class ServerMetrics(Collector):
         for value, count in rows:
             family.add_metric([*self._labels, value], count)
         return family
-
-
-def _token_bounds(max_model_len: int) -> list[float]:
-    """Return 1, 2, 5, 10, ... up to the first bound that is at least `max_model_len`."""
-    bounds: list[float] = []
-    power = 1
-    while True:
-        for step in (1, 2, 5):
-            bounds.append(float(step * power))
-            if bounds[-1] >= max_model_len:
-                return bounds
-        power *= 10

@@ -120,6 +120,11 @@ class Loading:
             self.forget(request)
         return requests
 
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Numbers of requests that are put off, wait, and are loaded."""
+        return len(self._put_off), len(self._waiting), len(self._loaded)
+
     def __len__(self) -> int:
         """Return how many requests wait or are put off."""
         return len(self._waiting) + len(self._put_off)

@@ -291,6 +291,16 @@ class Scheduler:
         return self._places.num_waiting
 
     @property
+    def num_deferred(self) -> int:
+        """Number of waiting requests that are not in the queue."""
+        return len(self._places.following) + len(self._places.loading)
+
+    @property
+    def num_loading(self) -> tuple[int, int, int]:
+        """Numbers of requests that wait for their turn to load, for loads, and with loaded blocks to start."""
+        return self._places.loading.counts
+
+    @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return bool(self._places.requests)

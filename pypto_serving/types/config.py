@@ -172,7 +172,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def int8_kv(self) -> bool:
         """Return True if keys and values are int8."""
-        return self.groups[0].tensors[0].dtype == "int8"
+        return any(tensor.dtype == "int8" for tensor in self.groups[0].tensors[:1])
 
     @property
     def unsettled_tokens(self) -> int:

@@ -58,6 +58,9 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=F
 class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """A snapshot of a replica. Times are seconds of the host's monotonic clock.
 
+    Of the waiting requests, `num_deferred` wait for another's prefix, for a load, or for their turn to load. `loading`
+    counts those whose turn has not come, whose loads have begun, and whose blocks have come.
+
     Totals start with the core where the core makes the snapshot, and with the API process where that keeps it.
 
     `work_since_s` is the time since which there are unfinished requests, 0 when idle. `kv_usage` is the share of blocks
@@ -75,6 +78,8 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=F
     work_since_s: float = 0.0
     num_running: int = 0
     num_waiting: int = 0
+    num_deferred: int = 0
+    loading: tuple[int, int, int] = (0, 0, 0)
     num_steps: int = 0
     step_tokens: tuple[int, ...] = ()
     step_rows: int = 0

@@ -153,9 +153,9 @@ def test_prompts_say_what_each_of_their_positions_says(wanted: list[Choice]) -> 
 
 
 def test_again_from_the_prefix_cache(case: Case, server: Server, wanted: list[Choice]) -> None:
-    hits = server.metric("vllm:prefix_cache_hits_total")
+    hits = server.metric("vllm:prompt_tokens_cached_total")
     assert one_by_one(case, server) == wanted
-    assert server.metric("vllm:prefix_cache_hits_total") > hits + 1000
+    assert server.metric("vllm:prompt_tokens_cached_total") > hits + 1000
 
 
 def test_all_at_once(case: Case, server: Server, wanted: list[Choice]) -> None:

@@ -6,7 +6,8 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from pypto_serving.engine.client import Health
-from pypto_serving.engine.metrics import Histogram, ServerMetrics
+from pypto_serving.engine.histograms import Histogram
+from pypto_serving.engine.metrics import ServerMetrics
 from pypto_serving.parallel.topology import Topology
 from pypto_serving.types.request import Timeline
 from pypto_serving.types.stats import StepStats, TierStats
@@ -92,7 +93,7 @@ def test_a_request_leaves_its_times() -> None:
     _, metrics = new_metrics()
     metrics.first_token.observe(0.3)
     metrics.next_token.observe(0.02)
-    metrics.observe_finish("length", 10, 5, 4.5, Timeline(1.0, 1.5, 2.0, 4.0))
+    metrics.observe_finish("length", 10, 5, 4.5, Timeline(1.0, 1.5, 2.0, 4.0, num_preemptions=2), num_cached=4)
     metrics.observe_finish("abort", 10, 1, 9.0, None)
     found = scraped(metrics)
     expected = {
@@ -106,12 +107,56 @@ def test_a_request_leaves_its_times() -> None:
         "vllm:request_time_per_output_token_seconds_sum": 0.5,
         "vllm:request_prompt_tokens_sum": 10,
         "vllm:request_generation_tokens_sum": 5,
+        "vllm:request_prefill_kv_computed_tokens_sum": 6,
+        "vllm:request_num_preemptions_sum": 2,
         "vllm:request_success_total,finished_reason=length": 1,
         "vllm:request_success_total,finished_reason=abort": 1,
         "vllm:request_success_total,finished_reason=stop": 0,
     }
     assert {name: found[name] for name in expected} == expected
     assert found["vllm:request_prompt_tokens_bucket,le=500.0"] == 1
+
+
+def test_cached_tokens_are_counted_as_vllm_does() -> None:
+    engine, metrics = new_metrics()
+    tier = dict.fromkeys(TierStats.__struct_fields__, 0) | {"tier": "remote", "writable": True, "hit_tokens": 30}
+    engine.stats = StepStats(prompt_tokens=100, prefix_queries=100, prefix_hits=50, tiers=(TierStats(**tier),))
+    found = scraped(metrics)
+    expected = {
+        "vllm:prefix_cache_queries_total": 100,
+        "vllm:prefix_cache_hits_total": 20,
+        "vllm:external_prefix_cache_queries_total": 80,
+        "vllm:external_prefix_cache_hits_total": 30,
+        "vllm:prompt_tokens_cached_total": 50,
+        "vllm:prompt_tokens_by_source_total,source=local_compute": 50,
+        "vllm:prompt_tokens_by_source_total,source=local_cache_hit": 20,
+        "vllm:prompt_tokens_by_source_total,source=external_kv_transfer": 30,
+        "vllm:prompt_tokens_cached_by_source_total,source=device": 20,
+        "vllm:prompt_tokens_cached_by_source_total,source=external_unspecified": 30,
+    }
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_waiting_requests_have_a_reason() -> None:
+    engine, metrics = new_metrics()
+    engine.stats = StepStats(num_waiting=7, num_deferred=3)
+    found = scraped(metrics)
+    assert found["vllm:num_requests_waiting_by_reason,reason=capacity"] == 4
+    assert found["vllm:num_requests_waiting_by_reason,reason=deferred"] == 3
+
+
+def test_an_answer_leaves_what_was_asked_for() -> None:
+    _, metrics = new_metrics()
+    metrics.observe_answer(num_choices=3, max_tokens=40, num_longest=12)
+    metrics.count_rejection("max_num_queued_tokens")
+    metrics.count_corrupted()
+    found = scraped(metrics)
+    assert found["vllm:request_params_n_sum"] == 3
+    assert found["vllm:request_params_max_tokens_sum"] == 40
+    assert found["vllm:request_max_num_generation_tokens_sum"] == 12
+    assert found["vllm:admission_rejections_total,reason=max_num_queued_tokens"] == 1
+    assert found["vllm:admission_rejections_total,reason=max_num_queued_reqs"] == 0
+    assert found["vllm:corrupted_requests_total"] == 1
 
 
 def test_each_step_is_counted_once() -> None:

@@ -71,7 +71,9 @@ def kills(simulation: Simulation, poison: int) -> None:
     simulation.executor.die_if = dies
 
 
-def test_a_request_that_crashes_every_step_it_is_in_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_crashes_every_step_it_is_in_fails_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     simulation = Simulation(null_config())
     solo_steps = count_solo_steps(simulation, monkeypatch)
     kills(simulation, poison=5000)
@@ -81,6 +83,9 @@ def test_a_request_that_crashes_every_step_it_is_in_fails_alone(monkeypatch: pyt
     simulation.run()
     fault = simulation.last[bad].fault
     assert fault is not None and fault.status == 500
+    assert [(line.message, line.request_id) for line in caplog.records if line.levelname == "ERROR"] == [  # type: ignore[attr-defined]
+        (fault.message, bad)
+    ]
     assert not simulation.tokens[bad]
     assert simulation.executor.num_deaths == 3
     assert solo_steps

@@ -19,6 +19,7 @@ JSON.
 - `truncation`, `max_tokens`: cut prompts, fit max_tokens to the context window
 - `seeds`: choose the seed of a prompt
 - `generation`: submit a request, hand out its deltas, abort it
+- `ending`: what log and trace say of a generation that has ended
 - `choice`: turn the tokens of one choice into text and logprobs
 - `labels`: where the labels of a question are read, and how probable each is
 - `stops`: find stop strings, check stop tokens

@@ -23,6 +23,7 @@ from pypto_serving.engine.history import Finished
 from pypto_serving.engine.stream import Pause
 from pypto_serving.errors import RequestFailedError
 from pypto_serving.types.request import EngineRequest, RequestOutput, Timeline
+from pypto_serving.types.step import NOT_FINITE
 from pypto_serving.util import counted
 
 logger = logging.getLogger("pypto_serving.api")
@@ -137,6 +138,10 @@ class Generation:
         self._closed = True
         unfinished = [choice for choice in self._choices.values() if choice.finish_reason is None]
         self._count_aborted(unfinished)
+        if not (unfinished or self._given_up):
+            longest = max(choice.num_tokens for choice in self._choices.values())
+            params, prompts = self._request.params, self._request.prompts
+            self._service.metrics.observe_answer(params.n, max(prompt.max_tokens for prompt in prompts), longest)
         self._outputs.close()
         self._service.admission.leave()
         self._tell_end()
@@ -162,11 +167,14 @@ class Generation:
         timeline = choice.timeline
         if timeline is not None and output.finish_reason is None:  # a stop string ended it here
             timeline = choice.timeline = msgspec.structs.replace(timeline, finished_s=now_s)
-        service.metrics.observe_finish(reason, choice.num_prompt, choice.num_tokens, e2e_s, timeline)
+        count, cached = choice.num_tokens, choice.num_cached
+        service.metrics.observe_finish(reason, choice.num_prompt, count, e2e_s, timeline, cached)
         self._remember(choice, reason, timeline)
         if output.fault is not None:
             if self._request.trace is not None:
                 self._request.trace.fail(output.fault.code, output.fault.message)
+            if output.fault.code == NOT_FINITE:
+                service.metrics.count_corrupted()
             if output.fault.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                 self._given_up.append(choice)
             return EngineFaultError(output.fault)
