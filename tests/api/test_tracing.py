@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import socket
 import time
@@ -17,6 +18,8 @@ from tests.api.scripted_engine import Script
 
 pytest.importorskip("opentelemetry.sdk", reason="needs the extra otel (pip install '.[otel]')")
 pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="needs the extra otel (pip install '.[otel]')")
+
+from opentelemetry.sdk.trace import ReadableSpan
 
 from pypto_serving.api.tracing import CLOSE_S, MAX_CHILDREN, Complaints, Tracing
 from pypto_serving.types.request import RequestFault
@@ -123,6 +126,12 @@ def test_a_request_has_a_bounded_number_of_spans(collector: Collector, start: Ca
     assert len(attributes_of(requests(spans)[0])["gen_ai.response.finish_reasons"]) == 64
 
 
+def num_spans_of(request_id: str) -> int:
+    """Spans in memory whose request had this id."""
+    spans = [each for each in gc.get_objects() if isinstance(each, ReadableSpan)]
+    return sum((span.attributes or {}).get("gen_ai.request.id") == request_id for span in spans)
+
+
 @pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
 def test_a_collector_that_is_gone_holds_up_nothing(
     protocol: str,
@@ -136,10 +145,11 @@ def test_a_collector_that_is_gone_holds_up_nothing(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol)
     with closing(socket.create_server(("127.0.0.1", 0))) as silent:  # takes connections, says nothing
         server = start(otlp_traces_endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}")
-        for _ in range(12):
-            assert server.post(COMPLETIONS, {"prompt": "hello", "max_tokens": 1}).status_code == 200
-        queue = server.service.tracing._provider._active_span_processor._span_processors[0]._batch_processor._queue
-        assert len(queue) <= 8
+        for _ in range(40):
+            body, name = {"prompt": "hello", "max_tokens": 1}, {"x-request-id": protocol}
+            assert server.http.post(COMPLETIONS, json=body, headers=name).status_code == 200
+        server.wait_idle()
+        assert num_spans_of(protocol) <= 8 + 4
         began_s = time.monotonic()
         server.stop()
         assert time.monotonic() - began_s < CLOSE_S + 5

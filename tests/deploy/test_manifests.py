@@ -104,6 +104,17 @@ def test_a_pod_can_read_its_key_and_write_its_cache() -> None:
     assert mounts["cache"] == only("WORKDIR") + "/.cache"
 
 
+def test_the_operator_scrapes_pods_with_the_key_that_they_have() -> None:
+    monitor = read_yaml("kubernetes/podmonitor.yaml")
+    pods = manifests()["Deployment"]["spec"]["template"]
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    if shutil.which("kubectl") is not None:  # which adds the labels
+        assert monitor["spec"]["selector"]["matchLabels"].items() <= pods["metadata"]["labels"].items()
+    assert [port["name"] for port in pods["spec"]["containers"][0]["ports"]] == [endpoint["port"]]
+    (keys,) = [volume["secret"] for volume in pods["spec"]["volumes"] if "secret" in volume]
+    assert endpoint["authorization"]["credentials"]["name"] == keys["secretName"]
+
+
 def test_the_manifests_match_the_schemas_of_kubernetes() -> None:
     validating = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate (pip)")
     for manifest in manifests().values():
