@@ -334,7 +334,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._gate.refused(answer.status, answer.message)
         known = cycle.scope.get("state", {}).get("request_id") if in_body and runs else None
-        self._refused_id = known or request_id_of(self.headers).decode()
+        self._refused_id = known or request_id_of(self.headers or ()).decode()
         if in_body and runs:
             cycle.scope[ANSWERED] = True
             self._end(answer)
