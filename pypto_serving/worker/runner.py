@@ -173,11 +173,12 @@ class Runner:
         return _result(step, found, times)
 
     def _log(self, dispatch: Dispatch, faults: Iterable[RowFault]) -> None:
-        """Log the faults that no client is to blame for, of rows that have no new request since."""
+        """Log what no client is to blame for, with the request unless its row may have another one since."""
         rows = set(self.batch.still(dispatch).tolist())
         for fault in faults:
-            if fault.status >= HTTPStatus.INTERNAL_SERVER_ERROR and fault.row in rows:
-                logger.error("%s", fault.message, extra=of_request(self.batch.log_ids[fault.row]))
+            if fault.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                known = dispatch.lives is None or fault.row in rows
+                logger.error("%s", fault.message, extra=of_request(self.batch.log_ids[fault.row] if known else ""))
 
     def _measure(self, step: _Step, elapsed_s: float) -> None:
         """Let drafts know how long a step of decodes alone took, once it was packed and was the oldest."""

@@ -162,7 +162,7 @@ def test_a_device_that_samples_refuses_to_score() -> None:
 
 
 @pytest.mark.parametrize("position", [3, 40, 99])
-def test_a_prompt_whose_logits_fail_ends_alone(position: int) -> None:
+def test_a_prompt_whose_logits_fail_ends_alone(position: int, caplog: pytest.LogCaptureFixture) -> None:
     tokens = prompt(100)
     probe = simulation_of()
     probe.add(tokens[: position + 1], max_tokens=1)
@@ -174,6 +174,8 @@ def test_a_prompt_whose_logits_fail_ends_alone(position: int) -> None:
     simulation.run()
     fault = simulation.last[request_id].fault
     assert fault is not None and (fault.status, fault.code) == (500, "not_finite")
+    said = {(line.name, line.request_id) for line in caplog.records}  # type: ignore[attr-defined]
+    assert said == {("pypto_serving.worker.runner", request_id)} and fault.message in caplog.messages
     assert simulation.last[other].finish_reason == "length"
     simulation.add(tokens, max_tokens=0)
     simulation.run()

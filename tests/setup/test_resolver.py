@@ -292,6 +292,22 @@ def test_a_pool_needs_mooncake() -> None:
     assert make_resolved(make_model(), host).engine.tiers == ()
 
 
+def test_traces_need_opentelemetry() -> None:
+    host, url = msgspec.structs.replace(HOST, otel=False), "http://127.0.0.1:4317"
+    with pytest.raises(ConfigError, match=rf"^--otlp-traces-endpoint is {url}, but OpenTelemetry is not .*\[otel\]"):
+        make_resolved(make_model(), host, otlp_traces_endpoint=url)
+    assert make_resolved(make_model(), host).server.otlp_traces_endpoint == ""
+    assert make_resolved(otlp_traces_endpoint=url).server.otlp_traces_endpoint == url
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:4317", "ftp://a", "http://", "http://a:70000", "http://me:key@a", "http://a b"]
+)
+def test_where_traces_go_must_be_a_url(url: str) -> None:
+    with pytest.raises(ConfigError, match="must be the URL of a collector"):
+        make_resolved(otlp_traces_endpoint=url)
+
+
 def test_a_configuration_with_tiers_for_groups_of_all_kinds_passes_every_wire() -> None:
     model = make_model(deepseek_v4_groups(), max_position_embeddings=8192)
     host = msgspec.structs.replace(HOST, kv_disk=DiskFacts(free_bytes=1 << 40))
