@@ -23,6 +23,7 @@ class BackendDefaults(msgspec.Struct, frozen=True, kw_only=True):
     - own_memory: the device has memory of its own, whose size only its runtime knows.
     - longest: tokens of the longest sequence that its programs take, 0 for any number.
     - splits: dimensions of a Topology in which its programs have ranks, with the CPU kernels where it uses them.
+    - devices: these ranks are devices that one process drives, not processes.
     """
 
     target: str
@@ -37,6 +38,7 @@ class BackendDefaults(msgspec.Struct, frozen=True, kw_only=True):
     own_memory: bool = False
     longest: int = 0
     splits: tuple[str, ...] = ()
+    devices: bool = False
 
     def in_stages(self, stages: int) -> BackendDefaults:
         """Return the defaults for a pipeline, of which each stage computes a step of its own."""
@@ -60,6 +62,8 @@ BACKEND_DEFAULTS: Mapping[str, BackendDefaults] = {
         traits=BackendTraits(mixed_steps=False, padded_rows=(16,), page_tokens=128, scores_prompts=False),
         platforms=("a2a3", "a5", "a5sim", "a2a3sim"),
         longest=4096,
+        splits=("tensor",),
+        devices=True,
     ),
     "null": BackendDefaults(
         target="pypto_serving.backend.null.program:NullBackend",

@@ -21,13 +21,14 @@ Sizes = Mapping[str, int]
 class Argument:
     """One argument of a program. A size in `shape` that has a name is chosen by every dispatch, or by the pool of KV.
 
-    Inputs and outputs lie in shared memory; weights and caches on the device.
+    Inputs and outputs lie in shared memory; weights and caches on a device: number `device` of those of the program.
     """
 
     name: str
     dtype: str
     shape: tuple[int | str, ...]
     role: Role = "weight"
+    device: int = 0
 
     def resolve(self, sizes: Sizes) -> tuple[int, ...]:
         """Return the shape for these sizes."""
@@ -60,14 +61,15 @@ class Contract(Protocol):
 
     revision, layout: names of the programs and of the order of dimensions in pages; parts of the fingerprint.
     stages: arguments of each program, in order.
-    logits: the output that has the logits of each row's last token, float32 [rows, vocabulary with padding].
+    logits: the outputs that have the logits of each row's last token, float32 [rows, vocabulary with padding]; if there
+        are several, each has a part of the vocabulary.
     most: the largest values of the sizes that dispatches choose.
     """
 
     revision: str
     layout: str
     stages: Mapping[StageName, tuple[Argument, ...]]
-    logits: str
+    logits: tuple[str, ...]
     most: Sizes
 
     def inputs(self, stage: StageName, step: StepArrays, embedding: BFloat16Array | None) -> dict[str, Array]:

@@ -21,6 +21,7 @@ from tests.checkpoints import make_checkpoint
 
 def sizes(**overrides: Any) -> Any:
     bundled = {
+        "devices": 1,
         "hidden": 256,
         "heads": 8,
         "kv_heads": 2,
@@ -42,21 +43,47 @@ def test_importing_needs_neither_pypto_nor_torch() -> None:
 
 def test_every_name_in_capitals_has_a_value() -> None:
     """A size without a value would show at the first compile only, on a machine that has PyPTO."""
-    given = {*programs._constants(sizes(), 64), *programs._RUN_TIME_SIZES}
+    given = {*programs._constants(programs._of_device(sizes()), 64), *programs._RUN_TIME_SIZES}
     files = [path for path in programs.sources() if path.name != "__init__.py"]
-    trees = [ast.parse(path.read_text()) for path in files]
+    texts = [*(path.read_text() for path in files), *(programs._host_text(stage, 2) for stage in ("prefill", "decode"))]
+    trees = [ast.parse(text) for text in texts]
     used = {node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id.isupper()}
     assert used == given
 
 
+@pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
-def test_host_functions_take_what_the_contract_says(stage: StageName, tmp_path: Path) -> None:
-    (function,) = ast.parse(programs._host_text(stage)).body
+def test_host_functions_take_what_the_contract_says(stage: StageName, devices: int, tmp_path: Path) -> None:
+    (function,) = ast.parse(programs._host_text(stage, devices)).body
     assert isinstance(function, ast.FunctionDef) and function.name == f"qwen3_{stage}_host"
     model = read_config(make_checkpoint(tmp_path)).model
     assert isinstance(model, Qwen3Config)
-    arguments = Qwen3Contract(model, "2026-08", 512, 64).stages[stage]
+    arguments = Qwen3Contract(model, "2026-08", 512, 64, devices).stages[stage]
     assert [each.arg for each in function.args.args] == [each.name for each in arguments]
+
+
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+def test_each_device_gets_its_own_arguments(stage: StageName) -> None:
+    """A host function dispatches to both, each with its own weights, pools and outputs, and with the same inputs."""
+    (function,) = ast.parse(programs._host_text(stage, 2)).body
+    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call) and ast.unparse(node.func) == stage]
+    assert [ast.unparse(call.keywords[0].value) for call in calls] == ["0", "1"]
+    (_, program) = programs._parsed(stage)
+    for device, call in enumerate(calls):
+        *given, changes, arrived, number = map(ast.unparse, call.args)
+        assert (changes, arrived, number) == (f"changes_{device}", f"arrived_{device}", str(device))
+        for argument, value in zip(program.args.args, given, strict=True):
+            inputs = {"input_ids", "seq_lens", "chunk_lens", "chunk_offsets", "block_table", "slot_mapping"}
+            own = argument.arg not in inputs | {"sampled_ids_in"}
+            assert value == (f"{argument.arg}_{device}" if own else argument.arg)
+
+
+def test_programs_of_several_devices_pass_windows_on() -> None:
+    """Every sum of the layers is exchanged: twice a layer."""
+    for stage in ("prefill", "decode"):
+        text, alone = programs._program_text(stage, 2), programs._program_text(stage, 1)
+        assert text.count("tokens, changes, arrived, device)") == text.count("add_change(") == 2
+        assert "changes" not in alone and ast.dump(ast.parse(alone)) == ast.dump(programs._parsed(stage)[0])
 
 
 @pytest.mark.parametrize("outputs", [32, 64, 96, 128, 256, 512, 1536])
@@ -82,6 +109,9 @@ def test_tiles_are_those_that_the_compiler_takes(outputs: int, inputs: int, tile
         ({"heads": 34}, "17 heads share a KV head, but at most 16 can"),
         ({"hidden": 1024}, "hidden_size is 1024, but must be a multiple of 32 up to 960"),
         ({"padded_vocab": 152064}, ""),
+        ({"devices": 2}, ""),
+        ({"devices": 4}, "2 KV heads cannot be split equally among 4 devices"),
+        ({"devices": 2, "intermediate": 96}, "intermediate_size is 96, but must be a multiple of 64"),
         (
             {"padded_vocab": 152064, "hidden": 640},
             "the vocabulary has 152064 tokens with padding, but with a hidden_size of 640 at most 94144 fit",
@@ -102,6 +132,6 @@ def test_sizes_that_the_compiler_refuses_are_named(overrides: dict[str, int], pr
 
 
 def test_scratch_has_room_for_whole_tiles() -> None:
-    constants = programs._constants(sizes(heads=3, kv_heads=1), 48)
+    constants = programs._constants(programs._of_device(sizes(heads=3, kv_heads=1)), 48)
     assert constants["QUERY_ROWS"] == (48 + programs.ROWS) * 3
     assert constants["GROUP"] == 3

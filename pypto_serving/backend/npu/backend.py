@@ -36,7 +36,9 @@ REPORT_S, MOST_REPORTS = 10.0, 180
 
 
 class NpuBackend(Backend):
-    """Prepares compiled programs on the platform of `backend_options`; replica i runs on device i.
+    """Prepares compiled programs on the platform of `backend_options`.
+
+    The n tensor ranks of a topology are n devices of one program, and no processes. Replica i has those from i * n on.
 
     Order: contract, compiled programs, shared memory, process group; then the runtime forks; then resident tensors, and
     what starts threads.
@@ -51,7 +53,9 @@ class NpuBackend(Backend):
         """Return the program. Raises ModelError or ConfigError."""
         config = self.config
         state = checkpoint_state(config.model)
-        runtime = Runtime(str(config.backend_options["platform"]), config.replica)
+        size = config.topology.tensor
+        devices = range(config.replica * size, config.replica * size + size)
+        runtime = Runtime(str(config.backend_options["platform"]), devices)
         if config.tiers and not runtime.copies_parts:
             raise ConfigError(
                 f"this PyPTO runtime ({runtime.revision}) copies whole tensors only, so KV blocks cannot be kept in "

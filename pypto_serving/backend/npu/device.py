@@ -48,6 +48,7 @@ class Device:
         self._contract, self._programs, self._buffers = contract, programs, buffers
         self._copies_parts = runtime.copies_parts
         self._resident: dict[str, Any] = {}
+        self._places: dict[str, int] = {}
         self._lock = threading.Lock()
         self._failed = False
         self._chips = chips
@@ -65,18 +66,18 @@ class Device:
         dtype = getattr(torch, argument.dtype)
         whole = None if self._copies_parts else _joined(argument, shape, dtype, pieces)
         try:
-            tensor = self._worker.alloc_tensor(shape, dtype, init=whole)
+            tensor = self._worker.alloc_tensor(shape, dtype, init=whole, worker_id=argument.device)
         except (MemoryError, RuntimeError) as error:
             size = math.prod(shape) * dtype.itemsize
             raise ConfigError(
                 f"the device has no {size} bytes for {argument.name} ({error}); lower kv-memory"
             ) from None
         if whole is None:
-            self._fill(tensor.data_ptr, tensor.nbytes, pieces)
-        self._resident[argument.name] = tensor
+            self._fill(tensor.data_ptr, tensor.nbytes, argument.device, pieces)
+        self._resident[argument.name], self._places[argument.name] = tensor, argument.device
 
-    def _fill(self, start: int, num_bytes: int, pieces: Iterable[Array]) -> None:
-        """Copy pieces to device memory from `start` on, through the staging memory."""
+    def _fill(self, start: int, num_bytes: int, device: int, pieces: Iterable[Array]) -> None:
+        """Copy pieces to a device's memory from `start` on, through the staging memory."""
         staging, place = self._buffers.staging, start
         for piece in pieces:
             data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
@@ -85,7 +86,7 @@ class Device:
                 if place + len(part) > start + num_bytes:
                     raise ValueError(f"more than {num_bytes} bytes are written to a tensor of as many")
                 staging.array[: len(part)] = part
-                self._worker.copy_to(place, staging.tensor.data_ptr(), len(part))
+                self._worker.copy_to(place, staging.tensor.data_ptr(), len(part), worker_id=device)
                 place += len(part)
         if place != start + num_bytes:
             raise ValueError(f"{place - start} bytes are written to a tensor of {num_bytes}")
@@ -123,18 +124,19 @@ class Device:
         self._copy(name, spans, content, None)
 
     def _copy(self, name: str, spans: Spans, host: UInt8Array, copy_from: Any) -> None:
-        tensor, staging, place = self._resident[name], self._buffers.staging, 0
+        tensor, device, staging, place = self._resident[name], self._places[name], self._buffers.staging, 0
         for begin, end in spans:
             if not 0 <= begin < end <= tensor.nbytes or end - begin > len(staging.array):
                 raise ValueError(f"[{begin}, {end}) of {name}, which has {tensor.nbytes} bytes, cannot be copied")
             part = host[place : place + end - begin]
             with self._lock:
                 if copy_from is not None:
-                    copy_from(staging.tensor.data_ptr(), tensor.data_ptr + begin, len(part))
+                    copy_from(staging.tensor.data_ptr(), tensor.data_ptr + begin, len(part), worker_id=device)
                     part[:] = staging.array[: len(part)]
                 else:
                     staging.array[: len(part)] = part
-                    self._worker.copy_to(tensor.data_ptr + begin, staging.tensor.data_ptr(), len(part))
+                    target = tensor.data_ptr + begin
+                    self._worker.copy_to(target, staging.tensor.data_ptr(), len(part), worker_id=device)
             place += end - begin
 
 

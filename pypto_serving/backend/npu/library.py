@@ -39,7 +39,7 @@ def find_library(config: EngineConfig, checkpoint: CheckpointConfig) -> Library:
         raise ConfigError(f"the npu backend has no program for {checkpoint.architecture}")
     if obstacle := Qwen3Contract.obstacle(model):
         raise ConfigError(f"the programs of the npu backend cannot serve {config.model}: {obstacle}")
-    theirs = _find_contract(checkpoint)
+    theirs = _find_contract(checkpoint) if config.topology.tensor == 1 else None
     if theirs is None:
         return _small(config, model)
     ours = Qwen3Contract(model, _revision(theirs), config.max_model_len, config.max_num_batched_tokens)
@@ -52,9 +52,11 @@ def find_library(config: EngineConfig, checkpoint: CheckpointConfig) -> Library:
 
 
 def _small(config: EngineConfig, model: Qwen3Config) -> Library:
-    """Take our own programs, which pypto-lib has none of."""
-    contract = Qwen3Contract(model, "2026-08", config.max_model_len, config.max_num_batched_tokens)
+    """Take our own programs: pypto-lib has none of the model, or none for so many devices."""
+    devices = config.topology.tensor
+    contract = Qwen3Contract(model, "2026-08", config.max_model_len, config.max_num_batched_tokens, devices)
     sizes = SimpleNamespace(
+        devices=devices,
         hidden=model.hidden_size,
         heads=model.num_heads,
         kv_heads=model.num_kv_heads,

@@ -45,7 +45,8 @@ class NpuProgram:
             return
         stage: StageName = "decode" if inputs.kind == "decode" else "prefill"
         outputs = self._device.run(stage, self._contract.inputs(stage, inputs, self._embedding))
-        logits = outputs[self._contract.logits][:, : self._vocabulary]
+        parts = [outputs[name] for name in self._contract.logits]
+        logits = (parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1))[:, : self._vocabulary]
         owners = np.searchsorted(inputs.query_start[1:], inputs.logits_rows, side="right")
         every = len(owners) == inputs.num_rows
         self._logits = logits[: len(owners)] if every else logits[owners]

@@ -55,10 +55,10 @@ def _array(tensor: torch.Tensor) -> Array:
 
 
 class Runtime:
-    """The installed runtime on one platform and device. Raises ConfigError where there is none that is known."""
+    """The installed runtime on a platform and some devices. Raises ConfigError where there is none that is known."""
 
-    def __init__(self, platform: str, device: int) -> None:
-        self.platform, self.device = platform, device
+    def __init__(self, platform: str, devices: Sequence[int]) -> None:
+        self.platform, self.devices = platform, list(devices)
         self._module = _import("pypto.runtime")
         self._compiled = _import("pypto.ir.distributed_compiled_program")
         self.revision = self._find_revision()
@@ -124,9 +124,9 @@ class Runtime:
         return first.prepare(extra_compiled=others)
 
     def _distributed(self) -> Any:
-        """Return on which device, and in June's simulator on how few of its threads, which poll without sleeping."""
+        """Return on which devices, and in June's simulator on how few of its threads, which poll without sleeping."""
         simulates = self.platform.endswith("sim") and self.revision == "2026-06"
-        return self._compiled.DistributedConfig(device_ids=[self.device], **({"block_dim": 1} if simulates else {}))
+        return self._compiled.DistributedConfig(device_ids=self.devices, **({"block_dim": 1} if simulates else {}))
 
 
 def _import(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""pypto-lib's programs of dense Qwen3 models: arguments, weights and KV pages, in two revisions. Torch-free.
+"""Compiled programs of dense Qwen3 models: arguments, weights and KV pages, in two revisions. Torch-free.
 
 | revision | embeds   | chooses greedy ids  | rows of a page              |
 |----------|----------|---------------------|-----------------------------|
@@ -6,18 +6,24 @@
 | 2026-08  | device   | decode, beside logits | layer, page, token, head  |
 
 Sizes that a dispatch chooses: T tokens, B rows, BM entries of their block tables; ROWS are those of the KV pools.
+
+A program over n devices takes inputs once, and everything else for each device: `wq` becomes `wq_0`, `wq_1` and so on.
+A device has its heads and their pages, its part of the columns between an MLP's products, and of the vocabulary that it
+computes logits of. It embeds any token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 
-from pypto_serving.model.contract import Argument, Sizes, StageName, StepArrays
+from pypto_serving.model.contract import Argument, Sizes, StageName, StepArrays, of_role
 from pypto_serving.model.qwen3.config import Qwen3Config
 from pypto_serving.model.tensors import StoredTensors, bfloat16
+from pypto_serving.parallel.topology import part
 from pypto_serving.types.arrays import Array, BFloat16Array, Int32Array
 from pypto_serving.types.kv import Spans
 from pypto_serving.util import ceil_div
@@ -35,6 +41,8 @@ _TRANSPOSED = {
     "w_up": "mlp.up_proj",
     "w_down": "mlp.down_proj",
 }
+_SPLIT_BY_INPUTS = ("wo", "w_down")
+"""Devices add up what these give."""
 _NORMS = {
     "input_rms_weight": "input_layernorm",
     "q_norm_weight": "self_attn.q_norm",
@@ -44,19 +52,29 @@ _NORMS = {
 
 
 class Qwen3Contract:
-    """The programs of one model, for sequences of up to `max_model_len` tokens. Implements Contract."""
+    """The programs of one model, for sequences of up to `max_model_len` tokens. Implements Contract.
 
-    logits = "out"
+    `devices` divides the model's KV heads and the columns of its MLP.
+    """
 
-    def __init__(self, model: Qwen3Config, revision: Revision, max_model_len: int, max_step_tokens: int) -> None:
-        self.model, self.revision = model, str(revision)
+    def __init__(
+        self, model: Qwen3Config, revision: Revision, max_model_len: int, max_step_tokens: int, devices: int = 1
+    ) -> None:
+        self.model, self.revision, self.devices = model, str(revision), devices
         self.table_width = ceil_div(max_model_len, PAGE_TOKENS)
-        self.vocabulary = ceil_div(model.vocab_size, VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        self.vocabulary = ceil_div(model.vocab_size, VOCABULARY_MULTIPLE * devices) * VOCABULARY_MULTIPLE * devices
+        self.kv_heads = model.num_kv_heads // devices
         self._ids_in = revision == "2026-08"
         order = "token, head" if self._ids_in else "head, token"
         self.layout = f"k or v, layer, page of {PAGE_TOKENS}, {order}"
+        if devices > 1:
+            self.layout = f"device of {devices}, {self.layout}"
         self.most: Sizes = {"T": max_step_tokens, "B": BATCH_ROWS, "BM": BATCH_ROWS * self.table_width}
-        self.stages: Mapping[StageName, tuple[Argument, ...]] = {"prefill": self._prefill(), "decode": self._decode()}
+        stages: dict[StageName, tuple[Argument, ...]] = {"prefill": self._prefill(), "decode": self._decode()}
+        self.stages: Mapping[StageName, tuple[Argument, ...]] = {
+            stage: self._on_devices(arguments) for stage, arguments in stages.items()
+        }
+        self.logits = self._each("out")
 
     @staticmethod
     def obstacle(model: Qwen3Config) -> str:
@@ -69,11 +87,28 @@ class Qwen3Contract:
             return f"their norms have the epsilon {RMS_NORM_EPS}, not {model.rms_norm_eps}"
         return "they take bfloat16 weights" if model.quantization is not None else ""
 
+    def _each(self, name: str) -> tuple[str, ...]:
+        """Name an argument that every device has."""
+        return (name,) if self.devices == 1 else tuple(f"{name}_{device}" for device in range(self.devices))
+
+    def _on_devices(self, arguments: Sequence[Argument]) -> tuple[Argument, ...]:
+        """Return the arguments of all devices, from those of one."""
+        if self.devices == 1:
+            return tuple(arguments)
+        own = of_role(arguments, "weight", "cache", "output")
+        names = [self._each(argument.name) for argument in own]
+        each = [
+            replace(argument, name=of_devices[device], device=device)
+            for device in range(self.devices)
+            for argument, of_devices in zip(own, names, strict=True)
+        ]
+        return (*of_role(arguments, "input"), *each)
+
     def _device(self) -> dict[str, Argument]:
-        """Return weights and caches by name."""
+        """Return weights and caches of a device by name."""
         model, layers, hidden = self.model, self.model.num_layers, self.model.hidden_size
-        queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        inner, vocabulary = model.intermediate_size, self.vocabulary
+        queries, keys = model.num_heads // self.devices * model.head_dim, self.kv_heads * model.head_dim
+        inner, vocabulary = model.intermediate_size // self.devices, self.vocabulary // self.devices
         arguments = [
             Argument("input_rms_weight", "float32", (layers, hidden)),
             Argument("wq", "bfloat16", (layers * hidden, queries)),
@@ -92,7 +127,7 @@ class Qwen3Contract:
             Argument("w_down", "bfloat16", (layers * inner, hidden)),
             Argument("final_norm_weight", "float32", (1, hidden)),
             Argument("lm_head_weight", "bfloat16", (vocabulary, hidden)),
-            Argument("embed_weight", "bfloat16", (vocabulary, hidden)),
+            Argument("embed_weight", "bfloat16", (self.vocabulary, hidden)),
         ]
         return {argument.name: argument for argument in arguments}
 
@@ -113,7 +148,7 @@ class Qwen3Contract:
             *(device[name] for name in ("k_cache", "v_cache", "wo", "post_rms_weight", "w_gate", "w_up", "w_down")),
             *(device[name] for name in ("final_norm_weight", "lm_head_weight")),
             *embed,
-            Argument("out", "float32", ("B", self.vocabulary), "output"),
+            Argument("out", "float32", ("B", self.vocabulary // self.devices), "output"),
         )
 
     def _decode(self) -> tuple[Argument, ...]:
@@ -126,7 +161,7 @@ class Qwen3Contract:
             *(device[name] for name in ("rope_cos", "rope_sin", "k_cache", "v_cache", "wo")),
             *(device[name] for name in ("w_gate", "w_up", "w_down", "post_rms_weight")),
             *(device[name] for name in ("final_norm_weight", "lm_head_weight")),
-            Argument("out", "float32", ("B", self.vocabulary), "output"),
+            Argument("out", "float32", ("B", self.vocabulary // self.devices), "output"),
         )
         if not self._ids_in:
             return (Argument("hidden_states", "bfloat16", ("B", hidden), "input"), *common)
@@ -170,20 +205,27 @@ class Qwen3Contract:
 
     def weights(self, tensors: StoredTensors) -> Iterator[tuple[str, Iterable[Array]]]:
         """As Contract says. Matrices become [inputs, outputs], those of all layers one behind the other."""
+        for device in range(self.devices):
+            for name, pieces in self._weights_of(tensors, device):
+                yield self._each(name)[device], pieces
+
+    def _weights_of(self, tensors: StoredTensors, device: int) -> Iterator[tuple[str, Iterable[Array]]]:
         model = self.model
         for name, module in _NORMS.items():
             yield name, (self._vector(tensors, f"model.layers.{i}.{module}") for i in range(model.num_layers))
         for name, module in _TRANSPOSED.items():
-            yield name, (self._transposed(tensors, f"model.layers.{i}.{module}") for i in range(model.num_layers))
+            modules = [f"model.layers.{i}.{module}" for i in range(model.num_layers)]
+            yield name, (self._transposed(tensors, each, device, name in _SPLIT_BY_INPUTS) for each in modules)
         yield "final_norm_weight", (self._vector(tensors, "model.norm"),)
         cos, sin = model.rope.tables(MAX_TOKENS)
         yield "rope_cos", (np.concatenate([cos, cos], axis=1),)
         yield "rope_sin", (np.concatenate([sin, sin], axis=1),)
-        head = self._rows(tensors, f"{model.head}.weight")
-        padding = self.vocabulary - model.vocab_size
-        yield "lm_head_weight", (head, np.broadcast_to(head[:1], (padding, model.hidden_size)))
+        head, mine = self._rows(tensors, f"{model.head}.weight"), part(self.vocabulary, self.devices, device)
+        own = head[mine.start : mine.stop]
+        yield "lm_head_weight", (own, np.broadcast_to(head[:1], (len(mine) - len(own), model.hidden_size)))
         if self._ids_in:
             table = self._rows(tensors, "model.embed_tokens.weight")
+            padding = self.vocabulary - model.vocab_size
             yield "embed_weight", (table, np.zeros((padding, model.hidden_size), np.uint16))
 
     def _vector(self, tensors: StoredTensors, module: str) -> Array:
@@ -192,8 +234,11 @@ class Qwen3Contract:
         exact = tensors.read(stored, 0, stored.shape[0])[None]
         return (bfloat16(exact).astype("<u4") << 16).view("<f4")
 
-    def _transposed(self, tensors: StoredTensors, module: str) -> Array:
-        return np.ascontiguousarray(self._rows(tensors, f"{module}.weight").T)
+    def _transposed(self, tensors: StoredTensors, module: str, device: int, by_inputs: bool) -> Array:
+        """Read a device's part of a matrix as [inputs, outputs]."""
+        whole = self._rows(tensors, f"{module}.weight").T
+        mine = part(whole.shape[0 if by_inputs else 1], self.devices, device)
+        return np.ascontiguousarray(whole[mine.start : mine.stop] if by_inputs else whole[:, mine.start : mine.stop])
 
     def _rows(self, tensors: StoredTensors, name: str) -> BFloat16Array:
         stored = tensors[name]
@@ -201,18 +246,19 @@ class Qwen3Contract:
 
     def pages(self, num_pages: int, page: int) -> Mapping[str, Spans]:
         """As Contract says: in each pool, layer l has its rows of a page at l * pages + page."""
-        size = PAGE_TOKENS * self.model.num_kv_heads * self.model.head_dim * 2
+        size = PAGE_TOKENS * self.kv_heads * self.model.head_dim * 2
         firsts = [size * (layer * num_pages + page) for layer in range(self.model.num_layers)]
         spans = tuple((first, first + size) for first in firsts)
-        return {"k_cache": spans, "v_cache": spans}
+        pools = zip(self._each("k_cache"), self._each("v_cache"), strict=True)
+        return dict.fromkeys((name for pair in pools for name in pair), spans)
 
     def rows(self, num_pages: int) -> int:
         """Return the rows of each pool."""
-        return self.model.num_layers * num_pages * self.model.num_kv_heads * PAGE_TOKENS
+        return self.model.num_layers * num_pages * self.kv_heads * PAGE_TOKENS
 
     def row(self, num_pages: int, layer: int, slot: int, head: int) -> int:
-        """Return the row of a pool that has a slot's key or value: slot = page * 128 + offset."""
-        heads, (page, offset) = self.model.num_kv_heads, divmod(slot, PAGE_TOKENS)
+        """Return the row of a pool with a slot's key or value of a device's head: slot = page * 128 + offset."""
+        heads, (page, offset) = self.kv_heads, divmod(slot, PAGE_TOKENS)
         base = layer * num_pages * heads * PAGE_TOKENS
         if self._ids_in:
             return base + (page * PAGE_TOKENS + offset) * heads + head

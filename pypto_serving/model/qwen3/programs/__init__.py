@@ -1,21 +1,34 @@
 """Prefill and decode of dense Qwen3 models in PyPTO: the programs of the 2026-08 contract, for small models.
 
 The other files are in PyPTO's language, whose compiler reads their source: `layers.py`, `attention.py` and `output.py`
-hold kernels, `prefill.py` and `decode.py` the two programs. Names in capitals there are sizes, which the compiler takes
-from the globals of a function. So `build` runs these files once for each program, with the sizes of a model as globals.
+hold kernels, `prefill.py` and `decode.py` the two programs, and `exchange.py` what several devices have
+besides. Names in capitals there are sizes, which the compiler takes from the globals of a function. So `build` runs
+these files once for each program, with the sizes of a model as globals.
 Both programs and the inline functions repeat lists of arguments, since the compiler reads them from the text of each
 function. The host functions, which only pass theirs on, are written by `build`.
+
+Several devices run the same program, each on its heads, its columns between the products of an MLP, and its part of the
+vocabulary. So each has a part of every sum that a layer adds to the hidden state. They exchange these parts through
+windows, memory that other devices write: `build` passes these on to every call of `add_change`.
 """
 
 from __future__ import annotations
 
 import ast
 import linecache
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, Protocol
 
 _FOLDER = Path(__file__).parent
 _KERNELS = ("layers", "attention", "output")
+_WINDOWS = {
+    "changes": "pld.DistributedTensor[[CHANGE_ROWS, HIDDEN], pl.FP32]",
+    "arrived": "pld.DistributedTensor[[DEVICES, 1], pl.INT32]",
+    "device": "pl.Scalar[pl.INT32]",
+}
+"""What a program over several devices takes besides: see `exchange.py`."""
 ROWS, PAGE = 16, 128
 STEP, MOST_HIDDEN, MOST_TILES = 32, 960, 1471
 """Sizes are multiples of the first. The others: inputs of a norm, and tiles of logits, that fit into vector memory."""
@@ -36,6 +49,7 @@ _RUN_TIME_SIZES = (
 class Sizes(Protocol):
     """What programs are compiled for: `tokens` of a prefill and `pages` of a row are the most that a dispatch has."""
 
+    devices: int
     hidden: int
     heads: int
     kv_heads: int
@@ -50,14 +64,21 @@ class Sizes(Protocol):
 
 def obstacle(sizes: Sizes) -> str:
     """Say which size the compiler refuses, or computes wrongly, and what would do; empty if it takes all of them."""
+    if sizes.kv_heads % sizes.devices:
+        return f"{sizes.kv_heads} KV heads cannot be split equally among {sizes.devices} devices"
+    if sizes.intermediate % (sizes.devices * STEP):
+        return f"intermediate_size is {sizes.intermediate}, but must be a multiple of {sizes.devices * STEP}"
+    return _obstacle_of(_of_device(sizes))
+
+
+def _obstacle_of(sizes: Any) -> str:
+    """Say the same of the part of one device."""
     if sizes.head_dim % STEP:
         return f"head_dim is {sizes.head_dim}, but must be a multiple of {STEP}"
     if sizes.heads > ROWS * sizes.kv_heads:
         return f"{sizes.heads // sizes.kv_heads} heads share a KV head, but at most {ROWS} can"
     if sizes.hidden % STEP or sizes.hidden > MOST_HIDDEN:
         return f"hidden_size is {sizes.hidden}, but must be a multiple of {STEP} up to {MOST_HIDDEN}"
-    if sizes.intermediate % STEP:
-        return f"intermediate_size is {sizes.intermediate}, but must be a multiple of {STEP}"
     tile = _tile(sizes.padded_vocab, sizes.hidden)
     if sizes.padded_vocab > MOST_TILES * tile:
         return (
@@ -74,7 +95,8 @@ def obstacle(sizes: Sizes) -> str:
 
 def build(sizes: Sizes) -> tuple[Any, Any]:
     """Return the host functions of prefill and decode, which PyPTO compiles. Any number of layers fits them."""
-    return _host(sizes, "prefill", sizes.tokens), _host(sizes, "decode", ROWS)
+    own = _of_device(sizes)
+    return _host(own, "prefill", sizes.tokens), _host(own, "decode", ROWS)
 
 
 def sources() -> list[Path]:
@@ -82,30 +104,88 @@ def sources() -> list[Path]:
     return sorted(_FOLDER.glob("*.py"))
 
 
-def _host(sizes: Sizes, stage: Literal["prefill", "decode"], tokens: int) -> Any:
+def _of_device(sizes: Sizes) -> Any:
+    """Return the sizes of a device's part of a model, and as `embedded` the tokens that it embeds: all of them."""
+    split = ("heads", "kv_heads", "intermediate", "padded_vocab")
+    values = {name: getattr(sizes, name) for name in Sizes.__annotations__}
+    parts = {name: values[name] // sizes.devices for name in split}
+    return SimpleNamespace(**values | parts, embedded=sizes.padded_vocab)
+
+
+def _host(sizes: Any, stage: Literal["prefill", "decode"], tokens: int) -> Any:
     import pypto.language as pl
 
     names: dict[str, Any] = {name: pl.dynamic(name) for name in _RUN_TIME_SIZES}
     names |= _constants(sizes, -(-tokens // ROWS) * ROWS) | {"__name__": f"{__name__}.{stage}"}
-    for name in (*_KERNELS, stage):
+    for name in (*_KERNELS, *(("exchange",) if sizes.devices > 1 else ())):
         path = _FOLDER / f"{name}.py"
         exec(compile(path.read_text(), str(path), "exec"), names)
-    text = _host_text(stage)
-    place = f"<host function of {stage}>"
-    linecache.cache[place] = (len(text), None, text.splitlines(keepends=True), place)  # where the compiler reads it
-    exec(compile(text, place, "exec"), names)
+    texts = {"program": _program_text(stage, sizes.devices), "host function": _host_text(stage, sizes.devices)}
+    for what, text in texts.items():
+        place = f"<{what} of {stage} for {sizes.devices} devices>"
+        linecache.cache[place] = (len(text), None, text.splitlines(keepends=True), place)  # where the compiler reads it
+        exec(compile(text, place, "exec"), names)
     return names[f"qwen3_{stage}_host"]
 
 
-def _host_text(stage: str) -> str:
-    """Write the host function of a program, which has the same arguments."""
-    functions = ast.parse((_FOLDER / f"{stage}.py").read_text()).body
-    (arguments,) = (each.args for each in functions if isinstance(each, ast.FunctionDef) and each.name == stage)
-    names = ", ".join(argument.arg for argument in arguments.args)
-    return f"@pl.jit.host\ndef qwen3_{stage}_host({ast.unparse(arguments)}):\n    {stage}({names})\n"
+def _parsed(stage: str) -> tuple[ast.Module, ast.FunctionDef]:
+    """Return the file of a program, and its function in it."""
+    module = ast.parse((_FOLDER / f"{stage}.py").read_text())
+    (function,) = (each for each in module.body if isinstance(each, ast.FunctionDef) and each.name == stage)
+    return module, function
 
 
-def _constants(sizes: Sizes, tokens: int) -> dict[str, int | float]:
+def _program_text(stage: str, devices: int) -> str:
+    """Return the text of a program; over several devices it takes windows, and passes them on to `add_change`."""
+    module, function = _parsed(stage)
+    if devices > 1:
+        function.args.args += [ast.arg(name, ast.parse(of, mode="eval").body) for name, of in _WINDOWS.items()]
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "add_change":
+                node.args += [ast.Name(name) for name in _WINDOWS]
+    return ast.unparse(module)
+
+
+def _host_text(stage: str, devices: int) -> str:
+    """Write the host function of a program: of several devices each has arguments of its own, but for inputs."""
+    arguments = _parsed(stage)[1].args.args
+    names = [[_named(each, device, devices) for each in arguments] for device in range(devices)]
+    if devices == 1:
+        return _host_function(stage, arguments, [f"{stage}({', '.join(names[0])})"])
+    taken = [each for each in arguments if _is_input(each)]
+    for own in names:
+        taken += [ast.arg(name, each.annotation) for name, each in zip(own, arguments, strict=True) if name != each.arg]
+    lines = [
+        "changes_buffer = pld.alloc_window_buffer(CHANGE_BYTES)",
+        "arrived_buffer = pld.alloc_window_buffer(DEVICES * 4)",
+    ]
+    for device, own in enumerate(names):
+        lines += [
+            f"changes_{device} = pld.window(changes_buffer, [CHANGE_ROWS, HIDDEN], dtype=pl.FP32)",
+            f"arrived_{device} = pld.window(arrived_buffer, [DEVICES, 1], dtype=pl.INT32)",
+            f"{stage}({', '.join(own)}, changes_{device}, arrived_{device}, {device}, device={device})",
+        ]
+    return _host_function(stage, taken, lines)
+
+
+def _named(argument: ast.arg, device: int, devices: int) -> str:
+    """Name what a device's program gets of the host function's arguments."""
+    return argument.arg if devices == 1 or _is_input(argument) else f"{argument.arg}_{device}"
+
+
+def _host_function(stage: str, arguments: Sequence[ast.arg], lines: Sequence[str]) -> str:
+    signature, body = ", ".join(map(ast.unparse, arguments)), "".join(f"    {line}\n" for line in lines)
+    return f"@pl.jit.host\ndef qwen3_{stage}_host({signature}):\n{body}"
+
+
+def _is_input(argument: ast.arg) -> bool:
+    """Return True for what a dispatch gives: tokens and where they belong, the tensors of whole numbers."""
+    assert argument.annotation is not None
+    text = ast.unparse(argument.annotation)
+    return "pl.INT32" in text and "pl.Out" not in text
+
+
+def _constants(sizes: Any, tokens: int) -> dict[str, int | float]:
     queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     vocabulary_tile = _tile(sizes.padded_vocab, sizes.hidden)
     return {
@@ -126,6 +206,10 @@ def _constants(sizes: Sizes, tokens: int) -> dict[str, int | float]:
         "QUERY_ROWS": (tokens + ROWS) * sizes.heads,
         "PARTS": sizes.pages * sizes.kv_heads * ROWS,
         "INTERMEDIATE": sizes.intermediate,
+        "DEVICES": sizes.devices,
+        "CHANGE_ROWS": 2 * sizes.devices * tokens,
+        "CHANGE_BYTES": 2 * sizes.devices * tokens * sizes.hidden * 4,
+        "EMBEDDED": sizes.embedded,
         "VOCAB": sizes.padded_vocab,
         "VOCAB_TILE": vocabulary_tile,
         "VOCAB_TILES": sizes.padded_vocab // vocabulary_tile,

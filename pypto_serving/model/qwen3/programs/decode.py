@@ -27,7 +27,7 @@ def decode(
     final_norm_weight: pl.Tensor[[1, HIDDEN], pl.FP32],
     lm_head_weight: pl.Tensor[[VOCAB, HIDDEN], pl.BF16],
     out: pl.Out[pl.Tensor[[BATCH_IN, VOCAB], pl.FP32]],
-    embed_weight: pl.Tensor[[VOCAB, HIDDEN], pl.BF16],
+    embed_weight: pl.Tensor[[EMBEDDED, HIDDEN], pl.BF16],
     sampled_ids_in: pl.Tensor[[BATCH_IN, IDS], pl.INT32],
     sampled_ids: pl.Out[pl.Tensor[[BATCH_IN, IDS], pl.INT32]],
     next_hidden: pl.Out[pl.Tensor[[BATCH_IN, HIDDEN], pl.BF16]],
@@ -77,7 +77,14 @@ def decode(
             length = pl.cast(pl.tensor.read(seq_lens, [b]), pl.INDEX)
             if length > 0:
                 attended = attend(queries, k_cache, v_cache, block_table, first_slot, b * table, b, length, attended)
-        hidden = finish_layer(attended, wo, post_rms_weight, w_gate, w_up, w_down, layer, tokens, hidden)
+        change = pl.create_tensor([TOKENS, HIDDEN], dtype=pl.FP32)
+        change = project_attended(attended, wo, layer, tokens, change)
+        hidden = add_change(change, hidden, 2 * layer, tokens)
+        post_normed = pl.create_tensor([TOKENS, HIDDEN], dtype=pl.BF16)
+        post_normed = rms_norm(hidden, post_rms_weight, layer, tokens, post_normed)
+        mlp_change = pl.create_tensor([TOKENS, HIDDEN], dtype=pl.FP32)
+        mlp_change = mlp(post_normed, w_gate, w_up, w_down, layer, tokens, mlp_change)
+        hidden = add_change(mlp_change, hidden, 2 * layer + 1, tokens)
     final = pl.create_tensor([TOKENS, HIDDEN], dtype=pl.BF16)
     final = rms_norm(hidden, final_norm_weight, 0, tokens, final)
     out = project_logits(final, lm_head_weight, rows, out)

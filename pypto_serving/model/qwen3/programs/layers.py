@@ -134,8 +134,10 @@ def project_attended(
 def add_change(
     change: pl.Tensor[[TOKENS, HIDDEN], pl.FP32],
     hidden: pl.Tensor[[TOKENS, HIDDEN], pl.FP32],
+    place: pl.Scalar[pl.INDEX],
     tokens: pl.Scalar[pl.INDEX],
 ):
+    """Add a change to the hidden state: number `place` of those of a step."""
     for row in pl.parallel(0, tokens, ROWS):
         with pl.at(level=pl.Level.CORE_GROUP, name_hint="add_change"):
             tile = pl.add(pl.slice(hidden, [ROWS, HIDDEN], [row, 0]), pl.slice(change, [ROWS, HIDDEN], [row, 0]))
@@ -210,27 +212,3 @@ def compute_queries(
     keys = rotate_keys(qkv, k_norm_weight, cos, sin, layer, tokens, keys)
     k_cache, v_cache = store_kv(keys, qkv, slot_mapping, first_slot, tokens, k_cache, v_cache)
     return queries
-
-
-@pl.jit.inline
-def finish_layer(
-    attended: pl.Tensor[[QUERY_ROWS, HEAD_DIM], pl.BF16],
-    wo: pl.Tensor[[QUERIES_ROWS, HIDDEN], pl.BF16],
-    post_rms_weight: pl.Tensor[[LAYERS, HIDDEN], pl.FP32],
-    w_gate: pl.Tensor[[HIDDEN_ROWS, INTERMEDIATE], pl.BF16],
-    w_up: pl.Tensor[[HIDDEN_ROWS, INTERMEDIATE], pl.BF16],
-    w_down: pl.Tensor[[INNER_ROWS, HIDDEN], pl.BF16],
-    layer: pl.Scalar[pl.INDEX],
-    tokens: pl.Scalar[pl.INDEX],
-    hidden: pl.Tensor[[TOKENS, HIDDEN], pl.FP32],
-):
-    """Compute the rest of a layer after attention."""
-    change = pl.create_tensor([TOKENS, HIDDEN], dtype=pl.FP32)
-    change = project_attended(attended, wo, layer, tokens, change)
-    hidden = add_change(change, hidden, tokens)
-    post_normed = pl.create_tensor([TOKENS, HIDDEN], dtype=pl.BF16)
-    post_normed = rms_norm(hidden, post_rms_weight, layer, tokens, post_normed)
-    mlp_change = pl.create_tensor([TOKENS, HIDDEN], dtype=pl.FP32)
-    mlp_change = mlp(post_normed, w_gate, w_up, w_down, layer, tokens, mlp_change)
-    hidden = add_change(mlp_change, hidden, tokens)
-    return hidden

@@ -29,7 +29,7 @@ def prefill(
     w_down: pl.Tensor[[INNER_ROWS, HIDDEN], pl.BF16],
     final_norm_weight: pl.Tensor[[1, HIDDEN], pl.FP32],
     lm_head_weight: pl.Tensor[[VOCAB, HIDDEN], pl.BF16],
-    embed_weight: pl.Tensor[[VOCAB, HIDDEN], pl.BF16],
+    embed_weight: pl.Tensor[[EMBEDDED, HIDDEN], pl.BF16],
     out: pl.Out[pl.Tensor[[BATCH_IN, VOCAB], pl.FP32]],
 ):
     tokens = pl.tensor.dim(input_ids, 0)
@@ -83,7 +83,14 @@ def prefill(
                 attended = attend(
                     queries, k_cache, v_cache, block_table, first_slot, b * table, offset + i, start + i + 1, attended
                 )
-        hidden = finish_layer(attended, wo, post_rms_weight, w_gate, w_up, w_down, layer, tokens, hidden)
+        change = pl.create_tensor([TOKENS, HIDDEN], dtype=pl.FP32)
+        change = project_attended(attended, wo, layer, tokens, change)
+        hidden = add_change(change, hidden, 2 * layer, tokens)
+        post_normed = pl.create_tensor([TOKENS, HIDDEN], dtype=pl.BF16)
+        post_normed = rms_norm(hidden, post_rms_weight, layer, tokens, post_normed)
+        mlp_change = pl.create_tensor([TOKENS, HIDDEN], dtype=pl.FP32)
+        mlp_change = mlp(post_normed, w_gate, w_up, w_down, layer, tokens, mlp_change)
+        hidden = add_change(mlp_change, hidden, 2 * layer + 1, tokens)
     final = pl.create_tensor([TOKENS, HIDDEN], dtype=pl.BF16)
     final = rms_norm(hidden, final_norm_weight, 0, tokens, final)
     last = pl.create_tensor([ROWS, HIDDEN], dtype=pl.BF16)

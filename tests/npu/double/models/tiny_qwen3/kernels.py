@@ -62,10 +62,17 @@ def _token(args: dict[str, Array], x: Array, position: int, slot: int, pages: Ar
             scores = (known[:, group] @ _rounded(q[head])) * np.float32(dim**-0.5)
             weights = np.exp(scores - scores.max())
             attended[head] = (weights @ read[:, group]) / weights.sum()
-        x = x + _rounded(attended.reshape(-1)) @ _matrix(args["wo"], layer, layers)
+        x = _added(args, x, _rounded(attended.reshape(-1)) @ _matrix(args["wo"], layer, layers))
         normed = _norm(x, args["post_rms_weight"][layer])
         gate, up = (normed @ _matrix(args[name], layer, layers) for name in ("w_gate", "w_up"))
-        x = x + _rounded(gate / (1 + np.exp(-gate)) * up) @ _matrix(args["w_down"], layer, layers)
+        x = _added(args, x, _rounded(gate / (1 + np.exp(-gate)) * up) @ _matrix(args["w_down"], layer, layers))
+    return x
+
+
+def _added(args: dict[str, Any], x: Array, change: Array) -> Array:
+    """Add a change, of which each of several devices has a part."""
+    for part in args["exchange"](change) if "exchange" in args else [change]:
+        x = x + part
     return x
 
 

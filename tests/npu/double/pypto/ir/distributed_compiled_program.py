@@ -33,11 +33,15 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Host:
-    """A host function, whose kernel is `function` of the Python file at `path`."""
+    """A host function, whose kernel is `function` of the Python file at `path`.
+
+    `dispatches` has for each device the kernel's names of the arguments that it gets; without it, one gets all of them.
+    """
 
     path: str
     function: str
     parameters: tuple[Parameter, ...]
+    dispatches: tuple[dict[str, str], ...] = ()
 
     def compile(self, *samples: torch.Tensor, config: Any) -> DistributedCompiledProgram:
         """Write a build folder, by default below the current one; the later revision needs no samples."""
@@ -56,6 +60,7 @@ class Host:
             folder.mkdir(parents=True)
         params = [{**vars(each), "name": f"{each.name}__ssa_v0"} for each in self.parameters]
         meta = {"platform": config.platform, "params": params, "entry": [self.path, self.function]}
+        meta["dispatches"] = self.dispatches or [{each.name: each.name for each in self.parameters}]
         meta["device_ids"] = config.distributed_config.device_ids
         (folder / META).write_text(json.dumps(meta))
         return DistributedCompiledProgram.from_dir(folder)
@@ -68,7 +73,10 @@ class DistributedCompiledProgram:
         self.output_dir, self.platform, self.distributed_config = folder, meta["platform"], config
         self.entry = meta["entry"]
         self.parameters = [Parameter(**each) for each in meta["params"]]
-        self.names = [parameter.name.partition("__ssa_v")[0] for parameter in self.parameters]
+        names = [parameter.name.partition("__ssa_v")[0] for parameter in self.parameters]
+        self.dispatches = [
+            [(ours, names.index(theirs)) for ours, theirs in each.items()] for each in meta["dispatches"]
+        ]
 
     @classmethod
     def from_dir(cls, output_dir: Any, *, distributed_config: Any = None) -> DistributedCompiledProgram:

@@ -12,14 +12,16 @@ from typing import Any
 
 import numpy as np
 
+Links = dict[tuple[int, int], tuple[int, int]]
+"""A pipe from each device to each other one."""
 _NUMPY = {"float32": "<f4", "bfloat16": "<u2", "int32": "<i4", "int64": "<i8", "int8": "i1", "uint8": "u1"}
 
 
-def serve(programs: list[Any], requests: int, answers: int) -> None:
+def serve(programs: list[Any], device: int, requests: int, answers: int, links: Links) -> None:
     """Answer requests for ever; only `close` ends it."""
     from pypto.runtime import receive, send
 
-    chip = Chip(programs)
+    chip = Chip(programs, device, links)
     if chip.meets_fault("init"):
         return
     send(answers, "ready")
@@ -37,8 +39,9 @@ def serve(programs: list[Any], requests: int, answers: int) -> None:
 class Chip:
     """Owns the memory of a device. New memory holds NaN."""
 
-    def __init__(self, programs: list[Any]) -> None:
-        self._programs = programs
+    def __init__(self, programs: list[Any], device: int, links: Links) -> None:
+        self._programs, self._device, self._links = programs, device, links
+        self._world = 1 + sum(one == device for one, _ in links)
         self._kernels = [_load(*program.entry) for program in programs]
         self._memory: dict[int, np.ndarray] = {}
         self._dispatches = 0
@@ -75,17 +78,31 @@ class Chip:
             while True:
                 signal.pause()
         program, arrays, consistent = self._programs[index], {}, True
-        for name, parameter, (address, shape) in zip(program.names, program.parameters, described, strict=True):
+        for name, place, address, shape in described:
+            parameter = program.parameters[place]
             array = _view(address, parameter.dtype, shape)
             consistent &= len(shape) == len(parameter.shape)
             consistent &= all(a in (-1, b) for a, b in zip(parameter.shape, shape, strict=False))
             arrays[name] = array
         if consistent:
-            self._kernels[index](**arrays)
+            more = {"exchange": self.exchange} if self._world > 1 else {}
+            self._kernels[index](**arrays, **more)
             return
-        for name, parameter in zip(program.names, program.parameters, strict=True):
+        for name, place, *_ in described:
+            parameter = program.parameters[place]
             if parameter.direction == "out" and arrays[name].dtype == np.float32:
                 arrays[name][...] = np.nan
+
+    def exchange(self, array: np.ndarray) -> list[np.ndarray]:
+        """Return what all devices give here, in order. One waits for ever for a device that ended."""
+        content, found = array.tobytes(), []
+        for other in range(self._world):
+            if other != self._device:
+                os.write(self._links[self._device, other][1], content)
+        for other in range(self._world):
+            theirs = content if other == self._device else read(self._links[other, self._device][0], len(content))
+            found.append(np.frombuffer(theirs, array.dtype).reshape(array.shape))
+        return found
 
     def meets_fault(self, kind: str) -> bool:
         """Return whether this is the dispatch that shall go wrong in this way; it happens once."""
@@ -96,6 +113,14 @@ class Chip:
                 path.unlink()
                 return True
         return False
+
+
+def read(pipe: int, size: int) -> bytes:
+    """Wait for so many bytes, for ever."""
+    data = b""
+    while len(data) < size:
+        data += os.read(pipe, size - len(data))
+    return data
 
 
 def _view(address: int, dtype: str, shape: list[int]) -> np.ndarray:
