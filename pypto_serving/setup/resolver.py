@@ -76,7 +76,8 @@ def resolve(
     backend = backend.in_stages(topology.pipeline)
     max_num_seqs = settings.pick("max_num_seqs", backend.max_num_seqs, f"default for {name}")
     drafts = choose_drafts(settings, host, backend, topology, kernels)
-    planner = MemoryPlanner(options, model, host, backend, max_num_seqs, topology, kernels, drafts)
+    processes = Topology() if backend.devices else topology
+    planner = MemoryPlanner(options, model, host, backend, max_num_seqs, processes, kernels, drafts)
     memory, model_len = _plan_memory(settings, planner)
     num_threads = choose_threads(settings, model, host)
     tiers = choose_tiers(settings, model, host, backend, planner.host_bytes)
@@ -106,7 +107,7 @@ def resolve(
             **_events(settings, num_replicas),
             **_process(settings),
         )
-    placements = choose_placements(settings, topology, num_replicas, machine, num_threads * num_replicas)
+    placements = choose_placements(settings, processes, num_replicas, machine, num_threads * num_replicas)
     engines = replicate(engine, num_replicas, placements)
     server = _server(settings, model)
     if serves:
@@ -117,7 +118,7 @@ def resolve(
         server=server,
         settings=settings.in_order(),
         memory=_with_tiers(memory, model, tiers),
-        ranks=plan_ranks(engines[0], model, memory, planner.rank_workspace(model_len)),
+        ranks=() if backend.devices else plan_ranks(engines[0], model, memory, planner.rank_workspace(model_len)),
         warnings=tuple(settings.warnings),
     )
 

@@ -9,5 +9,10 @@ CASES = (
     "uploads_whole_tensors",
     "forks_in_prepare",
     "does_not_check_shapes",
+    "adds_up_over_two_devices",
 )
-HANGS = ("hangs_when_its_child_is_dead", "hangs_for_tensors_shared_too_late")
+HANGS = (
+    "hangs_when_its_child_is_dead",
+    "hangs_when_one_of_two_children_is_dead",
+    "hangs_for_tensors_shared_too_late",
+)

@@ -18,7 +18,7 @@ import torch
 from pypto.ir.distributed_compiled_program import DistributedCompiledProgram, DistributedConfig
 from pypto.runtime import RunConfig
 
-from tests.npu.small_programs import SIZE, hosts
+from tests.npu.small_programs import SIZE, hosts, two_device_host
 
 PLATFORM = os.environ.get("PYPTO_TEST_PLATFORM", "a2a3sim")
 FOLDERS = tuple(Path(name) for name in ("fill", "read"))
@@ -55,6 +55,32 @@ class Setting:
         self.kept = worker.alloc_tensor((SIZE, SIZE), torch.float32)
         yield worker
         worker.close()
+
+
+class TwoDevices:
+    """A program over two devices, with a resident tensor on each: 10.0 on the first, 20.0 on the second."""
+
+    def __init__(self) -> None:
+        config = RunConfig(platform=PLATFORM, distributed_config=DistributedConfig(device_ids=[0, 1]))
+        samples = [torch.zeros(SIZE, SIZE) for _ in range(5)]
+        self.program = two_device_host().compile(*samples, config=config)
+        self.given, self.outs, self.staging = shared(1.0), [shared(), shared()], [shared(10.0), shared(20.0)]
+        self.before = children()
+
+    @contextmanager
+    def prepared(self) -> Iterator[Any]:
+        worker = self.program.prepare()
+        self.pids = children() - self.before
+        self.kept = [
+            worker.alloc_tensor((SIZE, SIZE), torch.float32, init=self.staging[i], worker_id=i) for i in range(2)
+        ]
+        yield worker
+        worker.close()
+
+    def run(self, worker: Any) -> list[torch.Tensor]:
+        (first, second), (out, other) = self.kept, self.outs
+        worker.run(self.program, self.given, first, out, second, other)
+        return self.outs
 
 
 def children() -> set[int]:
@@ -155,6 +181,24 @@ def forks_in_prepare() -> None:
     assert not setting.pids & children(), "a normal close left a process behind"
 
 
+def adds_up_over_two_devices() -> None:
+    """Each device has a process, arguments and memory of its own, and gets the other's tensor."""
+    setting = TwoDevices()
+    with setting.prepared() as worker:
+        assert len(setting.pids) == 2
+        for step in range(3):
+            setting.given.fill_(float(step))
+            assert all((out == step + 30.0).all() for out in setting.run(worker))
+        setting.staging[0].fill_(200.0)
+        second, size = setting.kept[1], 4 * SIZE * SIZE
+        worker.copy_to(second.data_ptr, setting.staging[0].data_ptr(), size, worker_id=1)
+        assert all((out == 212.0).all() for out in setting.run(worker))
+        for i, value in enumerate((10.0, 200.0)):
+            worker.copy_from(setting.staging[1].data_ptr(), setting.kept[i].data_ptr, size, worker_id=i)
+            assert (setting.staging[1] == value).all()
+    assert not setting.pids & children()
+
+
 def does_not_check_shapes() -> None:
     """A tensor that is too wide gives other values than its first columns would."""
     setting = Setting()
@@ -172,6 +216,14 @@ def hangs_when_its_child_is_dead() -> None:
             os.kill(pid, signal.SIGKILL)
         print("calling", flush=True)
         worker.run(setting.fill, setting.given, setting.kept)
+
+
+def hangs_when_one_of_two_children_is_dead() -> None:
+    setting = TwoDevices()
+    with setting.prepared() as worker:
+        os.kill(max(setting.pids), signal.SIGKILL)
+        print("calling", flush=True)
+        setting.run(worker)
 
 
 def hangs_for_tensors_shared_too_late() -> None:

@@ -120,7 +120,7 @@ def names_a_mismatch(model: Path) -> None:
     for strip in (lambda: None, lambda: delattr(compiled, "DistributedConfig")):
         strip()
         try:
-            Runtime("a2a3sim", 0)
+            Runtime("a2a3sim", [0])
         except ConfigError as error:
             assert str(error).startswith("the npu backend needs hw-native-sys/pypto at de48ab415"), error
             assert len(str(error).splitlines()) == 1
