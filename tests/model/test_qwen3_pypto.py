@@ -202,6 +202,38 @@ def test_weights(checkpoint: Path, revision: Any) -> None:
         np.testing.assert_array_equal(value, wanted[name], name)
 
 
+def test_devices_have_parts_of_what_one_has(checkpoint: Path) -> None:
+    """Put together, the parts of two devices are one's weights; each has all norms, tables and embeddings."""
+    _, model = load_config(checkpoint)
+    one, two = (Qwen3Contract(model, "2026-08", 512, 96, devices) for devices in (1, 2))
+    whole, parts = (
+        {
+            name: np.concatenate(list(pieces))
+            for name, pieces in each.weights(StoredTensors(checkpoint, lambda *_: None))
+        }
+        for each in (one, two)
+    )
+    arguments = same_arguments(two.stages)
+    padding, layers = two.vocabulary - one.vocabulary, model.num_layers
+    for name, value in whole.items():
+        first, second = (parts.pop(f"{name}_{device}") for device in range(2))
+        assert first.shape == second.shape == arguments[f"{name}_0"].shape, name
+        assert [arguments[f"{name}_{device}"].device for device in range(2)] == [0, 1]
+        if name in ("wq", "wk", "wv", "w_gate", "w_up"):
+            np.testing.assert_array_equal(np.concatenate([first, second], axis=1), value, name)
+        elif name in ("wo", "w_down"):
+            both = np.concatenate([each.reshape(layers, -1, model.hidden_size) for each in (first, second)], axis=1)
+            np.testing.assert_array_equal(both.reshape(value.shape), value, name)
+        elif name == "lm_head_weight":
+            wanted = np.concatenate([value, np.broadcast_to(value[:1], (padding, model.hidden_size))])
+            np.testing.assert_array_equal(np.concatenate([first, second]), wanted)
+        else:
+            np.testing.assert_array_equal(first, second)
+            np.testing.assert_array_equal(first[: len(value)], value, name)
+    assert not parts
+    assert two.logits == ("out_0", "out_1") and one.layout != two.layout
+
+
 def load_file_bits(path: Path) -> dict[str, Any]:
     """The tensors of a checkpoint as raw bits of bfloat16."""
     return {name: value.view(torch.int16).numpy() for name, value in load_file(path / "model.safetensors").items()}

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from pypto_serving.backend.npu.backend import NpuBackend
@@ -17,6 +18,7 @@ from pypto_serving.backend.npu.program import NpuProgram
 from pypto_serving.backend.npu.runtime import Runtime
 from pypto_serving.errors import ConfigError
 from pypto_serving.model.contract import of_role
+from pypto_serving.parallel.topology import Topology
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import Spans
 from tests.e2e.engines import engine_config
@@ -126,6 +128,26 @@ def names_a_mismatch(model: Path) -> None:
             assert len(str(error).splitlines()) == 1
             continue
         raise AssertionError("an unknown runtime was taken")
+
+
+def spreads_over_devices(model: Path) -> None:
+    """Each device holds its part of a block: both are read and written, and what one device has is not the other's."""
+    config = config_of(model)
+    config = msgspec.structs.replace(config, topology=Topology(tensor=2))
+    program, device = prepared(config)
+    memory, (size,), rng = program.memory, program.memory.block_bytes, np.random.default_rng(0)
+    contents = [rng.integers(0, 256, size, np.uint8) for _ in range(2)]
+    memory.write_blocks(0, [2, 3], contents)
+    assert all((a == b).all() for a, b in zip(memory.read_blocks(0, [2, 3]), contents, strict=True))
+    pages = program._contract.pages(5, 2)
+    assert list(pages) == ["k_cache_0", "v_cache_0", "k_cache_1", "v_cache_1"]
+    place = 0
+    for name, spans in pages.items():
+        found = np.empty(sum(end - begin for begin, end in spans), np.uint8)
+        device.read(name, spans, found)
+        assert (found == contents[0][place : place + len(found)]).all() and 4 * len(found) == size
+        place += len(found)
+    assert len(children()) == 2
 
 
 def is_killed(model: Path) -> None:

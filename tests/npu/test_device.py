@@ -14,7 +14,7 @@ import pytest
 from tests.checkpoints import make_checkpoint
 from tests.npu.installed import with_double
 
-CASES = ("checks_every_argument", "copies_pages", "keeps_programs", "names_a_mismatch")
+CASES = ("checks_every_argument", "copies_pages", "keeps_programs", "names_a_mismatch", "spreads_over_devices")
 
 
 @pytest.fixture(scope="module")

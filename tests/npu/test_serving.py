@@ -21,10 +21,11 @@ import pytest
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.setup import prepare as preparing
 from pypto_serving.types.config import EngineConfig, FaultConfig
+from pypto_serving.types.request import RequestOutput
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.tier import TIERS
 from tests.checkpoints import make_checkpoint
-from tests.e2e.engines import GREEDY, QUICK_FAULTS, Killer, answers, engine_config, replies, run_engine
+from tests.e2e.engines import GREEDY, QUICK_FAULTS, Killer, Reply, answers, engine_config, replies, run_engine
 from tests.e2e.server import Server
 from tests.npu.installed import REVISIONS, with_double
 
@@ -93,6 +94,12 @@ def test_answers_are_those_of_the_cpu(model: Path, revision: str, monkeypatch: p
     expected = run_engine(engine_config(model), lambda engine: replies(engine, prompts, params))
     config = npu_config(model, max_num_batched_tokens=96)
     found = run_engine(config, lambda engine: replies(engine, prompts, params))
+    assert agreeing(found, expected) >= 12
+    assert len({tuple(tokens) for tokens, _ in found}) == len(prompts)
+
+
+def agreeing(found: list[Reply], expected: list[Reply]) -> int:
+    """Count answers that are equal; others are so up to a tie, and all log-probabilities nearly."""
     worst, num_same = 0.0, 0
     for (ours, own_values), (theirs, values) in zip(found, expected, strict=True):
         same = next((i for i in range(len(ours)) if ours[i] != theirs[i]), len(ours))
@@ -102,7 +109,50 @@ def test_answers_are_those_of_the_cpu(model: Path, revision: str, monkeypatch: p
             assert best - second < 2 * ERROR, f"token {same} differs, and is no tie"
         num_same += same == len(ours)
     assert worst < ERROR
-    assert num_same >= 12 and len({tuple(tokens) for tokens, _ in found}) == len(prompts)
+    return num_same
+
+
+def test_two_devices_of_one_program(model: Path, tmp_path: Path) -> None:
+    """They answer as the CPU does, in chunks, from lower tiers, after the end of a chip, and after a restart."""
+    prompts = prompts_of(9, 5, 220)
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=2)
+    expected = run_engine(engine_config(model), lambda engine: replies(engine, prompts, params))
+    cached, tiers = dict.fromkeys(TIERS, 0), {"kv_host_memory": "2MiB", "kv_disk": str(tmp_path / "kv")}
+    changes = {"num_blocks": (6,), "faults": QUICK_FAULTS}
+    config = npu_config(model, changes, tensor_parallel_size=2, max_num_batched_tokens=96, **tiers)
+
+    def count(output: RequestOutput) -> None:
+        if output.finish_reason is not None:
+            for tier, tokens in zip(TIERS, output.cached_by_tier, strict=True):
+                cached[tier] += tokens
+
+    async def scenario(engine: AsyncEngine) -> list[Reply]:
+        first, second = [await replies(engine, prompts, params, count) for _ in range(2)]
+        assert cached["host"] and not engine.stats.num_respawns
+        killed: list[psutil.Process] = []
+
+        def kill_second_chip(output: RequestOutput) -> None:
+            if not killed:
+                killed.extend(chips_of(engine))
+                assert len(killed) == 2
+                killed[1].kill()
+
+        third = await answers(engine, prompts, params, kill_second_chip)
+        assert engine.stats.num_respawns == 1 and not psutil.wait_procs(killed, timeout=10)[1]
+        assert [tokens for tokens, _ in first] == [tokens for tokens, _ in second] == third
+        return first
+
+    found: list[Reply] = run_engine(config, scenario)
+    assert agreeing(found, expected) >= 3
+    again = run_engine(config, lambda engine: answers(engine, prompts, params, count))
+    assert again == [tokens for tokens, _ in found] and cached["disk"]
+
+
+def chips_of(engine: AsyncEngine) -> list[psutil.Process]:
+    """The processes that the worker forked, in the order of devices."""
+    assert engine.ready is not None
+    worker = psutil.Process(engine.ready.worker_pid)
+    return sorted((each for each in worker.children() if each.cmdline() == worker.cmdline()), key=lambda each: each.pid)
 
 
 def test_batch_chunks_and_hits_change_nothing(model: Path) -> None:
@@ -211,7 +261,7 @@ def test_the_bundled_model_over_http() -> None:
             return [answer.json()["choices"][0]["message"]["content"] for answer in found]
 
     answers = ask("--device", "npu")
-    assert answers == ask() and all(answers)
+    assert answers == ask() == ask("--device", "npu", "--tp", "2") and all(answers)
 
 
 def test_tiers_are_refused_where_only_whole_tensors_are_copied(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
