@@ -36,7 +36,9 @@ def choose_topology(
     sizes = {}
     for dimension in OPTIONS:
         obstacle = _obstacle(settings.options, dimension, model, backend, kernels)
-        sizes[dimension] = _size(settings, dimension, model.parts, host, obstacle)
+        sizes[dimension] = _size(settings, dimension, model.parts, host, obstacle, backend.devices)
+    if backend.devices and model.parts is not None:
+        _check_devices(settings.options, sizes["tensor"], model.parts.num_kv_heads)
     split_by = "tensor_parallel_size"
     if (shares := num_row_shares(settings.options)) > 1:
         split_by = "data_parallel_size"
@@ -99,10 +101,24 @@ def _check_torch(options: Options, model: ModelSpec, option: str, value: object,
         raise ConfigError(f"{options.label(option)} is {value}, but {_torch_obstacle(options, model)}; drop it")
 
 
-def _size(settings: Settings, dimension: str, parts: ModelParts | None, host: HostFacts, obstacle: str) -> int:
+def _check_devices(options: Options, size: int, num_kv_heads: int) -> None:
+    """Raise ConfigError where devices would have different numbers of KV heads: they run the same program."""
+    if num_kv_heads % size:
+        ways = [str(each) for each in range(1, num_kv_heads + 1) if num_kv_heads % each == 0]
+        label, heads = options.label(OPTIONS["tensor"]), counted(num_kv_heads, "KV head")
+        raise ConfigError(
+            f"{label} is {size}, but devices have equal shares of the model's {heads}; give {one_of(ways)}"
+        )
+
+
+def _size(
+    settings: Settings, dimension: str, parts: ModelParts | None, host: HostFacts, obstacle: str, devices: bool
+) -> int:
     """Choose the size of one dimension, and check it by itself."""
     options, option = settings.options, OPTIONS[dimension]
     if getattr(options, option) == "auto":
+        if devices and not obstacle:
+            obstacle = "how many devices there are must be given"
         most = 1 if obstacle or parts is None else min(max(1, len(host.nodes)), parts.num_heads)
         reason = obstacle or "one for each NUMA node that has memory and CPUs for this process"
         settings.record(option, most, f"{options.origin(option)}: {reason}")

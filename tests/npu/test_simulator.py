@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 
@@ -22,8 +21,9 @@ from pypto_serving.types.request import RequestOutput
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.tier import TIERS
 from tests.checkpoints import make_checkpoint
-from tests.e2e.engines import Killer, answers, engine_config, replies, run_engine
+from tests.e2e.engines import Killer, Reply, answers, engine_config, replies, run_engine
 from tests.e2e.server import Server
+from tests.npu.agreement import agreeing, chips_of
 from tests.npu.installed import INSTALLED
 
 pytestmark = [
@@ -32,8 +32,6 @@ pytestmark = [
     pytest.mark.skipif(not INSTALLED, reason="PyPTO's runtime is not installed; docs/npu.md says where to get it"),
 ]
 
-ERROR = 0.06
-"""Most by which log-probabilities differ from those of the CPU; twice that is a tie."""
 FAULTS = FaultConfig(respawn_delay_s=0.01, step_timeout_s=20)
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SHARED_MEMORY = Path("/dev/shm")
@@ -83,16 +81,33 @@ def test_answers_are_those_of_the_cpu(model: Path, undisturbed: list[list[int]])
     expected = run_engine(engine_config(model), lambda engine: replies(engine, PROMPTS, params))
     found = run_engine(config_of(model), lambda engine: replies(engine, PROMPTS, params))
     assert [tokens for tokens, _ in found] == undisturbed
-    worst, equal = 0.0, 0
-    for (ours, own), (theirs, values) in zip(found, expected, strict=True):
-        same = next((i for i in range(len(ours)) if ours[i] != theirs[i]), len(ours))
-        worst = max([worst, *(abs(own[i].logprob - values[i].logprob) for i in range(same))])
-        if same < len(ours):
-            best, second = np.frombuffer(values[same].top_logprobs, "<f4")[:2]
-            assert best - second < 2 * ERROR, f"token {same} differs, and is no tie"
-        equal += same
-    assert 0 < worst < ERROR
-    assert equal > 0.5 * sum(map(len, undisturbed))
+    assert agreeing(found, expected)[1] > 0.5 * sum(map(len, undisturbed))
+
+
+def test_two_devices_of_one_program(model: Path, tmp_path: Path) -> None:
+    """They answer as the CPU does, again from lower tiers, after the end of a chip, and after a restart."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
+    expected = run_engine(engine_config(model), lambda engine: replies(engine, PROMPTS, params))
+    tiers = {"kv_host_memory": "2MiB", "kv_disk": str(tmp_path / "kv")}
+    config = config_of(model, tensor_parallel_size=2, **tiers)
+    killed: list[psutil.Process] = []
+
+    async def scenario(engine: AsyncEngine) -> list[Reply]:
+        def kill_second_chip(_: RequestOutput) -> None:
+            if not killed:
+                killed.extend(chips_of(engine))
+                assert len(killed) == 2
+                killed[1].kill()
+
+        first, second = [await replies(engine, PROMPTS, params) for _ in range(2)]
+        third = await answers(engine, PROMPTS, params, kill_second_chip)
+        assert engine.stats.num_respawns == 1 and not psutil.wait_procs(killed, timeout=10)[1]
+        assert [tokens for tokens, _ in first] == [tokens for tokens, _ in second] == third
+        return first
+
+    found: list[Reply] = run_engine(config, scenario)
+    assert agreeing(found, expected)[1] > 0.5 * sum(len(tokens) for tokens, _ in found)
+    assert run_engine(config, lambda engine: answers(engine, PROMPTS, PARAMS)) == [tokens for tokens, _ in found]
 
 
 def test_batches_hits_preemption_and_tiers_change_nothing(
@@ -159,7 +174,7 @@ def test_what_goes_wrong_on_a_chip_changes_nothing(
                 assert engine.ready is not None
                 worker = psutil.Process(engine.ready.worker_pid)
                 family.extend([worker, *worker.children(recursive=True)])
-                chips = [each for each in family[1:] if each.cmdline() == worker.cmdline()]
+                chips = chips_of(engine)
                 assert len(chips) == 1
                 harm(chips[0])
 

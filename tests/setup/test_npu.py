@@ -9,7 +9,11 @@ import msgspec
 import pytest
 
 from pypto_serving.errors import ConfigError
+from pypto_serving.parallel.placement import NumaNode
+from pypto_serving.parallel.topology import Topology
+from pypto_serving.parallel.weights import ModelParts
 from pypto_serving.setup.host import has_npu
+from pypto_serving.setup.resolver import Resolved
 from pypto_serving.util import GIB
 from tests.setup.small import HOST, make_model, make_resolved, setting
 
@@ -26,6 +30,30 @@ def test_the_simulator_serves_where_there_is_no_device() -> None:
     assert [group.block_size for group in engine.groups] == [128]
     assert engine.max_num_seqs == 16 and engine.traits.padded_rows == (16,) and not engine.traits.mixed_steps
     assert engine.limits.max_scored_tokens == 0
+
+
+def on_devices(**options: Any) -> Resolved:
+    parts = ModelParts(num_layers=2, num_heads=8, num_kv_heads=4, hidden_size=64, weights=())
+    host = msgspec.structs.replace(WITH_RUNTIME, nodes=(NumaNode(0, (0, 1)), NumaNode(1, (2, 3))))
+    return make_resolved(make_model(parts=parts), host, backend="npu", **options)
+
+
+def test_tensor_ranks_are_devices() -> None:
+    """They are no processes: none is placed on a NUMA node, and none has a part of the memory plan."""
+    resolved = on_devices(tensor_parallel_size=2)
+    assert resolved.engine.topology == Topology(tensor=2)
+    assert resolved.engine.placements == () and resolved.ranks == ()
+    auto = on_devices(tensor_parallel_size="auto")
+    assert auto.engine.topology == Topology()
+    assert setting(auto, "tensor-parallel-size")[1].endswith("how many devices there are must be given")
+
+
+def test_devices_have_equally_many_heads() -> None:
+    wanted = (
+        "--tensor-parallel-size is 3, but each device has equally many KV heads, and the model has 4 KV heads; give "
+    )
+    with pytest.raises(ConfigError, match=f"^{wanted}1, 2 or 4$"):
+        on_devices(tensor_parallel_size=3)
 
 
 def test_a_device_has_memory_of_its_own() -> None:
