@@ -99,7 +99,7 @@ def test_answers_are_those_of_the_cpu(model: Path, revision: str, monkeypatch: p
 def test_two_devices_of_one_program(model: Path, tmp_path: Path) -> None:
     """They answer as the CPU does, in chunks, from lower tiers, after the end of a chip, and after a restart."""
     prompts = prompts_of(9, 5, 300)
-    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=2)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2)
     expected = run_engine(engine_config(model), lambda engine: replies(engine, prompts, params))
     cached, tiers = dict.fromkeys(TIERS, 0), {"kv_host_memory": "2MiB", "kv_disk": str(tmp_path / "kv")}
     changes = {"num_blocks": (6,), "faults": QUICK_FAULTS}
