@@ -188,7 +188,7 @@ GUESSES = '{"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min":
 @pytest.mark.parametrize(
     "options",
     [
-        ("--num-threads", "2"),
+        pytest.param(("--num-threads", "2"), marks=pytest.mark.soak),
         pytest.param(("--tp", "2"), marks=pytest.mark.soak),
         ("--pp", "2"),
         pytest.param(("--max-num-batched-tokens", "20"), marks=pytest.mark.soak),

@@ -21,6 +21,13 @@ pytestmark = [pytest.mark.golden, pytest.mark.e2e]
 CASES = {"qwen3": (10, 34), "qwen3_moe": (8, 30), "deepseek_v4_fast": (10, 34)}
 """Number of prompts, and blocks of history that are too few for them at once."""
 SHARED = 40
+SOME = pytest.mark.parametrize(
+    "reference",
+    ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.soak), "deepseek_v4_fast"],
+    indirect=True,
+    scope="module",
+)
+"""What the scheduler does is the same for both Qwen3."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,7 @@ def check(reference: Reference, scenario: Any, changes: dict[str, Any] | None = 
     run_engine(engine_config(reference.model, changes, **options), scenario)
 
 
+@SOME
 def test_one_request_at_a_time(reference: Reference) -> None:
     async def scenario(engine: AsyncEngine) -> None:
         assert await answers(engine, reference.prompts) == reference.answers
@@ -86,6 +94,7 @@ def test_batched_together_and_again_with_prefix_hits(reference: Reference) -> No
     check(reference, scenario)
 
 
+@SOME
 def test_chunks(reference: Reference) -> None:
     async def scenario(engine: AsyncEngine) -> None:
         assert await answers(engine, reference.prompts) == reference.answers
@@ -94,6 +103,7 @@ def test_chunks(reference: Reference) -> None:
     check(reference, scenario, max_num_batched_tokens=11, prefix_caching=False)
 
 
+@SOME
 def test_forced_preemption(reference: Reference) -> None:
     async def scenario(engine: AsyncEngine) -> None:
         assert await answers(engine, reference.prompts) == reference.answers
