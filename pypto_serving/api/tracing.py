@@ -19,8 +19,6 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from starlette.types import Scope
-
 from pypto_serving.errors import ConfigError
 from pypto_serving.util import brief
 
@@ -28,6 +26,7 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span, Tracer
+    from starlette.types import Scope
 
 logger = logging.getLogger("pypto_serving.api")
 
