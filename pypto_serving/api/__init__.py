@@ -10,8 +10,8 @@ Listed from the top down: modules import only their own line and those below. On
 - `web`: pages for browsers, and what the dashboard shows
 - `batch`: the requests of files
 - `reading`: where bodies are read
-- `openai`, `anthropic`, `decisions`: the endpoints of the OpenAI API, of Anthropic's Messages API and of OpenAI's
-  Decisions API
+- `openai`, `responses`, `anthropic`, `decisions`: the endpoints of the OpenAI API, of its Responses API, of Anthropic's
+  Messages API and of OpenAI's Decisions API
 - `deadline`: when a request must have ended
 - `respond`: answer with a generation, in any endpoint's form
 - `offline`, `offline_inputs`, `offline_loop`, `offline_outputs`: the offline API, without HTTP

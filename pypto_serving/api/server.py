@@ -66,6 +66,16 @@ from pypto_serving.api.openapi import MODEL_PARAMETER, TIER_PARAMETER
 from pypto_serving.api.paths import Paths
 from pypto_serving.api.reading.reader import BodyReader
 from pypto_serving.api.reading.reading import Reading
+from pypto_serving.api.responses.answers import DeletedResponse, ItemList, ResponseObject
+from pypto_serving.api.responses.endpoints import (
+    cancel_response,
+    create_response,
+    delete_response,
+    list_input_items,
+    retrieve_response,
+)
+from pypto_serving.api.responses.schemas import ResponsesBody
+from pypto_serving.api.responses.store import ResponseStore
 from pypto_serving.api.service import Service
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.api.status import PROBES, health, load, metrics, ready, server_info, show_version
@@ -104,8 +114,10 @@ def create_app(engine: EngineClient, serving: ServingConfig, memory: MemoryPlan 
     service = Service(engine, serving)
     app.state.service = service
     app.state.memory = memory
+    app.state.responses = ResponseStore()
     app.state.reading = Reading(BodyReader(service.prompter, serving), service.require_admission)
     _add_routes(app)
+    _add_responses(app)
     app.add_exception_handler(PyptoError, _answer_error)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _answer_lost)  # type: ignore[arg-type]
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
@@ -123,7 +135,7 @@ def create_app(engine: EngineClient, serving: ServingConfig, memory: MemoryPlan 
         app.add_middleware(
             CORSMiddleware,
             allow_origins=serving.allowed_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=("x-request-id", IGNORED_HEADER, TRUNCATED_HEADER),
         )
@@ -180,6 +192,32 @@ def _add_routes(app: FastAPI) -> None:
     app.add_api_route("/dashboard/stats", show_stats, methods=["GET"], include_in_schema=False)
     for path in (*PAGES, ASSETS + "{name}"):
         app.add_api_route(path, show_page, methods=["GET", "HEAD"], include_in_schema=False)
+
+
+def _add_responses(app: FastAPI) -> None:
+    created = openapi.responses(ResponseObject, *openapi.GENERATING, event=openapi.response_event())
+    one = "/v1/responses/{response_id}"
+    for method, path, handler, answers, described in (
+        ("POST", "/v1/responses", create_response, created, {"requestBody": openapi.body(ResponsesBody)}),
+        ("GET", one, retrieve_response, openapi.responses(ResponseObject, 400, 404), {}),
+        ("DELETE", one, delete_response, openapi.responses(DeletedResponse, 400, 404), {}),
+        ("POST", one + "/cancel", cancel_response, openapi.responses(ResponseObject, 400, 404), {}),
+        (
+            "GET",
+            one + "/input_items",
+            list_input_items,
+            openapi.responses(ItemList, 400, 404),
+            {"parameters": openapi.PAGE},
+        ),
+    ):
+        app.add_api_route(
+            path,
+            handler,
+            methods=[method],
+            responses=answers,
+            openapi_extra=described | openapi.path_parameters(path, described),
+            response_class=Response,
+        )
 
 
 def _add_batches(app: FastAPI) -> None:

@@ -11,6 +11,7 @@ from anthropic.types import message_create_params as messages
 from openai.types import completion_create_params as completions
 from openai.types import decision_create_params as decisions
 from openai.types.chat import completion_create_params as chats
+from openai.types.responses import response_create_params as responses
 
 from pypto_serving.api.anthropic.schemas import RULES as MESSAGES_RULES
 from pypto_serving.api.anthropic.schemas import MessagesBody
@@ -18,6 +19,8 @@ from pypto_serving.api.decisions.schemas import RULES as DECISION_RULES
 from pypto_serving.api.decisions.schemas import DecisionBody
 from pypto_serving.api.openai.fields import CHAT_RULES, COMPLETION_RULES, FieldRules
 from pypto_serving.api.openai.schemas import Body, ChatBody, CompletionBody
+from pypto_serving.api.responses.schemas import RULES as RESPONSES_RULES
+from pypto_serving.api.responses.schemas import ResponsesBody
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
 ENDPOINTS = {
@@ -25,6 +28,7 @@ ENDPOINTS = {
     "Chat completions": (ChatBody, CHAT_RULES, chats.CompletionCreateParamsBase),
     "Decisions": (DecisionBody, DECISION_RULES, decisions.DecisionCreateParams),
     "Messages": (MessagesBody, MESSAGES_RULES, messages.MessageCreateParamsBase),
+    "Responses": (ResponsesBody, RESPONSES_RULES, responses.ResponseCreateParamsBase),
 }
 Row = tuple[str, str]
 

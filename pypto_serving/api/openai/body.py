@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -33,9 +33,19 @@ MAX_ANSWERED_TOKENS = 2_000_000
 TRUNCATED_HEADER = "x-truncated-prompt-tokens"
 AnyBody = TypeVar("AnyBody", bound=Body)
 BodyT = TypeVar("BodyT", bound=GenerationBody)
-Generating = Literal["completions", "chat", "messages", "decisions"]
+Generating = Literal["completions", "chat", "messages", "decisions", "responses"]
+Prepare = Callable[[bytearray], bytearray]
+"""Changes a body before it is read."""
 Answering = Literal["count_tokens", "tokenize", "detokenize"]
 Endpoint = Literal[Generating, Answering]
+
+
+class Repeated(msgspec.Struct, frozen=True):
+    """What a response repeats of its body, and the items that it answers, as JSON; `store`: it is to be kept."""
+
+    echo: bytes
+    items: bytes
+    store: bool
 
 
 class ReadBody(msgspec.Struct, frozen=True, tag="read", kw_only=True):
@@ -57,6 +67,7 @@ class ReadBody(msgspec.Struct, frozen=True, tag="read", kw_only=True):
     cache_salt: str
     timeout_s: float | None = None
     asked: list[Asked] = []
+    repeated: Repeated | None = None
 
     def generation(self, request_id: str) -> GenerationRequest:
         """Return what to generate."""
@@ -101,8 +112,11 @@ def check_num_answered(num_tokens: int, field: str | None) -> None:
 class BodySource(Protocol):
     """Where the bodies of requests are read."""
 
-    async def read(self, request: Request, endpoint: Generating) -> ReadBody:
-        """Return what the body says. Raises RequestError, and ClientDisconnect if the client leaves before."""
+    async def read(self, request: Request, endpoint: Generating, prepare: Prepare | None = None) -> ReadBody:
+        """Return what the body says, once `prepare` changed it.
+
+        Raises RequestError, and ClientDisconnect if the client leaves before.
+        """
 
     async def answer(self, request: Request, endpoint: Answering) -> Answered:
         """Return the answer to the body. Raises like `read`."""

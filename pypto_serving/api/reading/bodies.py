@@ -22,13 +22,14 @@ QUICK_S = 0.5
 READ_S = 10.0
 """CPU time to read a body there; each MiB of it may take one second more."""
 MIB = 1 << 20
-MAY_CHAT = frozenset[Endpoint]({"chat", "messages", "count_tokens", "tokenize", "decisions"})
+MAY_CHAT = frozenset[Endpoint]({"chat", "messages", "count_tokens", "tokenize", "decisions", "responses"})
 """Their bodies may hold a chat, whose template may not end."""
 _FIELDS: dict[Endpoint, str | None] = {
     "completions": "prompt",
     "tokenize": None,
     "detokenize": "tokens",
     "decisions": "input",
+    "responses": "input",
 }
 """What takes long to read, where it is not the messages."""
 ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)

@@ -11,12 +11,14 @@ from pypto_serving.api.openai.body import Answered, Endpoint, ReadBody
 from pypto_serving.api.openai.chat_body import read_chat
 from pypto_serving.api.openai.completion_body import read_completion
 from pypto_serving.api.openai.tokenize_body import read_detokenize, read_tokenize
+from pypto_serving.api.responses.responses_body import read_response
 from pypto_serving.api.settings import ServingConfig
 
 _READ: dict[Endpoint, Callable[[Prompter, ServingConfig, bytes | bytearray], ReadBody | Answered]] = {
     "completions": read_completion,
     "chat": read_chat,
     "messages": read_messages,
+    "responses": read_response,
     "count_tokens": read_count_tokens,
     "decisions": read_decision,
     "tokenize": read_tokenize,

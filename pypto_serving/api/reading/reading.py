@@ -14,6 +14,7 @@ from pypto_serving.api.openai.body import (
     Answering,
     Endpoint,
     Generating,
+    Prepare,
     ReadBody,
     read_body,
     require_json,
@@ -52,10 +53,13 @@ class Reading:
         self._slow = BodyProcess(config, serving)
         self._grammars = Grammars(config.max_unfinished)
 
-    async def read(self, request: Request, endpoint: Generating) -> ReadBody:
-        """Return what the body says. Raises RequestError, and ClientDisconnect if the client leaves before."""
+    async def read(self, request: Request, endpoint: Generating, prepare: Prepare | None = None) -> ReadBody:
+        """Return what the body says, once `prepare` changed it.
+
+        Raises RequestError, and ClientDisconnect if the client leaves before.
+        """
         with telling_when_parsed(request):
-            read = await self._read(request, endpoint)
+            read = await self._read(request, endpoint, prepare)
             assert isinstance(read, ReadBody)
             return await self._with_checked_guide(request, read)
 
@@ -66,10 +70,12 @@ class Reading:
             assert isinstance(answered, Answered)
             return answered
 
-    async def _read(self, request: Request, endpoint: Endpoint) -> ReadBody | Answered:
+    async def _read(self, request: Request, endpoint: Endpoint, prepare: Prepare | None = None) -> ReadBody | Answered:
         require_json(request)
         self._require_admission(1)
         raw = await read_body(request, self._here.serving.max_body_bytes)
+        if prepare is not None:
+            raw = prepare(raw)
         templates = endpoint in bodies.MAY_CHAT and self._here.prompter.chat_encoder.runs_templates
         if is_small(raw) and not templates and endpoint != "decisions":  # which may repeat its input many times
             return self._here.read(endpoint, raw)

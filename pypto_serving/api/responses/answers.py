@@ -1,0 +1,127 @@
+"""Describe answers for /openapi.json. They are written as bytes elsewhere; a test holds both together."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pypto_serving.api.openai.answers import Answer, TokenLogprob
+
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+class Item(Answer, tag_field="type"):
+    """Base of the items of a response."""
+
+
+class OutputText(Answer, tag_field="type", tag="output_text"):
+    text: str
+    annotations: list[Any]
+    logprobs: list[TokenLogprob]
+
+
+class ReasoningText(Answer, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+class OutputMessage(Item, tag="message"):
+    id: str
+    status: Status
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class ReasoningItem(Item, tag="reasoning"):
+    id: str
+    status: Status
+    summary: list[Any]
+    content: list[ReasoningText]
+
+
+class FunctionCallItem(Item, tag="function_call"):
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    arguments: str
+
+
+class InputTokensDetails(Answer):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(Answer):
+    reasoning_tokens: int
+
+
+class ResponseUsage(Answer):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseFailure(Answer):
+    code: str
+    message: str
+
+
+class IncompleteDetails(Answer):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseObject(Answer):
+    """The answer of POST /v1/responses."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    instructions: str | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    temperature: float
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_p: float
+    max_output_tokens: int | None
+    previous_response_id: str | None
+    reasoning: dict[str, Any]
+    text: dict[str, Any]
+    top_logprobs: int
+    truncation: Literal["disabled"]
+    background: bool
+    status: Status
+    completed_at: int | None
+    error: ResponseFailure | None
+    incomplete_details: IncompleteDetails | None
+    output: list[OutputMessage | ReasoningItem | FunctionCallItem]
+    service_tier: Literal["default"]
+    usage: ResponseUsage | None
+
+
+class DeletedResponse(Answer):
+    id: str
+    object: Literal["response"]
+    deleted: bool
+
+
+class ItemList(Answer):
+    """The answer of GET /v1/responses/{response_id}/input_items."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+class ResponseEvent(Answer, forbid_unknown_fields=False):
+    """One event of POST /v1/responses with `stream`; its type says what else it has."""
+
+    type: str
+    sequence_number: int
+
+
+ANSWERS: tuple[type[Answer], ...] = (ResponseObject, DeletedResponse, ItemList, ResponseEvent)

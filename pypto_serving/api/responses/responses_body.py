@@ -1,0 +1,152 @@
+"""Read the body of POST /v1/responses. Raises RequestError that names the field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from pypto_serving.api.chat.template import EFFORTS
+from pypto_serving.api.chat.tools import refuse
+from pypto_serving.api.generation.chat_request import ChatRequest, fit_chat
+from pypto_serving.api.generation.prompts import Prompter
+from pypto_serving.api.openai.body import ReadBody, Repeated, parse_json
+from pypto_serving.api.openai.fields import IgnoredFields
+from pypto_serving.api.openai.shown import Shown
+from pypto_serving.api.responses.history import read_history, read_items
+from pypto_serving.api.responses.schemas import RULES, ResponsesBody
+from pypto_serving.api.responses.tools import read_response_tools
+from pypto_serving.api.settings import ServingConfig
+from pypto_serving.types.sampling import SamplingParams, check_max_tokens
+from pypto_serving.types.structured import StructuredOutputsParams
+from pypto_serving.util import brief
+
+MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
+_SUMMARIES = (None, "auto", "concise", "detailed")
+
+
+def with_earlier(raw: bytearray, earlier: bytes) -> bytearray:
+    """Put the items of earlier responses, as JSON, before a body, for `read_response`."""
+    raw[:0] = b"%d\n%b" % (len(earlier), earlier)
+    return raw
+
+
+def read_response(prompter: Prompter, serving: ServingConfig, framed: bytes | bytearray) -> ReadBody:
+    """Parse, check, render and encode what `with_earlier` made."""
+    start = framed.index(b"\n") + 1
+    end = start + int(framed[: start - 1])
+    earlier = msgspec.json.decode(framed[start:end] or b"[]")
+    body = parse_json(framed[end:], ResponsesBody)
+    ignored = IgnoredFields.of(RULES.screen(body.extra))
+    _check_metadata(body.metadata or {})
+    items = read_items(body.input)
+    history = read_history(body.instructions, [*earlier, *items], len(earlier))
+    if body.previous_response_id is not None and not earlier:
+        refuse("previous_response_id", "could not be read; write its name without escapes")
+    if not items or not history:
+        refuse("input", "has nothing to answer; send text or items")
+    check_max_tokens(body.max_output_tokens, "max_output_tokens", least=1)
+    logprobs = body.top_logprobs or 0 if "message.output_text.logprobs" in (body.include or ()) else None
+    if body.top_logprobs and logprobs is None:
+        refuse("top_logprobs", "is only allowed together with include = ['message.output_text.logprobs']")
+    given = {name: value for name in ("temperature", "top_p") if (value := getattr(body, name)) is not None}
+    form = _text_format(body)
+    params = SamplingParams(
+        **{**serving.default_sampling.given(), **given},
+        max_tokens=body.max_output_tokens,
+        logprobs=logprobs,
+        structured_outputs=_structure(form),
+    )
+    chat = ChatRequest(
+        messages=history,
+        kwargs=_effort(body),
+        params=params,
+        tools=read_response_tools(body.tools, body.tool_choice, body.parallel_tool_calls),
+        max_tokens=body.max_output_tokens,
+        max_tokens_field="max_output_tokens",
+        default_max_tokens=serving.default_sampling.max_tokens,
+        stream=bool(body.stream),
+    )
+    prompt, fitted, parser = fit_chat(prompter, chat)
+    model = serving.resolve_model(body.model)
+    echo = msgspec.json.encode(_echo(body, fitted, form))
+    repeated = Repeated(echo, msgspec.json.encode(earlier + items), body.store is not False)
+    return ReadBody(
+        model=model,
+        stream=bool(body.stream),
+        ping_s=None,
+        ignored=ignored,
+        shown=Shown(logprobs=logprobs),
+        prompts=[prompt],
+        params=fitted,
+        new_parser=parser,
+        priority=0,
+        cache_salt="",
+        repeated=repeated,
+    )
+
+
+def _check_metadata(metadata: dict[str, str]) -> None:
+    if len(metadata) > MAX_METADATA:
+        refuse("metadata", f"has {len(metadata)} entries, but must have at most {MAX_METADATA}")
+    for key, value in metadata.items():
+        if len(key) > MAX_KEY_CHARS or len(value) > MAX_VALUE_CHARS:
+            refuse("metadata", f"must have keys of at most {MAX_KEY_CHARS} and values of {MAX_VALUE_CHARS} characters")
+
+
+def _effort(body: ResponsesBody) -> dict[str, Any]:
+    """Return the switches of the model's reasoning; without an effort, the model decides."""
+    given = body.reasoning or {}
+    for field in ("summary", "generate_summary"):
+        if given.get(field) not in _SUMMARIES:
+            refuse(f"reasoning.{field}", f"is {brief(given[field])}, but must be 'auto', 'concise' or 'detailed'")
+    effort = given.get("effort")
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        refuse("reasoning.effort", f"is {brief(effort)}, but must be one of {', '.join(EFFORTS)}")
+    thinks = effort != "none"
+    return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+
+
+def _text_format(body: ResponsesBody) -> dict[str, Any]:
+    form = (body.text or {}).get("format")
+    form = {"type": "text"} if form is None else form
+    kind = form.get("type") if isinstance(form, dict) else None
+    if kind not in ("text", "json_object", "json_schema"):
+        refuse("text.format", f"is {brief(form)}, but its type must be 'text', 'json_object' or 'json_schema'")
+    if kind == "json_schema":
+        if not isinstance(form.get("schema"), dict):
+            refuse("text.format.schema", f"is {brief(form.get('schema'))}, but must be a JSON schema")
+        if not isinstance(form.get("name"), str) or not 0 < len(form["name"]) <= MAX_KEY_CHARS:
+            refuse("text.format.name", f"must be a string of 1 to {MAX_KEY_CHARS} characters")
+    return dict(form)
+
+
+def _structure(form: dict[str, Any]) -> StructuredOutputsParams | None:
+    if form["type"] == "text":
+        return None
+    wanted = {"json_object": True} if form["type"] == "json_object" else {"json": form["schema"]}
+    return StructuredOutputsParams.read(wanted, "text")
+
+
+def _echo(body: ResponsesBody, params: SamplingParams, form: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of an answer that repeat the body."""
+    given = body.reasoning or {}
+    tools = [{"parameters": None, "strict": None, **tool} for tool in body.tools or ()]
+    return {
+        "instructions": body.instructions,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "temperature": params.temperature,
+        "tool_choice": body.tool_choice or "auto",
+        "tools": tools,
+        "top_p": params.top_p,
+        "max_output_tokens": body.max_output_tokens,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": given.get("effort"), "summary": given.get("summary")},
+        "text": {"format": form},
+        "top_logprobs": body.top_logprobs or 0,
+        "truncation": "disabled",
+        "background": False,
+    }

@@ -1,0 +1,211 @@
+"""Responses by OpenAI's own client, and each answer and event against its published types."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
+
+from pypto_serving.api.responses.answers import ResponseObject
+from pypto_serving.api.responses.store import Kept, ResponseStore, UnknownResponseError
+from pypto_serving.api.text.tokenizer import Tokenizer
+from tests.api.anthropic.talking import CALL, CITY, SAID
+from tests.api.chat_events import prompt_of
+from tests.api.running import RunningServer
+from tests.api.scripted_engine import WAIT_S, Script
+
+PATH = "/v1/responses"
+WEATHER = {"type": "function", "name": "get_weather", "parameters": CITY, "strict": True}
+NOW = {"type": "function", "name": "now", "parameters": {"type": "object", "properties": {}}}
+THINKS: Any = {"effort": "high"}
+Thinks = Callable[..., RunningServer]
+
+
+@pytest.fixture
+def client(thinking_server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{thinking_server.url}/v1", api_key="a", max_retries=0, timeout=WAIT_S) as client:
+        yield client
+
+
+def unpublished(value: Any, where: str = "") -> list[str]:
+    """The fields that no published type has."""
+    if isinstance(value, BaseModel):
+        found = [f"{where}.{name}" for name in value.model_extra or ()]
+        return found + [one for name in type(value).model_fields for one in unpublished(getattr(value, name), name)]
+    return [one for item in value for one in unpublished(item, where)] if isinstance(value, list) else []
+
+
+def create(server: RunningServer, **fields: Any) -> dict[str, Any]:
+    response = server.http.post(PATH, json={"model": "tiny", "input": "hello", **fields})
+    assert response.status_code == 200, response.text
+    msgspec.json.decode(response.content, type=ResponseObject)
+    assert unpublished(Response.model_validate(response.json(), strict=True)) == []
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def stream(server: RunningServer, path: str = PATH, **fields: Any) -> list[dict[str, Any]]:
+    response = server.http.post(path, json={"model": "tiny", "input": "hello", "stream": True, **fields})
+    assert response.status_code == 200, response.text
+    adapter: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+    events = []
+    for i, event in enumerate(response.text.split("\n\n")[:-1]):
+        name, data = event.split("\n")
+        events.append(msgspec.json.decode(data.removeprefix("data: ")))
+        assert unpublished(adapter.validate_python(events[-1], strict=True)) == []
+        assert (name, events[-1]["sequence_number"]) == (f"event: {events[-1]['type']}", i)
+    return events
+
+
+def test_whole_and_streamed_are_of_the_published_types(thinks: Thinks) -> None:
+    server = thinks(SAID, cached=3)
+    whole = create(server, tools=[WEATHER, NOW], reasoning=THINKS)
+    events = stream(server, "/responses", tools=[WEATHER, NOW], reasoning=THINKS)
+    assert [event["type"] for event in events[:3]] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+    ]
+    done = events[-1]["response"]
+    assert (events[-1]["type"], done["status"]) == ("response.completed", "completed")
+    kinds = ["reasoning", "message", "function_call", "function_call"]
+    assert [item["type"] for item in whole["output"]] == [item["type"] for item in done["output"]] == kinds
+    assert [e["item"] for e in events if e["type"] == "response.output_item.done"] == done["output"]
+    said = "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta")
+    assert said == whole["output"][1]["content"][0]["text"] == done["output"][1]["content"][0]["text"]
+    assert whole["usage"] == done["usage"] and whole["usage"]["input_tokens_details"]["cached_tokens"] == 3
+    assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+
+
+def test_an_incomplete_response(thinks: Thinks) -> None:
+    server = thinks("good", finish="length")
+    whole = create(server, max_output_tokens=1)
+    assert (whole["status"], whole["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert stream(server, max_output_tokens=1)[-1]["type"] == "response.incomplete"
+
+
+def test_the_client(thinks: Thinks, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    class City(BaseModel):
+        name: str
+
+    server = thinks("good day")
+    first = client.responses.create(
+        model="tiny", input="hello", instructions="be brief", metadata={"a": "b"}, reasoning=THINKS
+    )
+    assert first.output_text == "good day"
+    before = prompt_of(server, tokenizer)
+    second = client.responses.create(
+        model="tiny", input="more", instructions="be brief", previous_response_id=first.id, reasoning=THINKS
+    )
+    assert prompt_of(server, tokenizer).startswith(before + "good day"), "a prefix that the cache has"
+    assert client.responses.retrieve(second.id).output_text == "good day"
+    listed = client.responses.input_items.list(second.id, limit=2, order="asc")
+    assert [item.id for item in listed][1] == first.output[0].id and len(list(listed)) == 3
+    with pytest.raises(openai.BadRequestError, match="background"):
+        client.responses.cancel(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.with_options(api_key="b").responses.retrieve(first.id)
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+    with client.responses.stream(model="tiny", input="hello", store=False) as streamed:
+        assert streamed.get_final_response().output_text == "good day"
+    thinks('{"name": "Rome"}')
+    assert client.responses.parse(model="tiny", input="hello", text_format=City).output_parsed == City(name="Rome")
+    assert server.engine.requests[-1].params.guide is not None
+
+
+def test_an_agents_loop(thinks: Thinks, tokenizer: Tokenizer) -> None:
+    """Stateless, as agents in terminals run it: all items are sent again each turn."""
+    server = thinks("")
+    said = iter([f"<think>look</think>I look.{CALL}", f"<think>again</think>{CALL}", "good day"])
+    server.engine.script = lambda request: Script(tokenizer.encode(next(said)), "stop")
+    items: list[dict[str, Any]] = [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]}
+    ]
+    prompts = []
+    for _ in range(3):
+        output = stream(
+            server,
+            input=items,
+            instructions="be brief",
+            tools=[WEATHER],
+            tool_choice="auto",
+            parallel_tool_calls=False,
+            reasoning={"effort": "medium", "summary": "auto"},
+            store=False,
+            include=["reasoning.encrypted_content"],
+            prompt_cache_key="session",
+        )[-1]["response"]["output"]
+        prompts.append(prompt_of(server, tokenizer))
+        items += output
+        for call in [item for item in output if item["type"] == "function_call"]:
+            items.append({"type": "function_call_output", "call_id": call["call_id"], "output": "sun"})
+    assert output[-1]["content"][0]["text"] == "good day"
+    assert all(after.startswith(before) for before, after in pairwise(prompts)), "a prefix that the cache has"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("input", []),
+        ("input", [{"type": "computer_call"}]),
+        ("input", [{"type": "function_call_output", "call_id": "x", "output": "y"}]),
+        ("background", True),
+        ("truncation", "auto"),
+        ("top_logprobs", 3),
+        ("metadata", {str(i): "" for i in range(17)}),
+        ("tools", [{"type": "web_search"}]),
+        ("tool_choice", {"type": "function", "name": "none_such"}),
+        ("text", {"format": {"type": "xml"}}),
+        ("reasoning", {"effort": "vast"}),
+        ("max_output_tokens", 0),
+        ("previous_response_id", "resp_lost"),
+    ],
+)
+def test_refusals(thinks: Thinks, field: str, value: Any) -> None:
+    response = thinks("x").http.post(PATH, json={"model": "tiny", "input": "hello", field: value})
+    assert response.status_code in (400, 404), response.text
+    assert response.json()["error"]["param"].startswith(field)
+
+
+def test_the_store_is_bounded() -> None:
+    store, kept = ResponseStore(3, 100), Kept(b"x" * 10, b"y" * 10, b"z" * 10)
+    for name in "abc":
+        store.add(b"k", name, kept)
+    store.get(b"k", "a")
+    store.add(b"k", "d", kept)
+    assert store.num_bytes == 90
+    with pytest.raises(UnknownResponseError):
+        store.get(b"k", "b")
+    with pytest.raises(UnknownResponseError):
+        store.get(b"other", "a")
+    store.add(b"k", "e", Kept(b"x" * 80, b"", b""))
+    assert store.num_bytes == 80
+    store.add(b"k", "f", Kept(b"x" * 101, b"", b""))
+    store.delete(b"k", "e")
+    assert store.num_bytes == 0
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_disconnect_ends_the_work(thinks: Thinks, tokenizer: Tokenizer, streams: bool) -> None:
+    server = thinks("")
+    server.engine.script = lambda request: Script(tokenizer.encode("hello"), hang=True)
+    connection = server.raw_post(PATH, {"model": "tiny", "input": "hello", "stream": streams})
+    server.engine.wait_for(lambda: len(server.engine.requests) == 1)
+    connection.close()
+    server.engine.wait_for(lambda: len(server.engine.aborted) == 1)
+
+
+def test_logprobs(thinks: Thinks) -> None:
+    server = thinks("good day")
+    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 9}
+    (whole,) = create(server, **asked)["output"][0]["content"]
+    (streamed,) = stream(server, **asked)[-1]["response"]["output"][0]["content"]
+    assert whole == streamed and "".join(token["token"] for token in whole["logprobs"]) == "good day"
