@@ -205,7 +205,7 @@ def test_a_disconnect_ends_the_work(thinks: Thinks, tokenizer: Tokenizer, stream
 
 def test_logprobs(thinks: Thinks) -> None:
     server = thinks("good day")
-    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 9}
+    asked: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 9}
     (whole,) = create(server, **asked)["output"][0]["content"]
     (streamed,) = stream(server, **asked)[-1]["response"]["output"][0]["content"]
     assert whole == streamed and "".join(token["token"] for token in whole["logprobs"]) == "good day"
