@@ -24,7 +24,7 @@ pytestmark = pytest.mark.e2e
 QUESTION: MessageParam = {"role": "user", "content": "What is 3+4?"}
 SCRIPTS = Path(__file__).parent
 PACKAGES = ("@anthropic-ai/sdk@1", "ai@7", "@ai-sdk/openai@4", "@ai-sdk/anthropic@4")
-AI_SDK_ENDPOINTS = ("chat", "messages")
+AI_SDK_ENDPOINTS = ("chat", "messages", "responses")
 """The keys of `model` in ai_sdk.mjs that this server has."""
 
 
@@ -65,6 +65,19 @@ def test_anthropic_for_node(server: Server, node: Path) -> None:
 @pytest.mark.parametrize("endpoint", AI_SDK_ENDPOINTS)
 def test_the_ai_sdk(server: Server, node: Path, endpoint: str) -> None:
     run_script(node, "ai_sdk.mjs", server.url, endpoint, json.dumps(TOOLS))
+
+
+def test_a_conversation_is_kept_and_cached(server: Server) -> None:
+    """Turns of the Responses API, by OpenAI's client."""
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    first = client.responses.create(model="bundled", input="What is 37+45?", instructions="Add numbers. " * 20)
+    assert first.output_text == "37 + 45 = 82"
+    again = {"instructions": first.instructions, "previous_response_id": first.id}
+    second = client.responses.create(model="bundled", input="What is 1+1?", **again)
+    assert second.output_text == "1 + 1 = 2"
+    assert second.usage is not None and second.usage.input_tokens_details.cached_tokens > 64
+    asked = client.responses.input_items.list(second.id, order="asc")
+    assert [item.type for item in asked] == ["message"] * 3
 
 
 def test_answers_are_cached_and_counted(client: anthropic.Anthropic) -> None:

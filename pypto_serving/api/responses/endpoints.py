@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from typing import Any
 
@@ -14,13 +15,14 @@ from pypto_serving.api.openai.body import BodySource
 from pypto_serving.api.respond import respond
 from pypto_serving.api.responses.format import ResponseFormat
 from pypto_serving.api.responses.responses_body import with_earlier
-from pypto_serving.api.responses.store import Kept, ResponseStore
+from pypto_serving.api.responses.store import MAX_RESPONSE_BYTES, Kept, ResponseStore
 from pypto_serving.api.service import Service
 from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
 
 MAX_PAGE, PAGE = 100, 20
-_FIELD = b"previous_response_id"
+_FIELD = "previous_response_id"
+_GIVEN = re.compile(rb'"previous_response_id"\s*:')
 
 
 class _Previous(msgspec.Struct):
@@ -39,7 +41,7 @@ async def create_response(request: Request) -> Response:
     wanted = body.generation(f"resp_{uuid.uuid4().hex}")
 
     def keep(response: dict[str, Any]) -> None:
-        if repeated.store:
+        if repeated.store and len(repeated.items) <= MAX_RESPONSE_BYTES:
             output = msgspec.json.encode(response["output"])
             history = repeated.items[:-1] + (b"," if output != b"[]" else b"") + output[1:]
             store.add(key, wanted.id, Kept(msgspec.json.encode(response), repeated.items, history))
@@ -93,14 +95,19 @@ async def list_input_items(request: Request) -> Response:
 
 
 def _earlier(store: ResponseStore, key: bytes | None, raw: bytearray) -> bytes:
-    """Return the items of the response that a body continues. Raises RequestError if it is not kept."""
-    if _FIELD not in raw:
+    """Return the items of the response that a body continues. Raises RequestError if it is not kept, or `raw` long."""
+    if _GIVEN.search(raw) is None:
         return b""
+    if len(raw) > MAX_RESPONSE_BYTES:
+        message = (
+            f"{_FIELD} is only allowed in bodies of at most {MAX_RESPONSE_BYTES >> 20} MiB; send all items instead"
+        )
+        raise RequestError(message, param=_FIELD)
     try:
         name = msgspec.json.decode(raw, type=_Previous).previous_response_id
     except (msgspec.DecodeError, RecursionError):
         return b""  # the reader says what is wrong
-    return store.get(key, name, _FIELD.decode()).history if isinstance(name, str) else b""
+    return store.get(key, name, _FIELD).history if isinstance(name, str) else b""
 
 
 def _listed(item: dict[str, Any]) -> dict[str, Any]:

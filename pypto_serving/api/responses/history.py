@@ -59,7 +59,14 @@ class _History:
         elif item["role"] == "assistant":
             self._assistant("content", _text(item.get("content"), f"{where}.content"))
         else:
-            self.messages.append({"role": item["role"], "content": _text(item.get("content"), f"{where}.content")})
+            self._add_message(item["role"], _text(item.get("content"), f"{where}.content"))
+
+    def _add_message(self, role: str, text: str) -> None:
+        """Add what the user or the application says; at the beginning, instructions and what follows them are one."""
+        if role in ("system", "developer") and [message["role"] for message in self.messages] == ["system"]:
+            self.messages[0]["content"] += f"\n\n{text}"
+        else:
+            self.messages.append({"role": role, "content": text})
 
     def _assistant(self, field: str, text: str) -> dict[str, Any]:
         if not self.messages or self.messages[-1]["role"] != "assistant":

@@ -13,7 +13,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from pypto_serving.api.responses.answers import ResponseObject
-from pypto_serving.api.responses.store import Kept, ResponseStore, UnknownResponseError
+from pypto_serving.api.responses.history import read_history, read_items
+from pypto_serving.api.responses.store import MAX_RESPONSE_BYTES, Kept, ResponseStore, UnknownResponseError
 from pypto_serving.api.text.tokenizer import Tokenizer
 from tests.api.anthropic.talking import CALL, CITY, SAID
 from tests.api.chat_events import prompt_of
@@ -173,6 +174,27 @@ def test_refusals(thinks: Thinks, field: str, value: Any) -> None:
     response = thinks("x").http.post(PATH, json={"model": "tiny", "input": "hello", field: value})
     assert response.status_code in (400, 404), response.text
     assert response.json()["error"]["param"].startswith(field)
+
+
+def test_instructions_and_a_system_item_are_one_message(thinks: Thinks) -> None:
+    items = [{"role": "developer", "content": "Be kind."}, {"role": "user", "content": "hello"}]
+    wanted = create(thinks("x"), instructions="Be brief.", input=items[1:])["usage"]["input_tokens"]
+    assert create(thinks("x"), instructions="Be brief.", input=items)["usage"]["input_tokens"] > wanted
+    history = read_history("Be brief.", read_items([*items, {"role": "system", "content": "Later."}]))
+    assert [message["role"] for message in history] == ["system", "user", "system"]
+    assert history[0]["content"] == "Be brief.\n\nBe kind."
+
+
+def test_long_conversations_are_neither_kept_nor_continued(thinks: Thinks) -> None:
+    server = thinks("x")
+    long = "x" * (MAX_RESPONSE_BYTES + 1)
+    body = {"model": "tiny", "input": "hello", "previous_response_id": "resp_lost"}
+    response = server.http.post(PATH, json=body | {"instructions": long})
+    assert response.status_code == 400 and "at most 4 MiB" in response.json()["error"]["message"]
+    assert server.http.post(PATH, json=body | {"instructions": '"previous_response_id":'}).status_code == 404
+    del body["previous_response_id"]
+    mentions = server.http.post(PATH, json=body | {"instructions": long + '"previous_response_id":'})
+    assert "previous_response_id" not in mentions.json()["error"]["message"], "only its text names the field"
 
 
 def test_the_store_is_bounded() -> None:
