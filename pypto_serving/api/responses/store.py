@@ -10,7 +10,7 @@ from pypto_serving.errors import RequestError
 
 MAX_RESPONSES, MAX_BYTES = 4096, 256 << 20
 MAX_RESPONSE_BYTES = 4 << 20
-"""A response with a longer conversation is not kept, and a longer body continues none: both are read on the event loop."""
+"""A response with a longer conversation is not kept, and a longer body continues none: the event loop reads both."""
 
 
 class UnknownResponseError(RequestError):
