@@ -126,6 +126,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"questions": [PREDICATE] * 401}, "questions", "at most 400"),
     ({"questions": "a"}, "questions", "list"),
     ({"questions": [{**PREDICATE, "type": "box"}]}, "questions[0].type", "'predicate', 'choice' or 'score'"),
+    ({"questions": [{**PREDICATE, "type": ["predicate"]}]}, "questions[0].type", "'predicate', 'choice' or 'score'"),
     ({"questions": [{"type": "predicate"}]}, "questions[0].instructions", "missing"),
     ({"questions": [{**PREDICATE, "name": "x" * 1025}]}, "questions[0].name", "1024 characters"),
     ({"questions": [{**CHOICE, "choices": [{"value": "a"}]}]}, "questions[0].choices", "2 to 255"),
@@ -144,6 +145,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"input": ""}, "input", "is empty"),
     ({"input": []}, "input", "1 to 16384"),
     ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role", "'developer'"),
+    ({"input": [{"type": {"a": 1}, "role": "user", "content": "a"}]}, "input[0].type", "'message'"),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         "input[0].content[0]",

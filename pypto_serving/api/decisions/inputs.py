@@ -53,7 +53,7 @@ class _Transcript:
             kind = item.get("type", "message")
             if kind == "message":
                 yield self._message(item, where)
-            elif kind in _CALLS:
+            elif isinstance(kind, str) and kind in _CALLS:
                 name = self._names[_string(item, "call_id", where)] = _string(item, "name", where)
                 yield f"assistant calls {name}", _string(item, _CALLS[kind], where)
             elif isinstance(kind, str) and kind.removesuffix("_output") in _CALLS:

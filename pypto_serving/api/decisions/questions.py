@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -13,6 +13,8 @@ from pypto_serving.api.decisions.inputs import read_content
 from pypto_serving.api.generation.labels import YES_NO, Kind, labels_of
 from pypto_serving.util import brief
 
+_KINDS = get_args(Kind)
+"""A tuple, in which anything may be looked up: what a client sends as a type may be a list."""
 _LISTS = {"choice": ("choices", "value", MAX_OPTIONS), "score": ("levels", "label", MAX_LEVELS)}
 _TASKS = {
     "predicate": ("Statement", "Is the statement true of the input? Answer with Yes or No only."),
@@ -51,8 +53,8 @@ def read_questions(given: Sequence[Any]) -> list[Question]:
 
 
 def _question(given: Any, where: str) -> Question:
-    kind = given.get("type") if isinstance(given, Mapping) else None
-    if kind not in _TASKS:
+    kind: Any = given.get("type") if isinstance(given, Mapping) else None
+    if kind not in _KINDS:
         refuse(f"{where}.type", f"is {brief(kind)}, but must be 'predicate', 'choice' or 'score'")
     name = given.get("name")
     if not isinstance(name, str | None) or len(name or "") > MAX_NAME_CHARS:
