@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from pypto_serving.api.openai import body as bodies
+from pypto_serving.api.openai import render
 from pypto_serving.api.openai.answers import Detokenized, Error, RenderedRequest, Tokenized
 from pypto_serving.api.text.tokenizer import Tokenizer
 from tests.api.bad_bodies import HELLO
@@ -105,6 +106,15 @@ def test_what_is_refused(server: RunningServer) -> None:
     assert refusal(server, DETOKENIZE, tokens=[-1])[0] == "tokens[0]"
     ignored = server.http.post(TOKENIZE, json={"prompt": "a", "temprature": 1})
     assert ignored.headers["x-ignored-fields"] == "temprature"
+
+
+def test_an_answer_that_repeats_a_grammar_is_bounded(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render, "MAX_RENDERED_BYTES", 30_000)
+    body = {"prompt": [[1], [2], [3]], "structured_outputs": {"regex": "a" * 9000}}
+    assert len(ask(server, COMPLETIONS + "/render", list[RenderedRequest], **body)) == 3
+    body["prompt"].append([4])
+    field, told = refusal(server, COMPLETIONS + "/render", **body)
+    assert field == "prompt" and "more than 30000 bytes" in told
 
 
 def test_a_text_that_fits_no_context_is_refused(start: Callable[..., RunningServer]) -> None:

@@ -14,9 +14,11 @@ from starlette.responses import Response
 from pypto_serving.api.generation.request import GenerationRequest
 from pypto_serving.api.openai.body import BodySource, Generating, ReadBody, check_num_answered
 from pypto_serving.api.service import Service
+from pypto_serving.errors import RequestError
 
 IDS_AT_ONCE = 1 << 14
 """Token ids that are written in a thread before others have their turn."""
+MAX_RENDERED_BYTES = 32 << 20
 
 
 async def render_completion(request: Request) -> Response:
@@ -38,7 +40,21 @@ async def _render(request: Request, endpoint: Generating, prefix: str, field: st
     service.warn_ignored(body.ignored.names)
     wanted = body.generation(f"{prefix}-{uuid.uuid4().hex}")
     check_num_answered(sum(len(prompt.token_ids) for prompt in wanted.prompts), field)
-    return body, await asyncio.to_thread(lambda: [_write(body, wanted, i) for i in range(len(wanted.prompts))])
+    return body, await asyncio.to_thread(_write_all, body, wanted, field)
+
+
+def _write_all(body: ReadBody, wanted: GenerationRequest, field: str) -> list[bytes]:
+    """Write all prompts. Raises RequestError above MAX_RENDERED_BYTES: each one repeats the parameters."""
+    written, num_bytes = [], 0
+    for number in range(len(wanted.prompts)):
+        written.append(_write(body, wanted, number))
+        num_bytes += len(written[-1])
+        if num_bytes > MAX_RENDERED_BYTES:
+            message = (
+                f"the answer would have more than {MAX_RENDERED_BYTES} bytes; send fewer prompts, or a short grammar"
+            )
+            raise RequestError(message, param=field)
+    return written
 
 
 def _write(body: ReadBody, wanted: GenerationRequest, number: int) -> bytes:
