@@ -39,6 +39,8 @@ OPERATIONS = {
 """The paths whose requests are traced, and what OpenTelemetry calls them."""
 SPAN = "llm_request"
 SERVICE = "pypto-serving"
+MAX_STATE_BYTES = 512
+"""Longest header of a client that is taken; W3C's trace context asks for so much. The SDK may take long for more."""
 CLOSE_S = 2.0
 """Longest time that the end of the server waits for the last spans to leave."""
 MAX_CHILDREN = 64
@@ -82,7 +84,11 @@ class Tracing:
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _W3C}
+        headers = {
+            name.decode(): value.decode("latin-1")
+            for name, value in scope["headers"]
+            if name in _W3C and len(value) <= MAX_STATE_BYTES
+        }
         attributes = {
             "gen_ai.operation.name": operation,
             "gen_ai.request.id": request_id,
@@ -170,10 +176,14 @@ def _new_exporter(endpoint: str) -> SpanExporter:
 
 
 def _quieten(endpoint: str) -> None:
-    """Have the warnings of the SDK and its exporters logged in one line, and rarely."""
+    """Have the warnings of the SDK and its exporters logged in one line, and rarely.
+
+    Those about the headers of a client are not: they would take the place of the exporter's.
+    """
     root = logging.getLogger("opentelemetry")
     root.handlers = [Complaints(endpoint)]
     root.propagate = False
+    logging.getLogger("opentelemetry.trace").setLevel(logging.ERROR)
 
 
 class Complaints(logging.Handler):

@@ -164,6 +164,20 @@ def test_the_exporters_complaints_are_said_rarely(caplog: pytest.LogCaptureFixtu
     assert said == ["traces for http://127.0.0.1:9: it is gone (said at most every 60 s)"]
 
 
+def test_no_header_takes_the_place_of_a_complaint(
+    collector: Collector, start: Callable[..., RunningServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A client that sends one now and then would hide that the collector is gone."""
+    server = start(otlp_traces_endpoint=collector.grpc_url)
+    states = ["EVIL=\x9b31m", "a=b,a=c", ",".join(f"k{i}=v" for i in range(40)), "a=b" + " " * 5000 + "x"]
+    headers: list[dict[str, Any]] = [{**CLIENT, "tracestate": state.encode("latin-1")} for state in states]
+    for each in [*headers, {"traceparent": "x" * 600}]:
+        assert server.http.post(COMPLETIONS, json={"prompt": "hello", "max_tokens": 1}, headers=each).is_success
+    spans = collector.wait_for(lambda spans: len(requests(spans)) == len(headers) + 1)
+    assert [span.trace_id.hex() == TRACE for span in requests(spans)] == [True] * len(headers) + [False]
+    assert not [record.message for record in caplog.records if "traces for" in record.message]
+
+
 def test_an_unknown_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json")
     with pytest.raises(Exception, match="OTEL_EXPORTER_OTLP_PROTOCOL is 'http/json', but must be grpc or http/proto"):
