@@ -15,6 +15,7 @@ READ_TIMEOUT_S = 120.0
 """A client that takes no data for so long is cut off."""
 FIRST_FD = 3
 """The file descriptor of the first socket that a service manager hands over; see sd_listen_fds(3)."""
+_FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 
 
 def listen_at(server: ServerConfig) -> socket.socket:
@@ -38,7 +39,7 @@ def handed_over() -> socket.socket | None:
         listens = given.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     except OSError:
         raise ConfigError("LISTEN_FDS is 1, but what the service manager hands over is no socket") from None
-    if not listens or given.family not in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6):
+    if not listens or given.type != socket.SOCK_STREAM or given.family not in _FAMILIES:
         given.close()
         raise ConfigError("the socket of the service manager takes no connections; give it a ListenStream")
     if given.family != socket.AF_UNIX:

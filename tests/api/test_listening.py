@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import ssl
 import subprocess
@@ -12,8 +13,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pypto_serving.api.listening import bind_unix
+from pypto_serving.api import listening
+from pypto_serving.api.listening import bind_unix, handed_over
 from pypto_serving.cli import main
+from pypto_serving.errors import ConfigError
 from tests.api.running import COMPLETIONS, RunningServer
 from tests.api.scripted_engine import WAIT_S
 
@@ -121,3 +124,15 @@ def test_a_client_that_shakes_no_hands_holds_up_nobody(start: Callable[..., Runn
         assert client.get(f"https://127.0.0.1:{server.port}/health").status_code == 200
     for each in silent:
         each.close()
+
+
+def test_a_socket_of_packets_is_no_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service manager's ListenSequentialPacket takes connections, too."""
+    monkeypatch.setenv("LISTEN_PID", str(os.getpid()))
+    monkeypatch.setenv("LISTEN_FDS", "1")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as given:
+        given.bind(str(tmp_path / "packets"))
+        given.listen()
+        monkeypatch.setattr(listening, "FIRST_FD", given.fileno())
+        with pytest.raises(ConfigError, match="give it a ListenStream"):
+            handed_over()
