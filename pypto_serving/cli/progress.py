@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pypto_serving.logs import with_fields, writes_json
@@ -69,7 +70,8 @@ class LoadProgress:
             if writes_json():
                 logger.info("%s: %.2f s", shown, took_s, extra=with_fields(phase=self._phase, took_s=took_s))
             else:
-                print(f"{shown}: {took_s:.2f} s", file=sys.stderr, flush=True)
+                with suppress(OSError):  # a full disk stops no start
+                    print(f"{shown}: {took_s:.2f} s", file=sys.stderr, flush=True)
         self._phase, self._since_s = "", now_s
 
 

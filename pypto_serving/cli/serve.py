@@ -81,8 +81,9 @@ def _run(options: Options) -> None:
         settings = {each.name: each.value for each in resolved.settings}
         logger.info("pypto-serving %s", __version__, extra=with_fields(settings=settings))
     else:
-        typer.secho(f"pypto-serving {__version__}", bold=True, err=True)
-        report.show(resolved, model, err=True)
+        with suppress(OSError):  # a full disk below stderr, which stops no server that runs
+            typer.secho(f"pypto-serving {__version__}", bold=True, err=True)
+            report.show(resolved, model, err=True)
     with suppress(asyncio.CancelledError):  # told to stop before the HTTP server was there
         uvloop.run(_serve(options, resolved, serving))
 

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import psutil
@@ -37,10 +37,12 @@ def run(*argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
 
 
 @contextmanager
-def serving(*argv: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+def serving(
+    *argv: str, stderr: int | IO[str] = subprocess.PIPE
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """A server process and its ready line; killed afterwards if it still runs."""
     command = [*PYPTO, "serve", *argv, "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=ROOT)
     assert process.stdout is not None
     try:
         yield process, json.loads(process.stdout.readline() or "{}")
@@ -71,6 +73,13 @@ def test_serve_announces_itself_in_one_line_and_drains() -> None:
         assert "Memory plan" in err
         assert "given by --kv-memory" in err
         assert re.search(r"chat-template +off +this model has no tokenizer.json", err)
+
+
+def test_a_full_disk_below_the_log_stops_nothing() -> None:
+    with Path("/dev/full").open("w") as full, serving(*NULL, "--access-log", stderr=full) as (process, ready):
+        assert [get(ready["port"], "/health")[0] for _ in range(2)] == [200, 200]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
 
 
 @pytest.mark.parametrize(
