@@ -17,15 +17,15 @@ PETS = 2
 """Signs of life in the time that the service manager waits for one."""
 
 
-def tell(state: str) -> None:
-    """Send a line such as READY=1 to the service manager, if there is one."""
+def tell(state: str, patience_s: float = PATIENCE_S) -> None:
+    """Send a line such as READY=1 to the service manager, if there is one and it takes it within `patience_s`."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return
     path = "\0" + address[1:] if address[0] == "@" else address
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-            sender.settimeout(PATIENCE_S)
+            sender.settimeout(patience_s)
             sender.sendto(state.encode(), path)
     except OSError as error:
         logger.warning("the service manager at %s cannot be told %s: %s", address, state, error)
@@ -41,5 +41,5 @@ async def pet_watchdog(health: Callable[[], Health]) -> None:
         return
     while wait_s > 0:
         if health().status not in ("silent", "dead"):
-            tell("WATCHDOG=1")
+            tell("WATCHDOG=1", 0)  # a manager that reads nothing must not stop the event loop
         await asyncio.sleep(wait_s / PETS)

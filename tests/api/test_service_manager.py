@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from pypto_serving.api.service_manager import pet_watchdog, tell
+from pypto_serving.api.service_manager import PATIENCE_S, pet_watchdog, tell
 from pypto_serving.engine.client import Health
 
 SILENT, LOADING = Health(False, "silent"), Health(False, "loading")
@@ -52,6 +54,20 @@ def received(manager: socket.socket) -> list[bytes]:
 def test_signs_of_life_stop_while_the_core_is_silent(manager: socket.socket) -> None:
     asyncio.run(asked([LOADING, Health(True, "ready"), SILENT, Health(False, "dead"), SILENT, LOADING, SILENT]))
     assert received(manager) == [b"WATCHDOG=1"] * 3
+
+
+def test_a_manager_that_reads_nothing_holds_up_nothing(
+    manager: socket.socket, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, suppress(BlockingIOError):
+        sender.connect(manager.getsockname())
+        sender.setblocking(False)
+        while True:
+            sender.send(b"full")
+    began_s = time.monotonic()
+    asyncio.run(asked([LOADING, LOADING, LOADING, SILENT]))
+    assert time.monotonic() - began_s < 2 * PATIENCE_S
+    assert sum("cannot be told WATCHDOG=1" in record.message for record in caplog.records) == 3
 
 
 @pytest.mark.parametrize(("name", "value"), [("WATCHDOG_PID", "1"), ("WATCHDOG_USEC", "0"), ("WATCHDOG_USEC", "x")])
