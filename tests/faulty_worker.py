@@ -4,7 +4,8 @@
 ("load"), loses a rank that loads ("rank"), or has a process like a rank that stays behind ("leave"). At that step of
 that life it is killed before computing ("before") or between sampling and sending ("after"), stops answering ("hang"),
 raises ("raise"), or from then on takes long to end ("linger"). `backend_options["poison"]` names a token id that kills
-every step that computes it, `backend_options["stalled"]` an epoch whose loads from host memory hang.
+every step that computes it, `backend_options["stalled"]` an epoch whose loads from host memory hang. With
+`backend_options["instant"]`, transfers say that they took no time, so that none is refused for its measured speed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from pypto_serving.ipc import Child, Parent
 from pypto_serving.store.host import HostStore
 from pypto_serving.types.start import WorkerStart
 from pypto_serving.types.step import StepPlan, StepResult
+from pypto_serving.types.tier import TransferDone
 from pypto_serving.types.tokens import unpack_ids
+from pypto_serving.worker import transfer
 from pypto_serving.worker.__main__ import run
 from pypto_serving.worker.runner import Runner
 
@@ -95,6 +98,11 @@ def lost_child(*arguments: Any, **options: Any) -> Child:
     return child
 
 
+def done_at_once(job_id: int, done: bytes, elapsed_s: float, writable: bool) -> TransferDone:
+    """The result of a transfer that took no time."""
+    return TransferDone(job_id, done, 0.0, writable)
+
+
 def main() -> None:
     parent = Parent(int(sys.argv[1]), WorkerStart)
     options = parent.start.config.backend_options
@@ -107,6 +115,8 @@ def main() -> None:
         subprocess.Popen(["sleep", "1000"], pass_fds=parent.start.descendants, start_new_session=True)
     if options.get("stalled") == parent.start.epoch:
         HostStore.load = hang  # type: ignore[method-assign]
+    if options.get("instant"):
+        transfer.TransferDone = done_at_once  # type: ignore[attr-defined,assignment,misc]
     run(parent, lambda runner: FaultyRunner(runner, point, step, options.get("poison")))
 
 

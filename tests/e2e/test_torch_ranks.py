@@ -21,6 +21,7 @@ from tests.e2e.ranks import (
     assert_ended,
     followers,
     hits,
+    loading_blocks,
     rank_config,
     stop,
     streams,
@@ -87,7 +88,7 @@ def test_ranks_answer_as_one_does(
         assert_ended([leader, follower])
         assert "worker 1 is lost: rank 1 ended (exit code -9)" in capfd.readouterr().err
 
-    run_engine(config_of(model, **tiers), scenario)
+    run_engine(loading_blocks(config_of(model, **tiers)), scenario)
 
 
 @pytest.mark.soak
