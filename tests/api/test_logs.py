@@ -71,6 +71,10 @@ def test_prompts_are_logged_as_far_as_asked(start: Callable[..., RunningServer],
     (line,) = kept.of(server)
     assert line["prompts"] == ["hel", "aga"]
     assert SECRET not in line["message"] and "prompt 'hel'" in line["message"]
+    kept.lines.clear()
+    assert server.post(COMPLETIONS, {**body, "prompt": [SECRET] * 17}).status_code == 200
+    (line,) = kept.of(server)
+    assert line["prompts"] == ["hel"] * 16 and line["num_choices"] == 17
 
 
 def test_the_access_log_has_a_line_for_each_answer(start: Callable[..., RunningServer], kept: Kept) -> None:

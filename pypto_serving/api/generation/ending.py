@@ -22,6 +22,8 @@ ABORTED = "abort"
 """Finish reason of a choice whose client left."""
 MAX_TRACED = 16
 """Choices of a request whose phases are traced, each with some spans."""
+MAX_LOGGED = 16
+"""Prompts of a request that are logged; hundreds would hold up the event loop."""
 
 
 def log_end(
@@ -29,7 +31,7 @@ def log_end(
 ) -> None:
     """Log a request that has ended, in one line: its tokens, why its choices ended, the times of the first, settings.
 
-    Of prompts it has the first `max_log_len` characters, or token ids where there is no tokenizer.
+    Of the first MAX_LOGGED prompts it has the first `max_log_len` characters, or token ids without a tokenizer.
     """
     usage, reasons = count_usage(choices), Counter(choice.finish_reason or ABORTED for choice in choices)
     ends = ", ".join(reason if count == 1 else f"{count} x {reason}" for reason, count in reasons.items())
@@ -47,7 +49,8 @@ def log_end(
         "temperature": params.temperature,
         "top_p": params.top_p,
     }
-    shown = [_beginning(prompt.token_ids, tokenizer, max_log_len) for prompt in request.prompts] if max_log_len else []
+    logged = request.prompts[:MAX_LOGGED] if max_log_len else ()
+    shown = [_beginning(prompt.token_ids, tokenizer, max_log_len) for prompt in logged]
     if shown:
         fields["prompts"] = shown
     logger.info(
