@@ -156,7 +156,12 @@ class RequestTrace:
 
 def open_tracing(endpoint: str) -> Tracing | None:
     """Return the tracing of a server, or None without an endpoint. Raises ConfigError."""
-    return Tracing(endpoint) if endpoint else None
+    try:
+        return Tracing(endpoint) if endpoint else None
+    except ConfigError:
+        raise
+    except Exception as error:  # of many kinds, since each variable is read elsewhere
+        raise ConfigError(f"the OpenTelemetry SDK takes no traces with these OTEL_* variables: {error}") from error
 
 
 def _new_exporter(endpoint: str) -> SpanExporter:

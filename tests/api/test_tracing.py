@@ -21,7 +21,8 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="needs the 
 
 from opentelemetry.sdk.trace import ReadableSpan
 
-from pypto_serving.api.tracing import CLOSE_S, MAX_CHILDREN, Complaints, Tracing
+from pypto_serving.api.tracing import CLOSE_S, MAX_CHILDREN, Complaints, Tracing, open_tracing
+from pypto_serving.errors import ConfigError
 from pypto_serving.types.request import RequestFault
 from tests.collector import Collector, attributes_of
 
@@ -182,3 +183,18 @@ def test_an_unknown_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json")
     with pytest.raises(Exception, match="OTEL_EXPORTER_OTLP_PROTOCOL is 'http/json', but must be grpc or http/proto"):
         Tracing("http://127.0.0.1:4318")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "-1"),
+        ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "x"),
+        ("OTEL_EXPORTER_OTLP_TIMEOUT", "x"),
+        ("OTEL_EXPORTER_OTLP_COMPRESSION", "zip"),
+    ],
+)
+def test_a_variable_that_the_sdk_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"OTEL_\* variables: "):
+        open_tracing("http://127.0.0.1:4317")
