@@ -67,19 +67,6 @@ def test_the_ai_sdk(server: Server, node: Path, endpoint: str) -> None:
     run_script(node, "ai_sdk.mjs", server.url, endpoint, json.dumps(TOOLS))
 
 
-def test_a_conversation_is_kept_and_cached(server: Server) -> None:
-    """Turns of the Responses API, by OpenAI's client."""
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    first = client.responses.create(model="bundled", input="What is 37+45?", instructions="Add numbers. " * 20)
-    assert first.output_text == "37 + 45 = 82"
-    again = {"instructions": first.instructions, "previous_response_id": first.id}
-    second = client.responses.create(model="bundled", input="What is 1+1?", **again)
-    assert second.output_text == "1 + 1 = 2"
-    assert second.usage is not None and second.usage.input_tokens_details.cached_tokens > 64
-    asked = client.responses.input_items.list(second.id, order="asc")
-    assert [item.type for item in asked] == ["message"] * 3
-
-
 def test_answers_are_cached_and_counted(client: anthropic.Anthropic) -> None:
     system = "Add numbers. " * 30
     counted = client.messages.count_tokens(model="bundled", system=system, messages=[QUESTION]).input_tokens
@@ -174,3 +161,16 @@ def logprob_of(server: Server, question: str, answer: str) -> float:
     scores = server.http.post("/v1/chat/completions", json=asked).json()["prompt_logprobs"]
     count = server.http.post("/tokenize", json={"prompt": answer}).json()["count"]
     return sum(next(iter(score.values()))["logprob"] for score in scores[-count:])
+
+
+def test_a_conversation_is_kept_and_cached(server: Server) -> None:
+    """Turns of the Responses API, by OpenAI's client."""
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    first = client.responses.create(model="bundled", input="What is 37+45?", instructions="Add numbers. " * 20)
+    assert first.output_text == "37 + 45 = 82"
+    again = {"instructions": first.instructions, "previous_response_id": first.id}
+    second = client.responses.create(model="bundled", input="What is 1+1?", **again)
+    assert second.output_text == "1 + 1 = 2"
+    assert second.usage is not None and second.usage.input_tokens_details.cached_tokens > 64
+    asked = client.responses.input_items.list(second.id, order="asc")
+    assert [item.type for item in asked] == ["message"] * 3
