@@ -6,7 +6,8 @@ import contextlib
 import os
 import random
 import signal
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.stats import StepStats
 from tests.e2e.changing import CHANGES
 from tests.e2e.engines import QUICK_FAULTS, Killer, Reply, answers, engine_config, replies, run_engine
+from tests.engine.event_reader import EventReader
 
 ENDED_S = 10
 """Longest time that the processes of a dead leader may take to end."""
@@ -52,12 +54,18 @@ def streams(model: Path, seed: int, max_tokens: int) -> tuple[list[list[int]], l
 
 
 def answered(
-    model: Path, config: EngineConfig, seeds: Sequence[int] = (1,), max_tokens: int = MAX_TOKENS
+    model: Path,
+    config: EngineConfig,
+    seeds: Sequence[int] = (1,),
+    max_tokens: int = MAX_TOKENS,
+    then: Callable[[AsyncEngine], None] = lambda engine: None,
 ) -> tuple[dict[int, list[Reply]], StepStats]:
-    """What the streams of each seed get, and the engine's statistics afterwards. Blocks of tiers are loaded."""
+    """What the streams of each seed get, and the engine's statistics before `then`. Blocks of tiers are loaded."""
 
     async def scenario(engine: AsyncEngine) -> tuple[dict[int, list[Reply]], StepStats]:
-        return {seed: await replies(engine, *streams(model, seed, max_tokens)) for seed in seeds}, engine.stats
+        found = {seed: await replies(engine, *streams(model, seed, max_tokens)) for seed in seeds}, engine.stats
+        then(engine)
+        return found
 
     found: tuple[dict[int, list[Reply]], StepStats] = run_engine(loading_blocks(config), scenario)
     return found
@@ -67,6 +75,17 @@ def loading_blocks(config: EngineConfig) -> EngineConfig:
     """Load blocks rather than compute them, however fast either is on this machine; see faulty_worker."""
     options = {**config.backend_options, "instant": True}
     return msgspec.structs.replace(config, worker_module="tests.faulty_worker", backend_options=options)
+
+
+def announced(engine: AsyncEngine) -> dict[int, set[int]]:
+    """Hashes of the blocks that KV events say are on the device or in a tier, by KV group."""
+    (endpoints,) = engine.kv_events
+    held = defaultdict[int, set[int]](set)
+    with EventReader(*endpoints) as reader:
+        reader.replay(0)
+        for (_, group), blocks in reader.index.items():
+            held[group] |= blocks.keys()
+    return held
 
 
 def hits(stats: StepStats, name: str) -> int:

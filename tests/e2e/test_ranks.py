@@ -15,12 +15,14 @@ from pypto_serving.engine.executor import RANK_PATIENCE_S
 from pypto_serving.errors import ModelError
 from pypto_serving.kernels import SharedMemory
 from pypto_serving.parallel.topology import Topology
+from pypto_serving.types.kv import CompressedSpec, FullSpec
 from pypto_serving.types.request import RequestOutput
 from tests.checkpoints import make_checkpoint
 from tests.e2e.engines import FOR_KERNELS, QUICK_FAULTS, Reply, answers, replies, run_engine
 from tests.e2e.ranks import (
     MAX_TOKENS,
     TIGHT,
+    announced,
     answered,
     assert_ended,
     followers,
@@ -80,23 +82,29 @@ def test_loading_ends_once(model: Path) -> None:
 
 
 def test_stages_answer_as_one_does(model: Path, wanted: list[Reply]) -> None:
-    config = rank_config(model, Topology(pipeline=2), **TIGHT)
+    """In chunks, preempted, and from all tiers."""
+    tiers = TIGHT | {"kv_disk": str(model.parent / "kv"), "kv_host_memory": "8MiB"}
+    config = rank_config(model, Topology(pipeline=2), **tiers)
     assert config.limits.held_steps == 2
-    found, stats = answered(model, config)
+    found, stats = answered(model, config, seeds=(1, 1))
     assert found[1] == wanted
-    assert stats.num_preemptions > 0 and stats.max_step_rows > 1
+    assert stats.num_preemptions > 0 and stats.max_step_rows > 1 and stats.prefix_hits > 0
+    assert hits(stats, "host") > 0 and hits(stats, "disk") > 0
 
 
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_ranks_that_share_rows_answer_as_one_does(tmp_path: Path, kind: str) -> None:
-    """In chunks, preempted, from all tiers, and after the deaths of ranks."""
+    """In chunks, preempted, from all tiers, and after the deaths of ranks; KV events tell of the same blocks."""
     model = make_checkpoint(tmp_path / "model", kind, dtype="bfloat16", **FOR_KERNELS.get(kind, {}))
-    tiers = {"kv_disk": str(tmp_path / "kv"), "max_num_batched_tokens": 48}
-    wanted, _ = answered(model, rank_config(model, Topology(), **tiers))
+    tiers = {"kv_disk": str(tmp_path / "kv"), "max_num_batched_tokens": 48, "kv_events": "tcp://127.0.0.1:0"}
+    told: list[dict[int, set[int]]] = []
+    wanted, _ = answered(model, rank_config(model, Topology(), **tiers), then=lambda e: told.append(announced(e)))
     config = rank_config(model, ROWS, **tiers, kv_memory=SMALL_KV[kind], kv_host_memory="8MiB")
     assert config.topology == ROWS
-    found, stats = answered(model, config, seeds=(1, 2, 1))
+    found, stats = answered(model, config, seeds=(1, 2, 1), then=lambda e: told.append(announced(e)))
     assert found[1] == wanted[1]
+    whole = [index for index, group in enumerate(config.groups) if isinstance(group, (FullSpec, CompressedSpec))]
+    assert whole and all(told[0][group] and told[0][group] <= told[1][group] for group in whole)
     assert stats.prefix_hits > 0 and hits(stats, "host") + hits(stats, "disk") > 0 and stats.num_respawns == 0
     assert stats.num_preemptions > 0 or kind == "deepseek_v4_fast"  # which had room for every answer
     survive(model, ROWS, wanted[1], kills=3, points={"2": ["rank", 0]})

@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pypto_serving import LLM, SamplingParams
 from tests.e2e.server import Server
+from tests.engine.event_reader import EventReader
 
 pytestmark = pytest.mark.e2e
 
@@ -24,8 +25,18 @@ def by_replica(server: Server, name: str) -> dict[str, float]:
     }
 
 
+def started_prompts(server: Server, replica: int) -> set[int]:
+    """The first tokens of the prompts that KV events of a replica tell of."""
+    endpoints = [server.ready[name][replica] for name in ("kv_events", "kv_events_replay")]
+    with EventReader(*endpoints, replica=replica) as reader:
+        reader.replay(0)
+        return {tokens[0] for parent, tokens, _ in reader.index["GPU", 0].values() if parent is None}
+
+
 def test_two_replicas_share_the_work_and_keep_conversations(tmp_path: Path) -> None:
-    with Server("--dp", "2", "--kv-memory", "32MiB", "--kv-disk", tmp_path, "--max-model-len", "1024") as server:
+    """Each has tiers and KV events of its own."""
+    options = ("--kv-memory", "32MiB", "--kv-disk", tmp_path, "--kv-events", "tcp://127.0.0.1:0")
+    with Server("--dp", "2", "--max-model-len", "1024", *options) as server:
         bodies = [{"prompt": [7 + i, *range(30, 300)], "max_tokens": 4, "temperature": 0} for i in range(4)]
         first = [server.http.post("/v1/completions", json=body).json() for body in bodies]
         assert by_replica(server, "vllm:generation_tokens_total") == {"0": 8, "1": 8}
@@ -34,6 +45,8 @@ def test_two_replicas_share_the_work_and_keep_conversations(tmp_path: Path) -> N
             assert again["choices"][0]["text"] == before["choices"][0]["text"]
             assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 256
         assert by_replica(server, "pypto:kv_tier_writable") == {"0": 1, "1": 1}
+        started = [started_prompts(server, replica) for replica in range(2)]
+        assert [len(prompts) for prompts in started] == [2, 2] and set.union(*started) == {7, 8, 9, 10}
     assert (tmp_path / "replica-1").is_dir()
 
 

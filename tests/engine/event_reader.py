@@ -14,9 +14,13 @@ PATIENCE_MS = 60_000
 
 
 class EventReader:
-    """Connected to both endpoints; `index[medium, group]` maps block hashes to (parent, token ids, block size)."""
+    """Connected to both endpoints; `index[medium, group]` maps block hashes to (parent, token ids, block size).
 
-    def __init__(self, endpoint: str, replay_endpoint: str, unread: int = 1000) -> None:
+    All events are of data-parallel rank `replica`.
+    """
+
+    def __init__(self, endpoint: str, replay_endpoint: str, unread: int = 1000, replica: int = 0) -> None:
+        self.replica = replica
         self.context = zmq.Context()
         self.live = self.context.socket(zmq.SUB)
         self.live.setsockopt(zmq.RCVHWM, unread)
@@ -58,7 +62,7 @@ class EventReader:
 
     def _take(self, number: int, batch: bytes) -> None:
         time_s, events, rank = msgspec.msgpack.decode(batch)
-        assert isinstance(time_s, float) and rank == 0
+        assert isinstance(time_s, float) and rank == self.replica
         self.numbers.append(number)
         for event in events:
             self.types.append(event["type"])

@@ -10,16 +10,19 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
+from pypto_serving.backend.native import NativeLoader
 from pypto_serving.errors import ModelError
-from pypto_serving.kernels import Engine, Matrix, hashes
+from pypto_serving.kernels import Engine, Matrix, Peers, SharedMemory, hashes, runnable
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.packed_file import PackedFile
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.model.registry import load_config
 from pypto_serving.model.shares import cut
+from pypto_serving.parallel.placement import Placement
 from pypto_serving.parallel.topology import Rank, Topology
 from tests.checkpoints import make_checkpoint
 from tests.model.conftest import MakeCheckpoint
+from tests.model.cpu_backend import config_for
 from tests.model.ranks import RankedProgram
 from tests.needs import needs_kernels
 from tests.quantised import FORMATS, quantise
@@ -108,6 +111,36 @@ def test_parts_in_a_file_have_names_of_their_own(checkpoint: MakeCheckpoint, tmp
     assert saving is None, "the second time all came from the file"
     assert found[0] == found[1] and len({str(each) for each in found[0]}) == len(parts)
     assert not [thread for thread in threading.enumerate() if thread.name == "packed-file"]
+
+
+def load_ranks(path: Path, folder: Path, topology: Topology) -> dict[Path, int]:
+    """Load all ranks of a model with a packed cache. Returns its files with their inodes: those written anew differ."""
+    places = (Placement(num_threads=1),) * topology.num_ranks
+    changes = {"topology": topology, "placements": places, "packed_cache": str(folder)}
+    config, memory = config_for(path, "bfloat16", kernels=runnable()[0], **changes), SharedMemory.create()
+    for rank in topology.ranks:
+        peers = Peers(rank, SharedMemory(memory.fd)) if topology.num_ranks > 1 else Peers()
+        NativeLoader(config, rank).load(peers, lambda *_: None)
+    for thread in threading.enumerate():
+        if thread.name == "packed-file":
+            thread.join()
+    return {file: file.stat().st_ino for file in folder.iterdir()}
+
+
+def test_each_rank_has_a_file_of_its_part(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """Together as large as that of one rank, but for what ranks repeat; ranks of other sizes have other files."""
+    path, sizes = checkpoint(dtype="bfloat16", vocab_size=4096, tie_word_embeddings=False), []
+    for topology in (Topology(), Topology(2), Topology(pipeline=2)):
+        folder = tmp_path / f"{topology.tensor} x {topology.pipeline}"
+        folder.mkdir()
+        files = load_ranks(path, folder, topology)
+        assert len(files) == topology.num_ranks
+        assert load_ranks(path, folder, topology) == files
+        sizes.append(sum(file.stat().st_size for file in files))
+        for file in files:
+            file.rename(tmp_path / file.name)
+    assert len(list(tmp_path.glob("*.packed"))) == 1 + 2 + 2
+    assert sizes[1:] == pytest.approx([sizes[0]] * 2, rel=0.02)
 
 
 def test_progress_ends_with_what_others_read(checkpoint: MakeCheckpoint) -> None:
