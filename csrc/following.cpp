@@ -1,5 +1,6 @@
 #include "following.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace pypto {
@@ -18,12 +19,15 @@ void Board::publish(const Order& order) {
 }
 
 void pass(const Pass& op, const Step& step, Member& member) {
-  const int64_t floats = count(step, op.rows) * op.width;
-  const int64_t first = floats * op.part / op.parts, last = floats * (op.part + 1) / op.parts;
+  const int64_t first = op.width * op.part / op.parts, columns = op.width * (op.part + 1) / op.parts - first;
   const float* from = op.from + step.slot * op.from_slot + first;
   float* to = op.to + step.slot * op.to_slot + first;
-  for (Share share(member, last - first, 4096); share.next();)
-    std::memcpy(to + share.begin, from + share.begin, (share.end - share.begin) * sizeof(float));
+  for (Share share(member, count(step, op.rows) * columns, 4096); share.next();)
+    for (int64_t i = share.begin, size; i < share.end; i += size) {
+      const int64_t row = i / columns, column = i % columns, at = row * op.width + column;
+      size = std::min<int64_t>(share.end - i, columns - column);
+      std::memcpy(to + at, from + at, size * sizeof(float));
+    }
 }
 
 void follow(Recording& recording, Recording* drafting, Board& board, const StepArrays* buffers, int32_t count) {

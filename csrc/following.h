@@ -28,8 +28,9 @@ struct StepArrays {
   Step step(int32_t tokens, int32_t rows, int32_t logits, int32_t slot) const;
 };
 
-// Copies this rank's part of a step's rows, `width` floats each, to the next stage of a pipeline, or from the one before.
-// Either side may have a place for each step in flight, `slot` floats apart.
+// Copies this rank's part of the columns of a step's rows, `width` floats each, to the next stage of a pipeline, or from
+// the one before: about those that it has computed itself, so that it touches little other memory. Either side may have a
+// place for each step in flight, `slot` floats apart.
 struct Pass {
   const float* from;
   float* to;

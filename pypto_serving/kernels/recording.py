@@ -429,7 +429,7 @@ class Recording:
     def pass_rows(
         self, source: Float32Array, out: Float32Array, part: int, parts: int, rows: Rows = Rows.TOKENS
     ) -> None:
-        """Copy part `part` of `parts` of the rows to the same place of `out`.
+        """Copy part `part` of `parts` of the columns of all rows to the same place of `out`.
 
         Either side may have one dimension more, of the steps in flight: then it is the place of the step's slot.
         """
