@@ -20,7 +20,7 @@ from pypto_serving.types.guide import MAX_MATCHER_BYTES
 from pypto_serving.types.kv import KVCacheGroupSpec, publication_lag
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.types.step import BackendLimits
-from pypto_serving.util import format_size, one_of
+from pypto_serving.util import ceil_div, format_size, one_of
 
 PROCESS_BYTES, TOKEN_BYTES = 384 << 20, 3584
 """Resident memory of the API process, its idle readers, the core, the worker and its guide processes, beside weights,
@@ -127,7 +127,7 @@ class MemoryPlanner:
         """Describe the workspace of each rank, where there are several."""
         limits = self._limits(model_len)
         sampled = min(limits.max_logits - limits.max_scored_tokens, limits.max_num_batched_tokens)
-        sampled_bytes = 4 * self.model.vocab_size * sampled
+        sampled_bytes = 4 * self.model.vocab_size * ceil_div(sampled, limits.traits.stages)
         return RankWorkspace(
             torch=self.kernels == "torch",
             activation_bytes=activation_bytes(self.model, limits.max_num_batched_tokens),

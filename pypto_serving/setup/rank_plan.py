@@ -14,7 +14,7 @@ from pypto_serving.types.model import ModelSpec
 Span = tuple[int, int]
 """A half-open interval."""
 
-RANK_BYTES, TORCH_RANK_BYTES = 33 << 20, 245 << 20
+RANK_BYTES, LEADER_BYTES, TORCH_RANK_BYTES = 29 << 20, 31 << 20, 245 << 20
 """Resident memory of the process of a rank, beside weights, KV, activations and logits."""
 TORCH_LOGITS, TORCH_LEADER_LOGITS = 6.0, 9.5
 """Copies of all logits that a process of torch keeps memory for."""
@@ -27,7 +27,8 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     rows: how many ranks share the rows of attention.
     experts: empty for a model without.
     workspace_bytes: of this rank's process; the rest of the plan's workspace is for the other processes of the server.
-    scoring_bytes: more of the plan's workspace for the process, once tokens of prompts have been scored.
+    scoring_bytes: more of the plan's workspace for the process, once tokens of prompts have been scored; in a pipeline,
+        also what it takes once all requests have sampled in the same step, not in as many steps as there are stages.
     cpus, node: see Placement; a host that joins, `host` 1, chooses its own.
     """
 
@@ -73,7 +74,8 @@ class RankWorkspace(msgspec.Struct, frozen=True, kw_only=True):
         if self.torch:
             process = TORCH_RANK_BYTES + self.activation_bytes
         else:
-            process = RANK_BYTES + self.step_tokens * parts.token.held(rank, self.slots)
+            process = LEADER_BYTES if rank.leads else RANK_BYTES
+            process += self.step_tokens * parts.token.held(rank, self.slots)
         return process + logits + self.position_bytes + (self.row_bytes if rank.leads else 0)
 
     def scoring_bytes(self, rank: Rank) -> int:

@@ -13,7 +13,7 @@ from pypto_serving.parallel.topology import Topology
 from pypto_serving.parallel.weights import ModelParts, SplitWeights
 from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.options import make_options
-from pypto_serving.setup.rank_plan import RankWorkspace, plan_ranks
+from pypto_serving.setup.rank_plan import LEADER_BYTES, RANK_BYTES, RankWorkspace, plan_ranks
 from pypto_serving.setup.resolver import Resolved
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.hosts import SECRET_VARIABLE
@@ -238,7 +238,16 @@ def test_logits_of_ranks(topology: Topology, logits: list[int]) -> None:
         [w.num_bytes(rank, DENSE) for rank in ranks] for w in (workspace(), workspace(logits_bytes=0))
     )
     assert [(more - less) // MIB for more, less in zip(with_logits, without, strict=True)] == logits
-    assert [size - min(without) for size in without] == [MIB] + [0] * (len(ranks) - 1)
+    leads = MIB + LEADER_BYTES - RANK_BYTES
+    assert [size - min(without) for size in without] == [leads] + [0] * (len(ranks) - 1)
+
+
+def test_rows_of_a_pipeline_sample_in_different_steps() -> None:
+    """Logits of the others are planned with those of prompts."""
+    apart, together = (resolved_of(pipeline_parallel_size=2, max_num_seqs=n).ranks for n in (128, 64))
+    logits = 4 * model_of(DENSE).vocab_size
+    assert apart[1].workspace_bytes - together[1].workspace_bytes == 32 * logits * 2
+    assert apart[1].scoring_bytes - together[1].scoring_bytes == 32 * logits * 2
 
 
 def test_logits_of_prompts_are_apart() -> None:

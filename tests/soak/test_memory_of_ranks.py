@@ -42,10 +42,12 @@ CASES = [
     ("words", "--tp 2"),
     ("words", "--pp 2"),
     ("words", "--tp 4"),
+    ("words", "--tp 2 --pp 2"),
     ("experts", "--tp 2 --ep 2"),
     ("experts", "--dp 2 --ep 2"),
     ("latent", "--tp 2"),
     ("latent", "--pp 2"),
+    ("latent", "--tp 2 --pp 2"),
     ("latent", "--dp 2 --ep 2"),
 ]
 PROMPT_TOKENS, NUM_PROMPTS, NUM_ROWS = 400, 64, 16
