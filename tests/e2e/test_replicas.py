@@ -34,12 +34,13 @@ def started_prompts(server: Server, replica: int) -> set[int]:
 
 
 def test_two_replicas_share_the_work_and_keep_conversations(tmp_path: Path) -> None:
-    """Each has tiers and KV events of its own."""
+    """Each has ranks, tiers and KV events of its own."""
     options = ("--kv-memory", "32MiB", "--kv-disk", tmp_path, "--kv-events", "tcp://127.0.0.1:0")
-    with Server("--dp", "2", "--max-model-len", "1024", *options) as server:
+    with Server("--dp", "2", "--tp", "2", "--max-model-len", "1024", *options) as server:
         bodies = [{"prompt": [7 + i, *range(30, 300)], "max_tokens": 4, "temperature": 0} for i in range(4)]
         first = [server.http.post("/v1/completions", json=body).json() for body in bodies]
         assert by_replica(server, "vllm:generation_tokens_total") == {"0": 8, "1": 8}
+        assert by_replica(server, "pypto:ranks") == {"0": 2, "1": 2}
         for body, before in zip(bodies, first, strict=True):
             again = server.http.post("/v1/completions", json=body).json()
             assert again["choices"][0]["text"] == before["choices"][0]["text"]
