@@ -63,10 +63,9 @@ def test_a_release(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "count", "size", "drafts", "indexed"),
     [
-        (FLASH, 69_187, 159_609_485_896, 290_942_289_362, False),
-        (PRO, 145_116, 864_704_792_696, 1_598_837_347_742, True),
+        pytest.param(FLASH, 69_187, 159_609_485_896, 290_942_289_362, False, id="flash"),
+        pytest.param(PRO, 145_116, 864_704_792_696, 1_598_837_347_742, True, marks=pytest.mark.soak, id="pro"),
     ],
-    ids=["flash", "pro"],
 )
 def test_a_release_as_json(
     capsys: pytest.CaptureFixture[str],

@@ -83,6 +83,7 @@ def test_one_request_at_a_time(reference: Reference) -> None:
     check(reference, scenario, max_num_seqs=1, prefix_caching=False)
 
 
+@SOME
 def test_batched_together_and_again_with_prefix_hits(reference: Reference) -> None:
     async def scenario(engine: AsyncEngine) -> None:
         assert await answers(engine, reference.prompts) == reference.answers
@@ -117,6 +118,7 @@ def test_forced_preemption(reference: Reference) -> None:
     check(reference, scenario, changes={"num_blocks": tuple(blocks)})
 
 
+@SOME
 def test_killed_workers(reference: Reference) -> None:
     async def scenario(engine: AsyncEngine) -> None:
         killer = Killer(engine, count=2, seed=1)

@@ -31,7 +31,7 @@ from tests.e2e.ranks import MAX_TOKENS, TIGHT, answered, assert_ended, hits, ran
 from tests.e2e.wires import Damage, wires
 from tests.needs import needs_kernels
 from tests.store.pool import free_port
-from tests.strangers import SAYINGS, strangers
+from tests.strangers import strangers
 
 pytestmark = [pytest.mark.e2e, needs_kernels]
 
@@ -89,7 +89,7 @@ def test_hosts_draft(tmp_path: Path, topology: Topology, address: str) -> None:
     assert 0 < sum(stats.accepted_at) < stats.num_drafts
 
 
-@pytest.mark.parametrize("topology", [TWO, STAGES], ids=["tp", "pp"])
+@pytest.mark.parametrize("topology", [pytest.param(TWO, marks=pytest.mark.soak), STAGES], ids=["tp", "pp"])
 def test_streams_survive_the_death_of_any_process_of_both_hosts(
     model: Path, wanted: list[Reply], topology: Topology, address: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,7 +176,9 @@ def test_a_host_without_the_secret_is_refused(model: Path, address: str) -> None
         assert "the secrets differ; give both hosts the same" in refused(model, address, stranger)
 
 
-@pytest.mark.parametrize("kind", SAYINGS)
+@pytest.mark.parametrize(
+    "kind", ["silent", "lengths", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("noise", "half"))]
+)
 def test_a_host_joins_past_strangers(model: Path, address: str, kind: str) -> None:
     async def scenario() -> None:
         engine = AsyncEngine(rank_config(model, TWO, QUICK, join_address=address))
@@ -199,7 +201,14 @@ def test_a_host_that_was_sent_away_comes_again(model: Path, address: str) -> Non
             next(arrivals).end.close()
 
 
-@pytest.mark.parametrize("said", [b"\x01\0\0\0\xc1", b"\x01\0\0\0\x80", b"\xff" * 64], ids=["noise", "empty", "length"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param(b"\xff" * 64, id="length"),
+        pytest.param(b"\x01\0\0\0\xc1", marks=pytest.mark.soak, id="noise"),
+        pytest.param(b"\x01\0\0\0\x80", marks=pytest.mark.soak, id="empty"),
+    ],
+)
 def test_a_host_that_knows_the_secret_and_says_what_is_no_message(model: Path, address: str, said: bytes) -> None:
     async def scenario() -> None:
         engine = AsyncEngine(rank_config(model, TWO, QUICK, join_address=address))
@@ -268,12 +277,12 @@ DAMAGED = [
     (TWO, "control serving", "noise", "lengths gap"),
     (TWO, "control joining", "", "lengths noise gap"),
     (TWO, "meeting serving", "gap", "noise lengths"),
-    (TWO, "steps joining", "noise", "lengths gap"),
-    (TWO, "blocks serving", "lengths", "noise"),
+    (TWO, "steps joining", "", "noise lengths gap"),
+    (TWO, "blocks serving", "", "lengths noise"),
     (TWO, "blocks joining", "", "noise lengths"),
     (STAGES, "steps joining", "", "lost"),
     (STAGES, "rows joining", "gap", "noise lengths"),
-    (STAGES, "logits serving", "lost", "noise lengths gap"),
+    (STAGES, "logits serving", "", "lost noise lengths gap"),
 ]
 """Where bytes are damaged, how if not only in the soak, and how else there."""
 
@@ -366,8 +375,15 @@ class Cuts:
         self._mend.join()
 
 
-@pytest.mark.parametrize("topology", [TWO, STAGES], ids=["tp", "pp"])
-@pytest.mark.parametrize(("seconds", "respawns"), [(1.0, 0), (8.0, 1)], ids=["short", "long"])
+@pytest.mark.parametrize(
+    ("topology", "seconds", "respawns"),
+    [
+        pytest.param(TWO, 1.0, 0, id="tp-short"),
+        pytest.param(STAGES, 8.0, 1, id="pp-long"),
+        pytest.param(STAGES, 1.0, 0, marks=pytest.mark.soak, id="pp-short"),
+        pytest.param(TWO, 8.0, 1, marks=pytest.mark.soak, id="tp-long"),
+    ],
+)
 def test_streams_survive_a_cut_cable(
     model: Path, wanted: list[Reply], topology: Topology, network: Network, seconds: float, respawns: int
 ) -> None:

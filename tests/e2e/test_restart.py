@@ -27,7 +27,7 @@ def settled(answers: Sequence[Answer]) -> bool:
     return len(stored) == SHAPE.prefixes and all(answer.hits == SHAPE.prefix for answer in last)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("signum", [pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGKILL])
 def test_after_a_restart_under_load_the_disk_gives_what_device_and_disk_gave(tmp_path: Path, signum: int) -> None:
     """The slowest kernels make computing much slower than loading: only on a very slow disk are loads refused."""
     assert SHAPE.tokens >= 2 * DEVICE_TOKENS

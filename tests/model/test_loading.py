@@ -34,7 +34,7 @@ CODE_BYTES = 20 << 20
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("kernels", [*runnable()[:1], "torch"])
+@pytest.mark.parametrize("kernels", [*runnable()[:1], pytest.param("torch", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("kind", list(SIZES))
 def test_loading_takes_a_layer_beside_the_weights(checkpoint: MakeCheckpoint, kind: str, kernels: str) -> None:
     path = checkpoint(kind, dtype="bfloat16", num_hidden_layers=LAYERS, **SIZES[kind])

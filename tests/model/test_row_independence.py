@@ -54,7 +54,7 @@ def subject(subjects: Subjects, model: str, arithmetic: str) -> Subject:
     return subjects(model, arithmetic)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("chunk", [1, 7, pytest.param(64, marks=pytest.mark.soak)])
 def test_chunk_sizes(subject: Subject, chunk: int) -> None:
     sequence = (sequences := Sequences(subject.program, seed=1)).add(TOKENS)
     sequences.run(sequence, [chunk] * (PROMPT // chunk))
