@@ -273,6 +273,8 @@ class Simulation:
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.logprobs: dict[str, list[TokenLogprobs]] = defaultdict(list)
         self.prompt_logprobs: dict[str, list[PromptLogprobs]] = defaultdict(list)
+        self.accepted: Counter[str] = Counter()
+        self.rejected: Counter[str] = Counter()
         self.last: dict[str, RequestOutput] = {}
         self.prompts: dict[str, list[int]] = {}
         self.requests: dict[str, EngineRequest] = {}
@@ -305,6 +307,8 @@ class Simulation:
             for output in getattr(message, "outputs", []):
                 self.tokens[output.request_id] += unpack_ids(output.token_ids).tolist()
                 self.logprobs[output.request_id] += output.logprobs or []
+                self.accepted[output.request_id] += output.num_accepted
+                self.rejected[output.request_id] += output.num_drafts - output.num_accepted
                 if output.prompt_logprobs is not None:
                     assert not output.token_ids and not self.tokens[output.request_id]
                     self.prompt_logprobs[output.request_id].append(output.prompt_logprobs)

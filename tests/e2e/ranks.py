@@ -22,8 +22,10 @@ from pypto_serving.parallel.topology import Topology
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.stats import StepStats
+from tests.checkpoints import make_checkpoint
+from tests.deepseek_v4 import let_drafts_agree
 from tests.e2e.changing import CHANGES
-from tests.e2e.engines import QUICK_FAULTS, Killer, Reply, answers, engine_config, replies, run_engine
+from tests.e2e.engines import FOR_KERNELS, QUICK_FAULTS, Killer, Reply, answers, engine_config, replies, run_engine
 from tests.engine.event_reader import EventReader
 
 ENDED_S = 10
@@ -33,6 +35,16 @@ ENDED_S = 10
 NUM_STREAMS, MAX_TOKENS = 16, 30
 TIGHT = {"kv_memory": "500KiB", "max_num_batched_tokens": 48}
 """Options with which prompts are computed in chunks, and requests are preempted."""
+MTP: dict[str, Any] = {"spec_method": "mtp", "spec_tokens": 2}
+NGRAM: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}}
+"""Options with which tokens are drafted."""
+
+
+def make_drafting_checkpoint(path: Path) -> Path:
+    """Write a checkpoint of DeepSeek V4 whose draft layer is right often."""
+    model = make_checkpoint(path, "deepseek_v4_fast", "bfloat16", **FOR_KERNELS["deepseek_v4_fast"])
+    let_drafts_agree(model)
+    return model
 
 
 def rank_config(model: Path, topology: Topology, changes: dict[str, Any] | None = None, **options: Any) -> EngineConfig:
@@ -144,17 +156,23 @@ def survive(
     max_tokens: int = MAX_TOKENS,
     **options: Any,
 ) -> None:
-    """Kill ranks at random until all `kills` are done; `points` are lives that end by themselves, see faulty_worker."""
+    """Kill ranks at random until all `kills` are done; `points` are lives that end by themselves, see faulty_worker.
+
+    If `options` ask for drafts, some are accepted and some rejected.
+    """
     prompts, params = streams(model, 1, max_tokens)
 
     async def scenario(engine: AsyncEngine) -> None:
         killers: list[RankKiller] = []
         while left := kills - sum(killer.killed for killer in killers):
-            killers.append(RankKiller(engine, left, seed=left, planned=[int(epoch) for epoch in points]))
+            seed = kills + 4 * len(killers)  # not all of them kill the same rank
+            killers.append(RankKiller(engine, left, seed=seed, planned=[int(epoch) for epoch in points]))
             assert await replies(engine, prompts, params, killers[-1]) == wanted
         assert await answers(engine, [[5, 6, 7]])  # after the last death
         assert engine.stats.num_respawns == kills + len(points)
         assert len(set().union(*(killer.killed_ranks for killer in killers))) > 1
+        if engine.config.num_drafts:
+            assert 0 < sum(engine.stats.accepted_at) < engine.stats.num_drafts
         seen = [process for killer in killers for process in killer.seen]
         assert_ended([process for process in seen if process not in followers(worker_of(engine))])
 

@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from tests.checkpoints import make_checkpoint
-from tests.deepseek_v4 import let_drafts_agree
+from tests.e2e.ranks import followers, make_drafting_checkpoint
 from tests.e2e.server import Server
 from tests.needs import needs_kernels
 
@@ -40,9 +40,7 @@ def bodies() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = make_checkpoint(tmp_path_factory.mktemp("model") / "v4", "deepseek_v4_fast", "bfloat16", o_lora_rank=32)
-    let_drafts_agree(path)
-    return path
+    return make_drafting_checkpoint(tmp_path_factory.mktemp("model") / "v4")
 
 
 def ask(server: Server, body: dict[str, Any]) -> Any:
@@ -50,6 +48,12 @@ def ask(server: Server, body: dict[str, Any]) -> Any:
         answer = client.post("/v1/completions", json=body)
     answer.raise_for_status()
     return answer.json()["choices"]
+
+
+def rank(server: Server) -> psutil.Process:
+    """The rank that follows."""
+    (process,) = followers(server.worker().pid)
+    return process
 
 
 def serve(model: Path, *options: str) -> Server:
@@ -70,7 +74,7 @@ SITUATIONS: dict[str, tuple[tuple[str, ...], Callable[[Server], None] | None]] =
         None,
     ),
     "ranks that split rows": (("--kv-memory", "64MiB", "--dp", "2", "--ep", "2"), None),
-    "stages": (("--kv-memory", "64MiB", "--pp", "2"), None),
+    "stages, of which the last dies": (("--kv-memory", "64MiB", "--pp", "2"), lambda server: rank(server).kill()),
     "a worker dies": (("--kv-memory", "64MiB"), lambda server: server.worker().kill()),
 }
 

@@ -23,11 +23,23 @@ from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.errors import EXIT_ENGINE, EXIT_USAGE, PyptoError
 from pypto_serving.parallel.topology import Topology
 from pypto_serving.types.request import RequestOutput
+from pypto_serving.types.stats import StepStats
 from tests.checkpoints import make_checkpoint
-from tests.deepseek_v4 import let_drafts_agree
-from tests.e2e.engines import FOR_KERNELS, QUICK_FAULTS, Reply, answers, replies, run_engine
+from tests.e2e.engines import QUICK_FAULTS, Reply, answers, replies, run_engine
 from tests.e2e.hosts import SECRET, HostKiller, JoiningHost, Nameserver, Network, joining
-from tests.e2e.ranks import MAX_TOKENS, TIGHT, answered, assert_ended, hits, rank_config, stop, streams
+from tests.e2e.ranks import (
+    MAX_TOKENS,
+    MTP,
+    NGRAM,
+    TIGHT,
+    answered,
+    assert_ended,
+    hits,
+    make_drafting_checkpoint,
+    rank_config,
+    stop,
+    streams,
+)
 from tests.e2e.wires import Damage, wires
 from tests.needs import needs_kernels
 from tests.store.pool import free_port
@@ -36,6 +48,8 @@ from tests.strangers import strangers
 pytestmark = [pytest.mark.e2e, needs_kernels]
 
 QUICK: dict[str, Any] = {"faults": QUICK_FAULTS}
+KILLS_THE_OTHER_HOST = 9
+"""Seed of a HostKiller that soon kills the first process there."""
 MARGIN_S, AGAIN_S = 20.0, 30.0
 TWO, STAGES = Topology(tensor=2), Topology(pipeline=2)
 
@@ -76,16 +90,44 @@ def test_hosts_answer_as_one_does(model: Path, wanted: list[Reply], topology: To
     assert hits(stats, "disk") > 0
 
 
-@pytest.mark.parametrize("topology", [pytest.param(TWO, marks=pytest.mark.soak), STAGES], ids=["tp", "pp"])
-def test_hosts_draft(tmp_path: Path, topology: Topology, address: str) -> None:
-    """The draft layer of the other host's stage answers, or half of it; drafts are accepted and rejected."""
-    model = make_checkpoint(tmp_path / "model", "deepseek_v4_fast", "bfloat16", **FOR_KERNELS["deepseek_v4_fast"])
-    let_drafts_agree(model)
-    wanted = answered(model, rank_config(model, Topology()))[0][1]
-    drafting = {"spec_method": "mtp", "spec_tokens": 2, "max_num_seqs": 2}
-    with joining(address, model):
-        found, stats = answered(model, rank_config(model, topology, join_address=address, **drafting))
-    assert found[1] == wanted and stats.num_respawns == 0
+@pytest.fixture(scope="module")
+def drafting_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_drafting_checkpoint(tmp_path_factory.mktemp("drafting") / "model")
+
+
+@pytest.fixture(scope="module")
+def undrafted(drafting_model: Path) -> list[Reply]:
+    return answered(drafting_model, rank_config(drafting_model, Topology()))[0][1]
+
+
+@pytest.mark.parametrize(
+    ("topology", "drafting"),
+    [
+        pytest.param(TWO, MTP, marks=pytest.mark.soak, id="tp mtp"),
+        pytest.param(STAGES, MTP, id="pp mtp"),
+        pytest.param(TWO, NGRAM, marks=pytest.mark.soak, id="tp ngram"),
+        pytest.param(STAGES, NGRAM, marks=pytest.mark.soak, id="pp ngram"),
+    ],
+)
+def test_hosts_draft(
+    drafting_model: Path, undrafted: list[Reply], topology: Topology, drafting: dict[str, Any], address: str
+) -> None:
+    """The other host's first process dies on the way; drafts are accepted and rejected.
+
+    The draft layer is in the other host's stage, or half of it is there.
+    """
+    with joining(address, drafting_model) as host:
+
+        async def scenario(engine: AsyncEngine) -> tuple[list[Reply], StepStats]:
+            killer = HostKiller(engine, 1, seed=KILLS_THE_OTHER_HOST, host=host)
+            found = await replies(engine, *streams(drafting_model, 1, MAX_TOKENS), killer)
+            assert killer.killed_ranks == [1]
+            return found, engine.stats
+
+        found, stats = run_engine(
+            rank_config(drafting_model, topology, QUICK, join_address=address, max_num_seqs=2, **drafting), scenario
+        )
+    assert found == undrafted and stats.num_respawns == 1
     assert 0 < sum(stats.accepted_at) < stats.num_drafts
 
 

@@ -21,12 +21,15 @@ from tests.checkpoints import make_checkpoint
 from tests.e2e.engines import FOR_KERNELS, QUICK_FAULTS, Reply, answers, replies, run_engine
 from tests.e2e.ranks import (
     MAX_TOKENS,
+    MTP,
+    NGRAM,
     TIGHT,
     announced,
     answered,
     assert_ended,
     followers,
     hits,
+    make_drafting_checkpoint,
     rank_config,
     stop,
     streams,
@@ -122,6 +125,15 @@ def test_ranks_with_experts(tmp_path: Path, kind: str) -> None:
 def test_streams_survive_the_death_of_any_rank(model: Path, wanted: list[Reply], topology: Topology) -> None:
     """Also of one that follows and loads."""
     survive(model, topology, wanted, kills=3, points={"2": ["rank", 0], "4": ["after", 3]})
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("topology", [TWO, ROWS, Topology(pipeline=2)], ids=["tp", "rows", "pp"])
+def test_streams_survive_the_death_of_any_rank_that_drafts(tmp_path: Path, topology: Topology) -> None:
+    model = make_drafting_checkpoint(tmp_path / "model")
+    wanted = answered(model, rank_config(model, Topology()))[0][1]
+    for drafting in (MTP, NGRAM):
+        survive(model, topology, wanted, kills=3, points={}, max_num_seqs=3, **drafting)
 
 
 def test_a_rank_that_hangs_is_a_step_that_takes_too_long(model: Path, wanted: list[Reply]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,13 @@ from pypto_serving.types.config import Activations, EngineConfig, Head
 from pypto_serving.types.step import BackendTraits
 
 Array = np.ndarray[Any, Any]
+Choose = Callable[[Array, int], int]
+"""Chooses the token at a position by its logits [vocab]."""
+
+
+def best(logits: Array, position: int) -> int:
+    return int(logits.argmax())
+
 
 BFLOAT16_NAN, FLOAT32_NAN = 0x7FC0, 0x7FC00000
 
@@ -205,15 +212,16 @@ class Sequences:
             if left:
                 self.step([(sequence, min(chunk, left))], everywhere)
 
-    def continued(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-        """What the program, greedily, makes of all prompts at once: `count` tokens each."""
+    def continued(self, prompts: Sequence[Sequence[int]], count: int, choose: Choose = best) -> list[list[int]]:
+        """What the program makes of all prompts at once, greedily unless it shall `choose`: `count` tokens each."""
         work = [self.add(np.asarray([*prompt, *[0] * count])) for prompt in prompts]
         ends = [len(prompt) for prompt in prompts]
         for sequence, end in zip(work, ends, strict=True):
             self.step([(sequence, end)])
         for _ in range(count):
             for sequence in work:
-                sequence.tokens[sequence.computed] = sequence.logits[sequence.computed - 1].argmax()
+                end = sequence.computed
+                sequence.tokens[end] = choose(sequence.logits[end - 1], end)
             self.step([(sequence, 1) for sequence in work])
         return [sequence.tokens[end:].tolist() for sequence, end in zip(work, ends, strict=True)]
 

@@ -190,7 +190,7 @@ def test_many_guided_answers_with_drafts(model: Path, compiler: Compiler) -> Non
     assert min(found[name] for name in names) > 0, found
 
 
-@pytest.mark.parametrize("shape", ["host", "host ahead", "device ahead"])
+@pytest.mark.parametrize("shape", ["host", "host ahead", "device ahead", "drafts that are looked up"])
 def test_a_row_that_waits_is_computed_again(
     model: Path, compiler: Compiler, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

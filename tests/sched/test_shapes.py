@@ -69,6 +69,7 @@ def all_pairs(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> list[Shape
 SHAPES = all_pairs(FACTORS)
 FEW_OF_HISTORY = (14, 4, 4, 60, 70, 70)
 """Pools of DeepSeek V4 whose history runs out before windows, for which admission keeps room: else nobody preempts."""
+DRAFTS = {f"{fate} drafts, {kind}" for fate in ("committed", "rejected") for kind in ("greedy", "sampled")}
 FEW_TOKENS = 3
 """A vocabulary in which texts repeat by chance."""
 SPARE_BLOCKS = (2, 10)
@@ -170,6 +171,9 @@ def churn(simulation: Simulation, rng: random.Random, num_requests: int) -> Coun
         found[output.finish_reason or ""] += 1
         found["unsampled"] += output.finish_reason == "length" and not output.token_ids
         found["scored"] += len(simulation.prompt_logprobs[request_id])
+        kind = "sampled" if simulation.requests[request_id].params.temperature else "greedy"
+        found[f"committed drafts, {kind}"] += simulation.accepted[request_id]
+        found[f"rejected drafts, {kind}"] += simulation.rejected[request_id]
         assert_answer(simulation, request_id)
     for program in executor.programs:
         found.update(program.counts)
@@ -315,7 +319,7 @@ def test_many_schedules_in_every_shape(shape: Shape, memory_disk: Path) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("groups", FACTORS["groups"])
 def test_many_schedules_with_drafts_that_are_looked_up(groups: str, memory_disk: Path) -> None:
-    """More than 500 schedules in all; each has accepted and rejected drafts."""
+    """More than 500 schedules in all; each has accepted and rejected drafts of greedy and of sampled answers."""
     for seed in range(170):
         rng = random.Random(f"{groups} {seed}")
         names = ("mixed_steps", "padded_rows", "chunk_tokens", "num_drafts", "depth", "disk", "kv_store", "budget")
@@ -325,7 +329,7 @@ def test_many_schedules_with_drafts_that_are_looked_up(groups: str, memory_disk:
         simulation = replica(shape, memory_disk / str(seed), SPARE_BLOCKS[seed % 2])
         found = churn(simulation, rng, num_requests=25)
         simulation.executor.stop()
-        assert found["committed_drafts"] and found["rejected_drafts"], name_of(shape)
+        assert all(found[name] for name in DRAFTS), name_of(shape)
 
 
 def test_the_shapes_cover_all_pairs() -> None:

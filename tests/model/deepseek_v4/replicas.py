@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,6 +21,8 @@ import pytest
 
 from pypto_serving.backend.base import SamplingInputs, StepInputs, StepOutput
 from pypto_serving.backend.cpu import CpuBackend
+from pypto_serving.backend.numpy_sampler import PlainSampler
+from pypto_serving.backend.philox import uniforms
 from pypto_serving.kernels import runnable
 from pypto_serving.kv import positions
 from pypto_serving.kv.positions import ResumePoints
@@ -29,6 +31,7 @@ from pypto_serving.model.registry import load_spec
 from pypto_serving.types.arrays import Float32Array
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.drafts import NgramConfig
+from pypto_serving.types.draws import DRAW
 from pypto_serving.types.kv import TailSpec, max_live_blocks, resume_step
 from pypto_serving.types.request import ClearCache
 from pypto_serving.types.sampling import SamplingParams
@@ -84,6 +87,18 @@ SUBJECTS = {
 MAX_NUM_SEQS = 6
 DEPTH = 2
 MAX_DRAFTS = 4
+TEMPERATURES = {"greedy": 0.0, "sampled": 0.8}
+"""Those of requests, by kind."""
+SEED, TOP_P = 11, 0.9
+
+Prompt = tuple[int, ...]
+
+
+class Answer(NamedTuple):
+    """Tokens, and their log-probabilities."""
+
+    tokens: list[int]
+    logprobs: list[float]
 
 
 class KnowingProgram:
@@ -93,13 +108,15 @@ class KnowingProgram:
     """
 
     ODDS = 0.7
+    SURE = 50.0
+    """So much higher than all others is the logit of a token that is drawn for certain."""
 
-    def __init__(self, program: Any, config: EngineConfig, answers: Mapping[tuple[int, ...], list[int]]) -> None:
+    def __init__(self, program: Any, config: EngineConfig, answers: Mapping[tuple[Prompt, str], Answer]) -> None:
         self._program = program
         self.groups, self.num_blocks, self.limits = config.groups, config.num_blocks, config.limits
         self.fingerprint, self.memory, self.sampler = program.fingerprint, program.memory, program.sampler
         self.draft = self._draft if config.drafts_in_model else None
-        self._texts = [[*prompt, *answer] for prompt, answer in answers.items()]
+        self._texts = [[*prompt, *answer.tokens] for (prompt, _), answer in answers.items()]
         self._rng = random.Random(3)
 
     def attach(self, batch: RowBatch) -> None:
@@ -112,7 +129,7 @@ class KnowingProgram:
             history = self._tokens[row, :end].tolist()
             text = next((text for text in self._texts if len(text) > end and text[:end] == history), None)
             if text is not None and self._rng.random() < self.ODDS:
-                found[i, text[end]] = found[i].max() + 1
+                found[i, text[end]] = found[i].max() + self.SURE
         return np.asarray(found)
 
     def submit(self, inputs: StepInputs, sampling: SamplingInputs | None) -> None:
@@ -125,14 +142,15 @@ class KnowingProgram:
 
 @dataclass
 class Oracle:
-    """Prompts of which many share a beginning, and the greedy answer to each.
+    """Prompts of which many share a beginning, and the answer to each, by its kind.
 
-    Answers of the torch program are those of transformers; of the kernels, those that they give to each prompt alone.
+    Greedy answers of the torch program are those of transformers; all others, those that a program gives to each prompt
+    without an engine.
     """
 
     subject: Subject
     model: Path
-    answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    answers: dict[tuple[Prompt, str], Answer] = field(default_factory=dict)
 
     @classmethod
     def make(cls, subject: Subject, folder: Path) -> Oracle:
@@ -147,21 +165,47 @@ class Oracle:
             own = -(len(shared) + rng.randrange(1, 6)) % size  # the answer goes on in the next block
             prompts.append([*shared, *rng.choices(range(256), k=own)])
         oracle.answer([*prompts, *families])
-        turns = [[*prompt, *oracle.answers[tuple(prompt)], *rng.choices(range(256), k=3)] for prompt in prompts]
+        said = ([*prompt, *oracle.answers[tuple(prompt), "greedy"].tokens] for prompt in prompts)
+        turns = [[*each, *rng.choices(range(256), k=3)] for each in said]
         oracle.answer([turn for turn in turns if len(turn) <= longest])
-        assert len({tuple(answer) for answer in oracle.answers.values()}) > len(oracle.answers) // 2
+        assert len({tuple(answer.tokens) for answer in oracle.answers.values()}) > len(oracle.answers) // 2
         return oracle
 
     def answer(self, prompts: Sequence[Sequence[int]]) -> None:
         """Note what the answers to `prompts` are."""
-        if self.subject.native:
-            answers = [Sequences(self.program).continued([prompt], self.subject.output)[0] for prompt in prompts]
-        else:
-            answers = Sequences(self.program).continued(prompts, self.subject.output)
-            check_greedy(
-                random_model(self.subject.kind, **self.subject.changes), [list(prompt) for prompt in prompts], answers
-            )
-        self.answers |= {tuple(prompt): answer for prompt, answer in zip(prompts, answers, strict=True)}
+        for kind in TEMPERATURES:
+            if self.subject.native:
+                answers = [self._alone([prompt], kind)[0] for prompt in prompts]
+            else:
+                answers = self._alone(prompts, kind)
+            self.answers |= {(tuple(prompt), kind): answer for prompt, answer in zip(prompts, answers, strict=True)}
+        if not self.subject.native:
+            model = random_model(self.subject.kind, **self.subject.changes)
+            greedy = [self.answers[tuple(prompt), "greedy"].tokens for prompt in prompts]
+            check_greedy(model, [list(prompt) for prompt in prompts], greedy)
+
+    def _alone(self, prompts: Sequence[Sequence[int]], kind: str) -> list[Answer]:
+        """What the program makes of all prompts at once; each token is drawn with the number of its position."""
+        sampler, values = self.program.sampler or PlainSampler(), list[float]()
+        draw = np.array([(0.0, TOP_P, 0.0, TEMPERATURES[kind], 0)], DRAW)
+
+        def choose(logits: Float32Array, position: int) -> int:
+            draw["random"] = uniforms(*(np.array([value], np.uint64) for value in (SEED, 0, position)))
+            tokens = sampler.choose(logits[None], draw)
+            values.append(float(sampler.logprobs(logits[None], np.zeros(1, np.int32), tokens, 0).values[0]))
+            return int(tokens[0])
+
+        found = Sequences(self.program).continued(prompts, self.subject.output, choose)
+        return [Answer(tokens, values[i :: len(prompts)]) for i, tokens in enumerate(found)]
+
+    @property
+    def tolerance(self) -> float:
+        """Of log-probabilities."""
+        return 0.0 if self.subject.native else 1e-4
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        return list(dict.fromkeys(prompt for prompt, _ in self.answers))
 
     @cached_property
     def program(self) -> Any:
@@ -309,27 +353,36 @@ class Poisoner:
             self._last_step = executor.plans[-1].step_id if executor.plans else 0
 
 
-class Client:
-    """Sends random requests to a replica and knows what the answers are.
+Unanswered = tuple[list[int], int, str]
+"""A request without a whole answer: its prompt, how many tokens it asks for, and its kind."""
 
-    If it `hurries`, requests come together, and their answers need a block more than their prompts.
+
+class Client:
+    """Sends random requests to a replica and knows what the answers are: every other one is greedy.
+
+    If it `hurries`, requests come together, and their answers need a block more than their prompts. `wanted`: by the
+    name of a request, its kind and how many tokens it asks for.
     """
 
     def __init__(self, oracle: Oracle, simulation: Simulation, rng: random.Random, hurries: bool) -> None:
         self.oracle, self.simulation, self.rng, self.hurries = oracle, simulation, rng, hurries
-        self.wanted: dict[str, list[int]] = {}
+        self.wanted: dict[str, tuple[str, int]] = {}
         self.aborted: set[str] = set()
         self._poisoner = Poisoner(simulation)
 
-    def send(self, prompt: Sequence[int], length: int) -> None:
-        params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
-        request_id = self.simulation.add(prompt, params=params)
-        self.wanted[request_id] = self.oracle.answers[tuple(prompt)][:length]
+    def send(self, prompt: Sequence[int], length: int, kind: str = "") -> None:
+        """One in three asks for log-probabilities."""
+        kind = kind or list(TEMPERATURES)[len(self.wanted) % 2]
+        logprobs = None if len(self.wanted) % 3 else 0
+        params = SamplingParams(
+            temperature=TEMPERATURES[kind], top_p=TOP_P, max_tokens=length, ignore_eos=True, logprobs=logprobs
+        )
+        self.wanted[self.simulation.add(prompt, params=params, seed=SEED)] = kind, length
 
     def send_some(self, count: int) -> None:
         """One after the other, with turns between them; some are aborted."""
         rng, longest, size = self.rng, self.oracle.subject.output, self.simulation.config.groups[0].block_size
-        prompts = [p for p in self.oracle.answers if not self.hurries or -len(p) % size < longest]
+        prompts = [p for p in self.oracle.prompts if not self.hurries or -len(p) % size < longest]
         for _ in range(count):
             self.send(rng.choice(prompts), longest if self.hurries else rng.randint(1, longest))
             for _ in range(rng.randrange(2 if self.hurries else 8)):
@@ -344,20 +397,33 @@ class Client:
         self.simulation.turn()
         self._poisoner.turn()
 
-    def unanswered(self) -> list[tuple[list[int], int]]:
-        """Requests, with their lengths, that have no whole answer."""
-        names = [name for name in self.wanted if name not in self.simulation.last]
-        return [(self.simulation.prompts[name], len(self.wanted[name])) for name in names]
+    def unanswered(self) -> list[Unanswered]:
+        """Requests that have no whole answer."""
+        left = ((name, *wanted) for name, wanted in self.wanted.items() if name not in self.simulation.last)
+        return [(self.simulation.prompts[name], length, kind) for name, kind, length in left]
 
     def check(self, ended: bool) -> None:
         """Whatever was said is right; if all `ended`, all was said."""
         simulation = self.simulation
         for output in simulation.last.values():
             assert output.fault is None, output.fault
-        for request_id, answer in self.wanted.items():
+        for request_id, (kind, length) in self.wanted.items():
             found = simulation.tokens[request_id]
-            assert found == answer[: len(found)], request_id
-            assert not ended or request_id in self.aborted or found == answer
+            answer = self.oracle.answers[tuple(simulation.prompts[request_id]), kind]
+            assert found == answer.tokens[: len(found)], request_id
+            assert not ended or request_id in self.aborted or len(found) == length
+            values = [each.logprob for each in simulation.logprobs[request_id]]
+            asked = simulation.requests[request_id].params.logprobs is not None
+            assert len(values) == asked * len(found)
+            assert values == pytest.approx(answer.logprobs[: len(values)], rel=0, abs=self.oracle.tolerance)
+
+    def drafts(self) -> Counter[str]:
+        """How many drafts were accepted and rejected, by the kind of the request."""
+        counts: Counter[str] = Counter()
+        for request_id, (kind, _) in self.wanted.items():
+            counts[f"accepted drafts, {kind}"] += self.simulation.accepted[request_id]
+            counts[f"rejected drafts, {kind}"] += self.simulation.rejected[request_id]
+        return counts
 
 
 @dataclass(frozen=True)
@@ -389,8 +455,8 @@ def _live(
     schedule: Schedule,
     rng: random.Random,
     tiers: tuple[TierConfig, ...],
-    unanswered: list[tuple[list[int], int]],
-) -> tuple[Counter[str], list[tuple[list[int], int]]]:
+    unanswered: list[Unanswered],
+) -> tuple[Counter[str], list[Unanswered]]:
     """One life of a replica, to the end of all requests or, before a restart, to some point. Returns what is left."""
     config = oracle.config(rng, tiers, most=1.2 if schedule.crowded else 1.6)
     simulation = Simulation(config, make_program=oracle.make_program)
@@ -400,8 +466,8 @@ def _live(
     deaths = [rng.randrange(1, 12), rng.randrange(12, 40)] if schedule.dies else []  # at the third a request fails
     executor.die_if = lambda plan: executor.num_deaths < len(deaths) and plan.step_id >= deaths[executor.num_deaths]
     client = Client(oracle, simulation, rng, hurries=schedule.crowded)
-    for prompt, length in unanswered:
-        client.send(prompt, length)
+    for each in unanswered:
+        client.send(*each)
     client.send_some(oracle.subject.requests)
     ends = not schedule.restarts or bool(unanswered)
     if ends:
@@ -410,6 +476,6 @@ def _live(
     executor.stop()
     resumptions.counts["preemptions"] += simulation.counters.num_preemptions
     resumptions.counts["deaths"] += executor.num_deaths
-    resumptions.counts["accepted drafts"] += simulation.counters.num_accepted
-    resumptions.counts["rejected drafts"] += simulation.counters.num_drafts - simulation.counters.num_accepted
+    resumptions.counts["draft layers"] += config.drafts_in_model
+    resumptions.counts.update(client.drafts())
     return resumptions.counts, client.unanswered()

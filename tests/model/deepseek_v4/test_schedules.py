@@ -1,4 +1,4 @@
-"""Greedy answers of a whole replica are the right ones under any schedule; see replicas.py for what that means."""
+"""Answers of a whole replica are the right ones under any schedule; see replicas.py for what that means."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pypto_serving.types.tier import Tier
-from tests.model.deepseek_v4.replicas import SUBJECTS, Oracle, Schedule, run_schedule
+from tests.model.deepseek_v4.replicas import SUBJECTS, TEMPERATURES, Oracle, Schedule, run_schedule
 from tests.needs import needs_kernels
 
 pytestmark = pytest.mark.golden
@@ -30,7 +30,8 @@ EVENTS: dict[str, tuple[str, ...]] = {
 }
 """What must have happened in some of fifty schedules of a kind, beside hits at checkpoints on the device."""
 
-DRAFTS = "accepted drafts", "rejected drafts"
+FATES = "accepted", "rejected"
+DRAFTS = tuple(f"{fate} drafts, {asked}" for fate in FATES for asked in TEMPERATURES)
 
 Oracles = Callable[[str], Oracle]
 
@@ -45,10 +46,15 @@ def oracles(tmp_path_factory: pytest.TempPathFactory) -> Oracles:
 
 
 def run(oracle: Oracle, kind: str, seeds: range, disk: Path) -> Counter[str]:
-    """One replica after the other; those with a disk find what earlier ones left there. Counts what happened."""
+    """One replica after the other; those with a disk find what earlier ones left there. Counts what happened.
+
+    With draft layers, each has accepted and rejected drafts.
+    """
     totals, schedules = Counter[str](), Counter[str]()
     for seed in seeds:
         counts = run_schedule(oracle, KINDS[kind](seed), disk)
+        for fate in FATES if counts["draft layers"] else ():
+            assert sum(counts[f"{fate} drafts, {asked}"] for asked in TEMPERATURES), f"seed {seed}: none {fate}"
         totals.update(counts)
         schedules.update(name for name, count in counts.items() if count)
     print(
@@ -69,7 +75,7 @@ subjects = pytest.mark.parametrize(
 @subjects
 def test_some_schedules(oracles: Oracles, memory_disk: Path, subject: str) -> None:
     count = FEW[subject]
-    found = (run(oracles(subject), kind, range(2, 2 + count), memory_disk / kind) for kind in KINDS)
+    found = (run(oracles(subject), kind, range(4, 4 + count), memory_disk / kind) for kind in KINDS)
     totals = sum(found, Counter[str]())
     names = ("preemptions", "deaths", "device, end of a prompt", "disk, end of a prompt", *DRAFTS)
     for name in names:
