@@ -238,6 +238,9 @@ class Backend(ABC):
     descendants: tuple[int, ...] = ()
     """File descriptors that processes of the program inherit, by which others see when all have ended."""
 
+    respawned = False
+    """Whether a worker was there before: then what cannot be had for a moment is worth waiting for."""
+
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
 

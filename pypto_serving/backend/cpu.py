@@ -78,7 +78,7 @@ class CpuBackend(Backend):
     def _await_host(self, progress: Progress) -> Joined:
         assert self._followers is not None
         files = file_digests(self.config.model, self.config.cache_dir, progress)
-        joined = await_host(self.config, files, progress)
+        joined = await_host(self.config, files, progress, again=self.respawned)
         self._followers.add(joined.name, joined.control)
         return joined
 

@@ -63,18 +63,20 @@ class Arrival(NamedTuple):
     name: str
 
 
-def await_host(config: EngineConfig, files: Mapping[str, bytes], progress: Progress) -> Joined:
+def await_host(config: EngineConfig, files: Mapping[str, bytes], progress: Progress, again: bool = False) -> Joined:
     """Let the other host join if its checkpoint has these digests of files; nothing listens afterwards.
 
     Raises ConfigError where nothing can listen, and EngineDeadError if no host joins within the time of a step, less
-    that in which a host that is gone was silent before.
+    that in which a host that is gone was silent before. Where one joined before, and another joins `again`, that time
+    is also for an address that cannot be used, such as one that a cut network took along.
     """
     faults = config.faults
     waiting_s = max(GREETING_S, faults.step_timeout_s - SILENT_BEATS * faults.heartbeat_s)
-    door, address = Door(config.join_address, read_secret(config.join_secret_file)), config.join_address
+    deadline_s, address = time.monotonic() + waiting_s, config.join_address
+    door = _open(address, read_secret(config.join_secret_file), deadline_s if again else 0.0, progress)
     log.info("another host may join at %s within %.0f s", address, waiting_s)
     try:
-        for arrival in door.arrivals(time.monotonic() + waiting_s, progress):
+        for arrival in door.arrivals(deadline_s, progress):
             if arrival.purpose == CONTROL and (joined := _let_in(config, arrival, door, files)):
                 return joined
             arrival.end.close()
@@ -83,6 +85,22 @@ def await_host(config: EngineConfig, files: Mapping[str, bytes], progress: Progr
     raise EngineDeadError(
         f"no host joined at {address} within {waiting_s:.0f} s; run `pypto-serving join {address}` there"
     )
+
+
+def _open(address: str, secret: bytes, deadline_s: float, progress: Progress) -> Door:
+    """Listen as soon as the address can be used. Raises ConfigError where it cannot at the deadline."""
+    told = False
+    while True:
+        try:
+            return Door(address, secret)
+        except ConfigError as error:
+            if time.monotonic() >= deadline_s:
+                raise
+            if not told:
+                log.warning("%s; trying again", error)
+            told = True
+        progress(f"{WAITING} at {address}", 0, 1)
+        time.sleep(AGAIN_S)
 
 
 def _let_in(config: EngineConfig, arrival: Arrival, door: Door, files: Mapping[str, bytes]) -> Joined | None:

@@ -35,7 +35,8 @@ def make_engine(configs: Sequence[EngineConfig], on_progress: OnProgress | None 
 class Replicas:
     """Owns the engines of data-parallel replicas, and the router. Lives in one event loop. Implements EngineClient.
 
-    A replica whose core is being replaced, or that gave up, is passed over. The server ends when all gave up.
+    A replica that makes no progress, such as one that loads or gave up, is passed over while another one makes some.
+    The server ends when all gave up.
     """
 
     def __init__(self, configs: Sequence[EngineConfig], on_progress: OnProgress | None = None) -> None:
@@ -110,7 +111,8 @@ class Replicas:
         prompt = requests[0].token_ids
         links = self._router.links(prompt, requests[0].cache_salt)
         refusals: list[PyptoError] = []
-        for index in self._router.order(len(prompt) // ID_BYTES, links, [engine.stats for engine in self.engines]):
+        order = self._router.order(len(prompt) // ID_BYTES, links, [engine.stats for engine in self.engines])
+        for index in sorted(order, key=lambda index: not self.engines[index].health().ok):
             try:
                 share = [*shares[index], *requests]
                 self.engines[index].require_admission(len(share), num_prompt_tokens(share))

@@ -33,7 +33,7 @@ def run(parent: Parent[WorkerStart], wrap: Wrap = lambda runner: runner) -> None
     config = start.config
     configure_logs(config.process_name("worker"), config.log_level, config.log_format)
     backend: Backend = BACKENDS.load(config.backend)(config)
-    backend.descendants = start.descendants
+    backend.descendants, backend.respawned = start.descendants, start.epoch > 1
     buffers = backend.allocate()
     program = backend.prepare(parent.progress)
     backend.watch(parent.fault)

@@ -16,8 +16,9 @@ import pytest
 
 from pypto_serving.backend.greeting import CONTROL, GREETING_S, GreetingError, Purpose, connect
 from pypto_serving.backend.host import REMINDED_S, Reminder
-from pypto_serving.backend.hosts import MOST_GREETINGS, Door
+from pypto_serving.backend.hosts import MOST_GREETINGS, Door, await_host
 from pypto_serving.errors import ConfigError
+from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.hosts import SECRET_VARIABLE, read_secret
 from tests.clock import VirtualClock
 from tests.store.pool import free_port
@@ -207,3 +208,30 @@ def test_a_secret_file_that_is_empty(tmp_path: Path) -> None:
     (file := tmp_path / "secret").write_text("\n")
     with pytest.raises(ConfigError, match=f"the secret of hosts in {file} has 0 bytes, but must have at least 16"):
         read_secret(str(file))
+
+
+class ListeningError(Exception):
+    """The port is open."""
+
+
+def test_a_port_that_is_taken_is_open_later_where_a_host_joined_before(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first life ends at once: a user who mistyped is there to see it."""
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET.decode())
+    config = EngineConfig(
+        model="", backend="cpu", dtype="", vocab_size=1, groups=(), num_blocks=(), max_model_len=1, join_address=address
+    )
+    name, _, port = address.rpartition(":")
+    with socket.create_server((name, int(port))) as taken:
+
+        def progress(phase: str, done: int, total: int) -> None:
+            if taken.fileno() == -1:
+                socket.create_connection((name, int(port))).close()
+                raise ListeningError
+            taken.close()
+
+        with pytest.raises(ConfigError, match=f"{address} cannot be used for another host to join"):
+            await_host(config, {}, progress)
+        with pytest.raises(ListeningError):
+            await_host(config, {}, progress, again=True)

@@ -22,7 +22,7 @@ QUICK = FaultConfig(heartbeat_s=0.2, step_timeout_s=2.0, load_timeout_s=60.0, re
 
 def config(**changes: Any) -> EngineConfig:
     options = changes.pop("backend_options", {})
-    return null_config(num_blocks=600, backend_options=options, faults=QUICK, depth=2, **changes)
+    return null_config(num_blocks=600, backend_options=options, **{"faults": QUICK, "depth": 2} | changes)
 
 
 def run(config: EngineConfig, scenario: Callable[[AsyncEngine], Awaitable[None]]) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from pypto_serving.engine.replicas import Replicas
 from pypto_serving.errors import EngineDeadError, QueueFullError, UnavailableError
-from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.config import EngineConfig, FaultConfig
 from pypto_serving.types.request import EngineRequest
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.tokens import pack_ids, unpack_ids
@@ -102,6 +102,24 @@ def test_a_core_that_dies_fails_its_requests_only() -> None:
         assert replicas.health().detail == ""
 
     run(scenario)
+
+
+def test_a_replica_that_loads_is_passed_over() -> None:
+    """Its prefixes would have to wait for its worker."""
+
+    async def scenario(replicas: Replicas) -> None:
+        source = request("first", 200, 5)
+        await collect(replicas, source)
+        owner = next(engine for engine in replicas.engines if engine.stats.generation_tokens)
+        lost = asyncio.Event()
+        replicas.on_stats = lambda stats: None if owner.stats.ready else lost.set()
+        assert owner.ready is not None
+        os.kill(owner.ready.worker_pid, signal.SIGKILL)
+        await lost.wait()
+        assert (await collect(replicas, after(source, "again")))["again"][-1].finish_reason == "length"
+        assert min(steps(replicas)) > 0 and owner.health().status == "loading"
+
+    run(scenario, faults=FaultConfig(heartbeat_s=0.1, respawn_delay_s=300))
 
 
 def test_a_full_replica_is_passed_over_and_full_ones_refuse() -> None:
