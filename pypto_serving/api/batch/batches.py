@@ -18,7 +18,7 @@ from pypto_serving.api.batch.direct import Direct
 from pypto_serving.api.batch.lines import Found, Limits, check, read
 from pypto_serving.api.batch.running import Output, Run
 from pypto_serving.api.batch.schemas import BatchBody
-from pypto_serving.api.batch.store import MAX_BATCHES, Store, lock
+from pypto_serving.api.batch.store import MAX_BATCHES, Store, occupy
 from pypto_serving.errors import ConfigError, RequestError
 
 logger = logging.getLogger("pypto_serving.api")
@@ -37,7 +37,7 @@ class Batches:
     def __init__(self, folder: Path, direct: Direct, max_line_bytes: int, width: int) -> None:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = lock(folder)
+            self._lock = occupy(folder)
             Store.of(b"", folder)
         except OSError as error:
             raise ConfigError(f"the folder of batches {folder} cannot be used: {error.strerror}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
@@ -15,6 +14,7 @@ from typing import BinaryIO, TypeVar
 import msgspec
 
 from pypto_serving.api.batch.answers import Batch, File
+from pypto_serving.api.batch.running import lock
 from pypto_serving.errors import ConfigError, RequestError
 
 MAX_FILES, MAX_BATCHES = 1000, 1000
@@ -161,16 +161,14 @@ def _pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
             yield piece
 
 
-def lock(folder: Path) -> BinaryIO:
-    """Lock a folder until the file is closed, if its file system can. Raises ConfigError if another has, OSError."""
+def occupy(folder: Path) -> BinaryIO:
+    """Lock a folder until the file is closed. Raises ConfigError if another server has, and OSError."""
     file = (folder / "lock").open("ab")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(file)
     except BlockingIOError:
         file.close()
         raise ConfigError(f"another server uses the folder of batches {folder}; give another") from None
-    except OSError:  # a file system without locks
-        pass
     return file
 
 
