@@ -153,7 +153,7 @@ class Batches:
             batch = _begun(store, store.batch(batch_id), found)
         if batch.status == "in_progress" and batch.output_file_id is not None:
             output = await asyncio.to_thread(Output, store.content(batch.output_file_id))
-            run = Run(self._direct, output, self._width)
+            run = Run(self._direct, output, self._width, owner=store.owner)
             self._running = batch_id, run, output
             try:
                 if store.batch(batch_id).status == "in_progress":  # it may be cancelled while the output was read

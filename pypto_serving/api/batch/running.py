@@ -86,16 +86,22 @@ class Output:
 
 
 class Run:
-    """Answer requests, `width` at once. Made for one file; `left` ends those that are not answered yet."""
+    """Answer requests of `owner`, `width` at once. Made for one file; `left` ends those that are not answered yet."""
 
     def __init__(
-        self, direct: Direct, output: Output, width: int, on_answer: Callable[[], None] = lambda: None
+        self,
+        direct: Direct,
+        output: Output,
+        width: int,
+        on_answer: Callable[[], None] = lambda: None,
+        owner: bytes = b"",
     ) -> None:
         self.left = asyncio.Event()
         self._direct = direct
         self._output = output
         self._width = width
         self._on_answer = on_answer
+        self._owner = owner
 
     async def answer(self, requests: Iterable[Request]) -> None:
         """Return when all requests have answers, or `left` is set. Those that the server is too busy for wait."""
@@ -118,7 +124,7 @@ class Run:
 
     async def _answer(self, request: Request) -> None:
         while not self.left.is_set():
-            answer = await self._direct.post(request.url, bytes(request.body), self.left)
+            answer = await self._direct.post(request.url, bytes(request.body), self.left, self._owner)
             if answer.status == CLIENT_CLOSED_REQUEST:
                 return
             if answer.status not in BUSY:

@@ -58,6 +58,11 @@ class Store:
         """Return the stores of all keys."""
         return [cls(path) for path in sorted(folder.iterdir()) if path.is_dir()]
 
+    @property
+    def owner(self) -> bytes:
+        """Return what stands for the key. Nobody else's has it, and it is no key."""
+        return self._folder.name.encode()
+
     def content(self, file_id: str) -> Path:
         """Return where the bytes of a file are."""
         return self._path(file_id, ".jsonl")

@@ -195,6 +195,22 @@ def test_keys_see_their_own_alone(start: Start, tmp_path: Path) -> None:
     assert "sesame" not in "".join(str(path) for path in tmp_path.rglob("*"))
 
 
+def test_responses_of_batches_belong_to_their_key(start: Start, tmp_path: Path) -> None:
+    server = start(batch_dir=str(tmp_path), api_keys=("sesame", "two"))
+
+    def answer(key: str, **body: Any) -> dict[str, Any]:
+        client = server.openai(key)
+        entry = {"custom_id": "a", "url": "/v1/responses", "body": {"input": "hello", "max_output_tokens": 2, **body}}
+        batch_id = create(client, [entry], "/v1/responses")
+        wait(server, batch_id, "completed", key=key.encode())
+        found: dict[str, Any] = answers(client, batch_id)["a"]["response"]
+        return found
+
+    first = answer("sesame")["body"]["id"]
+    assert answer("sesame", previous_response_id=first)["status_code"] == 200
+    assert answer("two", previous_response_id=first)["status_code"] == 404
+
+
 def test_a_batch_is_cancelled(start: Start, tmp_path: Path, tokenizer: Tokenizer) -> None:
     server = start(batch_dir=str(tmp_path))
     client = server.openai()
