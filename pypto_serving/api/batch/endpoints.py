@@ -48,12 +48,12 @@ def stored(handler: Handler) -> Handler:
 async def create_file(request: Request) -> Response:
     """Store a file of requests."""
     with telling_when_parsed(request):
-        form = read_form(request.headers.get("content-type", ""), bytes(await _body(request)))
-    purpose = form.fields.get("purpose", "batch")
-    if purpose != "batch":
-        raise RequestError(f"purpose is {brief(purpose)}, but must be 'batch'", param="purpose")
-    new_file = _store(request).new_file
-    return _json(await asyncio.to_thread(new_file, form.filename, purpose, int(time.time()), form.data))
+        form = read_form(request.headers.get("content-type", ""), await _body(request))
+        purpose = form.fields.get("purpose", "batch")
+        if purpose != "batch":
+            raise RequestError(f"purpose is {brief(purpose)}, but must be 'batch'", param="purpose")
+        new_file = _store(request).new_file
+        return _json(await asyncio.to_thread(new_file, form.filename, purpose, int(time.time()), form.data))
 
 
 async def list_files(request: Request) -> Response:

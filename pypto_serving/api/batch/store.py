@@ -24,6 +24,7 @@ MAX_BYTES = 16 << 30
 PIECE_BYTES = 64 << 10
 _ID = re.compile(r"(?:file|batch)[-_][0-9a-f]{32}")
 T = TypeVar("T", File, Batch)
+Buffer = bytes | memoryview
 
 
 class StorageError(RequestError):
@@ -75,12 +76,12 @@ class Store:
             raise _lost(file.id) from None
         return _pieces(opened, file.bytes)
 
-    def new_file(self, filename: str, purpose: str, created_at: int, data: bytes | None = None) -> File:
+    def new_file(self, filename: str, purpose: str, created_at: int, data: Buffer = b"") -> File:
         """Store a file. Raises RequestError if the key has too many already."""
-        self.require_room(len(data or b""))
+        self.require_room(len(data))
         file = File(f"file-{uuid.uuid4().hex}", 0, created_at, filename, purpose)
         try:
-            self.content(file.id).write_bytes(data or b"")
+            self.content(file.id).write_bytes(data)
             self.save(file)
         except OSError:
             with suppress(OSError):

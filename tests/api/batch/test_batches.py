@@ -122,6 +122,26 @@ def test_files_and_batches_are_bounded(start: Start, tmp_path: Path, monkeypatch
         upload(client, [line("a")])
 
 
+def test_blank_lines_are_bounded(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "MAX_REQUESTS", 2)
+    server = start(batch_dir=str(tmp_path))
+    client = server.openai()
+    wait(server, create(client, [line("a"), "", "", line("b")]), "completed")
+    batch_id = create(client, [line("a"), *[""] * 1000])
+    wait(server, batch_id, "failed")
+    errors = client.batches.retrieve(batch_id).errors
+    assert errors is not None and errors.data is not None
+    assert [(error.line, error.message) for error in errors.data] == [
+        (5, "the file has more than 4 lines; leave blank ones out")
+    ]
+
+
+def test_a_form_is_not_copied() -> None:
+    body = bytearray(b"before\r\n--b\r\nContent-Disposition: form-data; name=file\r\n\r\n\r\n--\r\n--b--\r\n")
+    form = read_form("multipart/form-data; boundary=b", body)
+    assert form.data == b"\r\n--" and form.data.obj is body
+
+
 def test_files_come_and_go(start: Start, tmp_path: Path) -> None:
     server = start(batch_dir=str(tmp_path))
     client = server.openai()
