@@ -52,6 +52,7 @@ _ERRORS = {
     431: "There are too many headers, or they are too long.",
     500: "The server failed on this request.",
     503: "The server cannot serve now; Retry-After says when to come back.",
+    507: "The server cannot store files, or cannot read them.",
 }
 ALWAYS = (401, 403, 408, 431, 503)
 GENERATING = (400, 404, 413, 415, 429, 500)

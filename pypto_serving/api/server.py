@@ -32,6 +32,7 @@ from pypto_serving.api.batch.endpoints import (
     list_files,
     retrieve_batch,
     retrieve_file,
+    stored,
 )
 from pypto_serving.api.batch.schemas import BatchBody
 from pypto_serving.api.decisions.answers import Decision
@@ -232,10 +233,10 @@ def _add_batches(app: FastAPI) -> None:
         ("GET", "/v1/batches/{batch_id}", retrieve_batch, Batch, {}),
         ("POST", "/v1/batches/{batch_id}/cancel", cancel_batch, Batch, {}),
     ):
-        errors = (400, 404, 413, 415) if method == "POST" else (400, 404)
+        errors = (400, 404, 413, 415, 507) if method == "POST" else (400, 404, 507)
         app.add_api_route(
             path,
-            handler,
+            stored(handler),
             methods=[method],
             responses=openapi.responses(answer, *errors),
             openapi_extra=described | openapi.path_parameters(path, described),

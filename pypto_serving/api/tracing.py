@@ -34,6 +34,7 @@ OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/chat/completions": "chat",
     "/v1/messages": "chat",
+    "/v1/responses": "chat",
     "/v1/decisions": "generate_content",
 }
 """The paths whose requests are traced, and what OpenTelemetry calls them."""

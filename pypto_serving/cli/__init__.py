@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import errno
 import logging
+import os
 import re
 import sys
 import time
@@ -28,6 +29,7 @@ _WRITE_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`, by default this process's, and return the exit code."""
+    _open_streams()
     try:
         code = _run(argv)
     except typer.TyperException as error:
@@ -39,6 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _refused(error)
     return _flushed(code)
+
+
+def _open_streams() -> None:
+    """Replace stdin, stdout and stderr that are closed, so that no other file gets their number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
 
 
 def _run(argv: Sequence[str] | None) -> int:

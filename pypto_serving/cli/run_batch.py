@@ -90,6 +90,7 @@ def _check(path: Path, limits: Limits) -> int:
     """Return the number of requests in a file. Raises ConfigError that names the first lines that are none."""
     from pypto_serving.api.batch.lines import check
 
+    _require_file("--input-file", path)
     try:
         found = check(path, limits)
     except OSError as error:
@@ -100,11 +101,20 @@ def _check(path: Path, limits: Limits) -> int:
     return found.num_requests
 
 
+def _require_file(option: str, path: Path) -> None:
+    """Raise ConfigError for a pipe or a device, which cannot be read twice, or does not end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ConfigError(f"{option} {path} is a pipe or a device, but must be a file; give another")
+
+
 def _open(path: Path) -> Output:
     from pypto_serving.api.batch.running import Output
 
+    _require_file("--output-file", path)
     try:
         return Output(path)
+    except BlockingIOError as error:
+        raise ConfigError(f"--output-file {path} is written by another run; wait for its end") from error
     except OSError as error:
         raise ConfigError(f"--output-file {path} cannot be written: {error.strerror}; give another") from error
     except ValueError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, SupportsFloat
 
 import msgspec
@@ -108,15 +108,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             kept,
             f"-1 (as many as fit), or between 1 and {INT32_MAX}",
         )
-        if self.stop:
-            _require(
-                len(self.stop) <= MAX_STOPS, "stop", _Words(f"{len(self.stop)} strings"), f"at most {MAX_STOPS} strings"
-            )
-            _require(all(self.stop), "stop", "", "a string or strings that are not empty")
-            longest = max(map(len, self.stop))
-            _require(
-                longest <= MAX_STOP_CHARS, "stop", _Words(f"{longest} characters long"), f"at most {MAX_STOP_CHARS}"
-            )
+        check_stops(self.stop)
         if self.stop_token_ids:
             num_ids = len(self.stop_token_ids)
             _require(num_ids <= MAX_STOP_IDS, "stop_token_ids", _Words(f"{num_ids} ids"), f"at most {MAX_STOP_IDS}")
@@ -234,6 +226,15 @@ def guiding(params: SamplingParams) -> list[str]:
 def check_max_tokens(value: int | None, name: str = "max_tokens", least: int = 0) -> None:
     """Raise RequestError that names the field `name` unless `value` is None or a number of output tokens."""
     _require(value is None or least <= value <= INT32_MAX, name, value, f"between {least} and {INT32_MAX}")
+
+
+def check_stops(stops: Sequence[str], name: str = "stop") -> None:
+    """Raise RequestError for a field `name` whose strings a request cannot stop at."""
+    if stops:
+        _require(len(stops) <= MAX_STOPS, name, _Words(f"{len(stops)} strings"), f"at most {MAX_STOPS} strings")
+        _require(all(stops), name, "", "a string or strings that are not empty")
+        longest = max(map(len, stops))
+        _require(longest <= MAX_STOP_CHARS, name, _Words(f"{longest} characters long"), f"at most {MAX_STOP_CHARS}")
 
 
 def check_logprobs(value: int | None, name: str = "logprobs") -> None:

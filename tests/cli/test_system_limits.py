@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -73,6 +74,23 @@ def test_a_soft_limit_of_files_is_raised(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (18, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
     assert run(["check", "--backend", "null"], tmp_path, "/dev/null", low_soft_limit) == (0, "")
+
+
+def close_streams() -> None:
+    os.closerange(0, 3)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["chat", "bundled", "--url", "http://127.0.0.1:1"],
+        ["kv", "stat", "."],
+        ["generate", "What is 1+1?"],
+    ],
+    ids=" ".join,
+)
+def test_closed_streams_are_empty_ones(tmp_path: Path, argv: list[str]) -> None:
+    assert run(argv, tmp_path, "/dev/null", close_streams) == (0, "")
 
 
 def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import openai
 import psutil
 import pytest
 
+from pypto_serving.api.batch.running import Output
 from tests.e2e.server import Server
 
 pytestmark = pytest.mark.e2e
@@ -117,6 +119,28 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         code, said = finish(source, target)
         assert code == 2 and words in said, said
     assert good.read_text().startswith("{")
+
+
+def test_pipes_and_devices_are_no_files(tmp_path: Path) -> None:
+    source, target = write_requests(tmp_path / "in.jsonl", 1), tmp_path / "out.jsonl"
+    os.mkfifo(tmp_path / "pipe")
+    options = ("--backend", "null")
+    for paths, named in (
+        ((tmp_path / "pipe", target), f"--input-file {tmp_path / 'pipe'}"),
+        ((source, Path("/dev/full")), "--output-file /dev/full"),
+    ):
+        code, said = finish(*paths, *options)
+        assert (code, said) == (2, f"error: {named} is a pipe or a device, but must be a file; give another\n")
+
+
+def test_an_output_has_one_run(tmp_path: Path) -> None:
+    source, target = write_requests(tmp_path / "in.jsonl", 1), tmp_path / "out.jsonl"
+    output = Output(target)
+    try:
+        code, said = finish(source, target, "--backend", "null")
+        assert (code, said) == (2, f"error: --output-file {target} is written by another run; wait for its end\n")
+    finally:
+        output.close()
 
 
 def test_the_address_of_a_server_is_free_for_others(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from pypto_serving.api.openai.fields import IgnoredFields
 from pypto_serving.api.openai.shown import Shown
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import RequestError
-from pypto_serving.types.sampling import INT32_MAX, SamplingParams, check_max_tokens
+from pypto_serving.types.sampling import INT32_MAX, SamplingParams, check_max_tokens, check_stops
 from pypto_serving.types.structured import StructuredOutputsParams
 from pypto_serving.util import brief
 
@@ -39,6 +39,7 @@ def read_messages(prompter: Prompter, serving: ServingConfig, raw: bytes | bytea
     body = parse_json(raw, MessagesBody)
     check_max_tokens(body.max_tokens)
     given = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
+    check_stops(body.stop_sequences or (), "stop_sequences")
     params = SamplingParams(
         **{**serving.default_sampling.given(), **given},
         stop=tuple(body.stop_sequences or ()),

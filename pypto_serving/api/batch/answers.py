@@ -43,11 +43,11 @@ class DeletedFile(Shown):
 
 
 class BatchError(Shown):
-    """Why a line of the input cannot be a request."""
+    """Why a line of the input cannot be a request, or why the server gave up the batch."""
 
     message: str
-    line: int
-    code: Literal["invalid_request"] = "invalid_request"
+    line: int | None
+    code: Literal["invalid_request", "storage_failed"] = "invalid_request"
     param: None = None
 
 

@@ -18,7 +18,7 @@ from pypto_serving.api.batch.direct import Direct
 from pypto_serving.api.batch.lines import Found, Limits, check, read
 from pypto_serving.api.batch.running import Output, Run
 from pypto_serving.api.batch.schemas import BatchBody
-from pypto_serving.api.batch.store import MAX_BATCHES, Store
+from pypto_serving.api.batch.store import MAX_BATCHES, Store, occupy
 from pypto_serving.errors import ConfigError, RequestError
 
 logger = logging.getLogger("pypto_serving.api")
@@ -30,12 +30,14 @@ OUTPUT_PURPOSE = "batch_output"
 class Batches:
     """Owns the batches of all keys, in `folder`. Used in the server's event loop only.
 
-    `width` requests of a batch are in the server at once. Raises ConfigError if the folder cannot be used.
+    `width` requests of a batch are in the server at once. Raises ConfigError if the folder cannot be used, or another
+    server uses it.
     """
 
     def __init__(self, folder: Path, direct: Direct, max_line_bytes: int, width: int) -> None:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = occupy(folder)
             Store.of(b"", folder)
         except OSError as error:
             raise ConfigError(f"the folder of batches {folder} cannot be used: {error.strerror}") from error
@@ -68,6 +70,7 @@ class Batches:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        self._lock.close()
 
     def create(self, store: Store, body: BatchBody) -> Batch:
         """Store a batch, to be run in its turn. Raises RequestError."""
@@ -76,8 +79,7 @@ class Batches:
             raise RequestError(message, param="endpoint")
         store.file(body.input_file_id)
         store.require_room()
-        if len(store.batches()) >= MAX_BATCHES:
-            raise RequestError(f"there are {MAX_BATCHES} batches already", code="too_many_batches")
+        self._make_room(store)
         batch = Batch(
             id=f"batch_{uuid.uuid4().hex}",
             endpoint=body.endpoint,
@@ -90,6 +92,18 @@ class Batches:
         self._waiting.append((store, batch.id))
         self._arrived.set()
         return batch
+
+    def _make_room(self, store: Store) -> None:
+        """Forget the oldest batches that have ended if there are too many. Raises RequestError if none has."""
+        batches = store.batches()
+        for batch in reversed(batches):
+            if len(batches) < MAX_BATCHES:
+                return
+            if batch.status in FINAL:
+                batches.remove(batch)
+                store.forget(batch)
+        if len(batches) >= MAX_BATCHES:
+            raise RequestError(f"{MAX_BATCHES} batches have not ended; cancel some", code="too_many_batches")
 
     def cancel(self, store: Store, batch_id: str) -> Batch:
         """End a batch; what it answered stays. Raises LostError, RequestError if it has ended already."""
@@ -121,10 +135,10 @@ class Batches:
                 store, batch_id = self._waiting.popleft()
                 try:
                     await self._run(store, batch_id)
-                except (OSError, ValueError, RequestError):
-                    logger.exception("batch %s failed", batch_id)
+                except (OSError, ValueError, RequestError) as error:
+                    logger.warning("batch %s failed: %s", batch_id, error)
                     with suppress(OSError, RequestError):
-                        store.save(replace(store.batch(batch_id), status="failed", failed_at=_now()))
+                        store.save(_given_up(store.batch(batch_id), error))
             self._arrived.clear()
             await self._arrived.wait()
 
@@ -139,10 +153,11 @@ class Batches:
             batch = _begun(store, store.batch(batch_id), found)
         if batch.status == "in_progress" and batch.output_file_id is not None:
             output = await asyncio.to_thread(Output, store.content(batch.output_file_id))
-            run = Run(self._direct, output, self._width)
+            run = Run(self._direct, output, self._width, owner=store.owner)
             self._running = batch_id, run, output
             try:
-                await run.answer(read(source, limits))
+                if store.batch(batch_id).status == "in_progress":  # it may be cancelled while the output was read
+                    await run.answer(read(source, limits))
             finally:
                 self._running = None
                 output.close()
@@ -165,12 +180,19 @@ def _begun(store: Store, batch: Batch, found: Found) -> Batch:
     return batch
 
 
+def _given_up(batch: Batch, error: Exception) -> Batch:
+    """End a batch whose files cannot be read or written."""
+    reason = getattr(error, "strerror", None) or str(error)
+    errors = BatchErrors([BatchError(f"the server gave up this batch: {reason}", None, "storage_failed")])
+    return replace(batch, status="failed", failed_at=_now(), errors=errors)
+
+
 def _end(store: Store, batch: Batch, output: Output) -> None:
     """End a batch that is cancelled or has all answers; otherwise the server ends, and the next one goes on."""
     batch = replace(batch, request_counts=_counts(batch.request_counts.total, output))
     if batch.status == "cancelling":
         batch = replace(batch, status="cancelled", cancelled_at=_now())
-    elif len(output.answered) == batch.request_counts.total:
+    elif batch.status == "in_progress" and len(output.answered) == batch.request_counts.total:
         batch = replace(batch, status="completed", finalizing_at=_now(), completed_at=_now())
     store.save(batch)
 

@@ -46,8 +46,11 @@ class Direct:
         """Return whether requests of a batch may ask for `path`."""
         return path in self._paths
 
-    async def post(self, path: str, body: bytes, left: asyncio.Event) -> Answer:
-        """Return the answer to a request; once `left` is set, it ends like one whose client left."""
+    async def post(self, path: str, body: bytes, left: asyncio.Event, owner: bytes = b"") -> Answer:
+        """Return the answer to a request of `owner`, which stands for a key that the application does not check.
+
+        Once `left` is set, the request ends like one whose client left.
+        """
         request_id = uuid.uuid4().hex
         unread, status, written = [body], 0, bytearray()
 
@@ -71,7 +74,7 @@ class Direct:
             "scheme": "http",
             "path": path,
             "query_string": b"",
-            "headers": [(b"content-type", b"application/json")],
+            "headers": [(b"content-type", b"application/json"), (b"x-api-key", owner)],
             "app": self._app,
             "state": {"request_id": request_id, "trace": None},
             SERVER_SEND: send,

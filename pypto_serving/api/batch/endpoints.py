@@ -3,38 +3,57 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response, StreamingResponse
 
 from pypto_serving.api.batch.answers import Batch, BatchList, DeletedFile, File, FileList
 from pypto_serving.api.batch.batches import Batches
 from pypto_serving.api.batch.multipart import read_form
 from pypto_serving.api.batch.schemas import MAX_METADATA_CHARS, RULES, BatchBody
-from pypto_serving.api.batch.store import Store
+from pypto_serving.api.batch.store import StorageError, Store
 from pypto_serving.api.keys import sent_key
 from pypto_serving.api.openai.body import parse_json, read_body, require_json, telling_when_parsed
 from pypto_serving.api.service import Service
 from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
 
+logger = logging.getLogger("pypto_serving.api")
+
 MAX_PAGE = 100
 Item = TypeVar("Item", File, Batch)
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def stored(handler: Handler) -> Handler:
+    """Have a handler raise StorageError where the folder cannot be read or written."""
+
+    @functools.wraps(handler)
+    async def handle(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except OSError as error:
+            logger.warning("the folder of batches cannot be used: %s", error)
+            raise StorageError(f"the server cannot store files or read them: {error.strerror}") from error
+
+    return handle
 
 
 async def create_file(request: Request) -> Response:
     """Store a file of requests."""
     with telling_when_parsed(request):
-        form = read_form(request.headers.get("content-type", ""), bytes(await _body(request)))
-    purpose = form.fields.get("purpose", "batch")
-    if purpose != "batch":
-        raise RequestError(f"purpose is {brief(purpose)}, but must be 'batch'", param="purpose")
-    new_file = _store(request).new_file
-    return _json(await asyncio.to_thread(new_file, form.filename, purpose, int(time.time()), form.data))
+        form = read_form(request.headers.get("content-type", ""), await _body(request))
+        purpose = form.fields.get("purpose", "batch")
+        if purpose != "batch":
+            raise RequestError(f"purpose is {brief(purpose)}, but must be 'batch'", param="purpose")
+        new_file = _store(request).new_file
+        return _json(await asyncio.to_thread(new_file, form.filename, purpose, int(time.time()), form.data))
 
 
 async def list_files(request: Request) -> Response:
@@ -49,10 +68,11 @@ async def retrieve_file(request: Request) -> Response:
 
 
 async def file_content(request: Request) -> Response:
-    """Answer with the bytes of a file."""
+    """Answer with the bytes that a file has by now; a batch may write more."""
     store = _store(request)
     file = store.file(request.path_params["file_id"])
-    return FileResponse(store.content(file.id), media_type="application/octet-stream")
+    headers = {"content-length": str(file.bytes)}
+    return StreamingResponse(store.read(file), headers=headers, media_type="application/octet-stream")
 
 
 async def delete_file(request: Request) -> Response:
@@ -114,7 +134,7 @@ def _page(request: Request, items: Sequence[Item]) -> tuple[list[Item], bool]:
     """Return the items that the query asks for, and whether there are more."""
     query = request.query_params
     limit, after = query.get("limit", str(MAX_PAGE)), query.get("after")
-    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:9]) <= 10_000:
+    if not limit.isascii() or not limit.isdigit() or len(limit) > 5 or not 1 <= int(limit) <= 10_000:
         raise RequestError(f"limit is {brief(limit)}, but must be between 1 and 10000", param="limit")
     ids = [item.id for item in items]
     if after is not None and after not in ids:

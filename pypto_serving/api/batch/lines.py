@@ -16,6 +16,8 @@ MAX_ID_CHARS = 512
 _BEGINNING = b'{"id":"batch_req_'
 MAX_PROBLEMS = 100
 """Lines that a refusal names; the others are not read."""
+BLANKS = 2
+"""Lines that a file may have for each request that it may have."""
 
 
 class Request(msgspec.Struct):
@@ -71,8 +73,11 @@ def check(path: Path, limits: Limits) -> Found:
     seen: set[bytes] = set()
     problems: list[Problem] = []
     for number, line in _lines(path, limits.max_line_bytes):
-        if problem := _problem(line, seen, limits):
+        if line and (problem := _problem(line, seen, limits)):
             problems.append(Problem(number, problem))
+        if number > BLANKS * limits.max_requests:
+            problems.append(Problem(number, f"the file has more than {number - 1} lines; leave blank ones out"))
+            break
         if len(problems) == MAX_PROBLEMS or len(seen) > limits.max_requests or len(line) > limits.max_line_bytes:
             break
     if not seen and not problems:
@@ -83,7 +88,8 @@ def check(path: Path, limits: Limits) -> Found:
 def read(path: Path, limits: Limits) -> Iterator[Request]:
     """Iterate over the requests of a file that `check` found nothing wrong with."""
     for _, line in _lines(path, limits.max_line_bytes):
-        yield _REQUEST.decode(line)
+        if line:
+            yield _REQUEST.decode(line)
 
 
 def write(request: Request, answer: Answer) -> bytes:
@@ -100,13 +106,12 @@ def require_beginning(cut: bytes) -> None:
 
 
 def _lines(path: Path, limit: int) -> Iterator[tuple[int, bytes]]:
-    """Iterate over the lines of a file that are not blank, with their numbers; one that is too long is cut."""
+    """Iterate over the lines of a file, with their numbers; one that is too long is cut, blank ones are empty."""
     with path.open("rb") as file:
         number = 0
         while line := file.readline(limit + 2):
             number += 1
-            if line := line.strip():
-                yield number, line
+            yield number, line.strip()
 
 
 def _problem(line: bytes, seen: set[bytes], limits: Limits) -> str:

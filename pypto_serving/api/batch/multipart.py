@@ -2,43 +2,66 @@
 
 from __future__ import annotations
 
-from email.message import Message
+import re
+from collections.abc import Iterator
 from typing import NamedTuple
+from urllib.parse import unquote
 
 from pypto_serving.errors import RequestError
 
-MAX_PARTS, MAX_FIELD_BYTES = 16, 4096
+MAX_PARTS, MAX_HEAD_BYTES, MAX_FIELD_BYTES = 16, 4096, 4096
+_PARAMETER = re.compile(r""";\s*([^\s;="]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s;"]*))""", re.DOTALL)
 
 
 class Form(NamedTuple):
-    """An uploaded file, and the other fields."""
+    """An uploaded file, and the other fields. `data` is a view of the body."""
 
     filename: str
-    data: bytes
+    data: memoryview
     fields: dict[str, str]
 
 
-def read_form(content_type: str, body: bytes) -> Form:
-    """Return the form in a body. Raises RequestError."""
-    boundary = _header(content_type).get_param("boundary")
-    if not content_type.lower().startswith("multipart/form-data") or not isinstance(boundary, str):
+def read_form(content_type: str, body: bytes | bytearray) -> Form:
+    """Return the form in a body, which is not copied: it may be long. Raises RequestError."""
+    boundary = _parameters(content_type).get("boundary")
+    if not content_type.lower().startswith("multipart/form-data") or not boundary:
         raise RequestError("send the file as multipart/form-data with a boundary", param="file")
-    parts = (b"\r\n" + body).split(b"\r\n--" + boundary.encode(), MAX_PARTS)[1:]
     filename, data, fields = "", None, {}
-    for part in parts:
-        if part.startswith(b"--"):
-            break
-        head, _, content = part.partition(b"\r\n\r\n")
-        name, own = _names(head)
+    for start, stop in _parts(body, b"\r\n--" + boundary.encode("latin-1", "replace")):
+        end = body.find(b"\r\n\r\n", start, min(start + MAX_HEAD_BYTES, stop))
+        if end < 0:
+            raise RequestError(f"the headers of a part do not end within {MAX_HEAD_BYTES} bytes", param="file")
+        name, own = _names(bytes(body[start:end]))
+        content = memoryview(body)[end + 4 : stop]
         if name == "file":
             filename, data = own or "file", content
         elif len(content) <= MAX_FIELD_BYTES:
-            fields[name] = content.decode(errors="replace")
-    else:
-        raise RequestError(f"the form does not end, or has more than {MAX_PARTS} parts", param="file")
+            fields[name] = str(content, errors="replace")
     if data is None:
         raise RequestError("file is missing; send a file of requests", param="file", code="missing_field")
     return Form(filename[:255], data, fields)
+
+
+def _parts(body: bytes | bytearray, delimiter: bytes) -> Iterator[tuple[int, int]]:
+    """Iterate over the places of the parts between delimiters; the body may begin with the rest of one."""
+    start = len(delimiter) - 2 if body.startswith(delimiter[2:]) else _behind(body, delimiter)
+    for _ in range(MAX_PARTS):
+        if start < 0 or body.startswith(b"--", start):
+            break
+        stop = body.find(delimiter, start)
+        if stop < 0:
+            start = stop
+            break
+        yield start, stop
+        start = stop + len(delimiter)
+    if start < 0 or not body.startswith(b"--", start):
+        raise RequestError(f"the form does not end, or has more than {MAX_PARTS} parts", param="file")
+
+
+def _behind(body: bytes | bytearray, delimiter: bytes) -> int:
+    """Return where the first delimiter ends, -1 without one."""
+    found = body.find(delimiter)
+    return found if found < 0 else found + len(delimiter)
 
 
 def _names(head: bytes) -> tuple[str, str]:
@@ -46,12 +69,15 @@ def _names(head: bytes) -> tuple[str, str]:
     for line in head.split(b"\r\n"):
         name, _, value = line.decode(errors="replace").partition(":")
         if name.strip().lower() == "content-disposition":
-            header = _header(value.strip())
-            return str(header.get_param("name", "")), str(header.get_param("filename", ""))
+            found = _parameters(value)
+            extended = unquote(found.get("filename*", "").rpartition("'")[2])
+            return found.get("name", ""), extended or found.get("filename", "")
     return "", ""
 
 
-def _header(value: str) -> Message:
-    message = Message()
-    message["content-type"] = value.replace("\r", " ").replace("\n", " ")
-    return message
+def _parameters(header: str) -> dict[str, str]:
+    """Return the parameters of a header, by their names in lower case."""
+    found = {}
+    for name, quoted, plain in _PARAMETER.findall(header[:MAX_HEAD_BYTES]):
+        found[name.lower()] = re.sub(r'\\(["\\])', r"\1", quoted) or plain
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from pathlib import Path
@@ -32,6 +33,16 @@ class _Line(msgspec.Struct):
 _LINE = msgspec.json.Decoder(_Line)
 
 
+def lock(file: BinaryIO) -> None:
+    """Lock a file until it is closed, where its file system can. Raises BlockingIOError if somebody else has."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:  # a file system without locks
+        pass
+
+
 class Output:
     """Owns a file of answers. A process that is killed leaves whole lines, and maybe the beginning of one.
 
@@ -39,13 +50,18 @@ class Output:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open or make the file, and drop a line that is not whole. Raises OSError, ValueError for another file."""
+        """Open or make the file, and drop a line that is not whole.
+
+        Raises OSError, BlockingIOError if somebody else writes the file, ValueError for another file.
+        """
         self.answered: set[bytes] = set()
         self.num_failed = 0
         self._file: BinaryIO = path.open("ab+", buffering=0)
+        lock(self._file)
         end = 0
         self._file.seek(0)
         with path.open("rb") as written:
+            require_beginning(written.peek()[:1])
             for line in written:
                 if not line.endswith(b"\n"):
                     require_beginning(line)
@@ -70,16 +86,22 @@ class Output:
 
 
 class Run:
-    """Answer requests, `width` at once. Made for one file; `left` ends those that are not answered yet."""
+    """Answer requests of `owner`, `width` at once. Made for one file; `left` ends those that are not answered yet."""
 
     def __init__(
-        self, direct: Direct, output: Output, width: int, on_answer: Callable[[], None] = lambda: None
+        self,
+        direct: Direct,
+        output: Output,
+        width: int,
+        on_answer: Callable[[], None] = lambda: None,
+        owner: bytes = b"",
     ) -> None:
         self.left = asyncio.Event()
         self._direct = direct
         self._output = output
         self._width = width
         self._on_answer = on_answer
+        self._owner = owner
 
     async def answer(self, requests: Iterable[Request]) -> None:
         """Return when all requests have answers, or `left` is set. Those that the server is too busy for wait."""
@@ -102,7 +124,7 @@ class Run:
 
     async def _answer(self, request: Request) -> None:
         while not self.left.is_set():
-            answer = await self._direct.post(request.url, bytes(request.body), self.left)
+            answer = await self._direct.post(request.url, bytes(request.body), self.left, self._owner)
             if answer.status == CLIENT_CLOSED_REQUEST:
                 return
             if answer.status not in BUSY:

@@ -6,21 +6,32 @@ import hashlib
 import os
 import re
 import uuid
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import msgspec
 
 from pypto_serving.api.batch.answers import Batch, File
-from pypto_serving.errors import RequestError
+from pypto_serving.api.batch.running import lock
+from pypto_serving.errors import ConfigError, RequestError
 
 MAX_FILES, MAX_BATCHES = 1000, 1000
 """Of one key."""
 MAX_BYTES = 16 << 30
 """Of all files of one key; a batch that runs may write more, but no other begins."""
+PIECE_BYTES = 64 << 10
 _ID = re.compile(r"(?:file|batch)[-_][0-9a-f]{32}")
 T = TypeVar("T", File, Batch)
+Buffer = bytes | memoryview
+
+
+class StorageError(RequestError):
+    """The folder of files and batches cannot be read or written, for instance since its disk is full."""
+
+    status = 507
+    code = "storage_failed"
 
 
 class LostError(RequestError):
@@ -48,16 +59,34 @@ class Store:
         """Return the stores of all keys."""
         return [cls(path) for path in sorted(folder.iterdir()) if path.is_dir()]
 
+    @property
+    def owner(self) -> bytes:
+        """Return what stands for the key. Nobody else's has it, and it is no key."""
+        return self._folder.name.encode()
+
     def content(self, file_id: str) -> Path:
         """Return where the bytes of a file are."""
         return self._path(file_id, ".jsonl")
 
-    def new_file(self, filename: str, purpose: str, created_at: int, data: bytes | None = None) -> File:
+    def read(self, file: File) -> Iterator[bytes]:
+        """Open a file, and iterate over as many bytes as it is known to have. Raises LostError."""
+        try:
+            opened = self.content(file.id).open("rb")
+        except FileNotFoundError:
+            raise _lost(file.id) from None
+        return _pieces(opened, file.bytes)
+
+    def new_file(self, filename: str, purpose: str, created_at: int, data: Buffer = b"") -> File:
         """Store a file. Raises RequestError if the key has too many already."""
-        self.require_room(len(data or b""))
+        self.require_room(len(data))
         file = File(f"file-{uuid.uuid4().hex}", 0, created_at, filename, purpose)
-        self.content(file.id).write_bytes(data or b"")
-        self.save(file)
+        try:
+            self.content(file.id).write_bytes(data)
+            self.save(file)
+        except OSError:
+            with suppress(OSError):
+                self.content(file.id).unlink()
+            raise
         return self.file(file.id)
 
     def require_room(self, size: int = 0) -> None:
@@ -82,7 +111,7 @@ class Store:
         """Return all files, the newest first."""
         found: list[File] = []
         for path in self._folder.glob("file-*.json"):
-            with suppress(LostError):  # it may be deleted meanwhile
+            with suppress(LostError):  # it may be deleted meanwhile, or damaged
                 found.append(self.file(path.stem))
         return sorted(found, key=lambda file: (-file.created_at, file.id))
 
@@ -92,15 +121,22 @@ class Store:
 
     def batches(self) -> list[Batch]:
         """Return all batches, the newest first."""
-        found = [self.batch(path.stem) for path in self._folder.glob("batch_*.json")]
+        found: list[Batch] = []
+        for path in self._folder.glob("batch_*.json"):
+            with suppress(LostError):  # it may be forgotten meanwhile, or damaged
+                found.append(self.batch(path.stem))
         return sorted(found, key=lambda batch: (-batch.created_at, batch.id))
 
     def save(self, value: File | Batch) -> None:
         """Write what is known of a file or a batch, in place of what was."""
         path = self._path(value.id, ".json")
         fresh = path.with_suffix(".new")
-        fresh.write_bytes(msgspec.json.encode(value))
-        fresh.replace(path)
+        try:
+            fresh.write_bytes(msgspec.json.encode(value))
+            fresh.replace(path)
+        except OSError:
+            fresh.unlink(missing_ok=True)
+            raise
 
     def delete(self, file_id: str) -> None:
         """Delete a file. Raises LostError."""
@@ -108,16 +144,38 @@ class Store:
         self._path(file_id, ".json").unlink()
         self.content(file_id).unlink()
 
+    def forget(self, batch: Batch) -> None:
+        """Delete what is known of a batch; its files stay."""
+        self._path(batch.id, ".json").unlink()
+
     def _load(self, name: str, kind: type[T]) -> T:
         try:
             return msgspec.json.decode(self._path(name, ".json").read_bytes(), type=kind)
-        except (FileNotFoundError, msgspec.ValidationError):
+        except (FileNotFoundError, msgspec.DecodeError):
             raise _lost(name) from None
 
     def _path(self, name: str, suffix: str) -> Path:
         if not _ID.fullmatch(name):
             raise _lost(name)
         return self._folder / (name + suffix)
+
+
+def _pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
+    with file:
+        while size and (piece := file.read(min(size, PIECE_BYTES))):
+            size -= len(piece)
+            yield piece
+
+
+def occupy(folder: Path) -> BinaryIO:
+    """Lock a folder until the file is closed. Raises ConfigError if another server has, and OSError."""
+    file = (folder / "lock").open("ab")
+    try:
+        lock(file)
+    except BlockingIOError:
+        file.close()
+        raise ConfigError(f"another server uses the folder of batches {folder}; give another") from None
+    return file
 
 
 def _lost(name: str) -> LostError:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
-from collections.abc import Callable
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +17,13 @@ import pytest
 
 from pypto_serving.api.batch import batches, store
 from pypto_serving.api.batch.direct import Direct
+from pypto_serving.api.batch.multipart import read_form
+from pypto_serving.api.batch.running import Output
 from pypto_serving.api.text.tokenizer import Tokenizer
+from pypto_serving.errors import ConfigError
 from tests.api.documented import schema_of
 from tests.api.running import CHAT, COMPLETIONS, RunningServer
-from tests.api.scripted_engine import Script
+from tests.api.scripted_engine import WAIT_S, Script
 
 Start = Callable[..., RunningServer]
 
@@ -115,6 +122,26 @@ def test_files_and_batches_are_bounded(start: Start, tmp_path: Path, monkeypatch
         upload(client, [line("a")])
 
 
+def test_blank_lines_are_bounded(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "MAX_REQUESTS", 2)
+    server = start(batch_dir=str(tmp_path))
+    client = server.openai()
+    wait(server, create(client, [line("a"), "", "", line("b")]), "completed")
+    batch_id = create(client, [line("a"), *[""] * 1000])
+    wait(server, batch_id, "failed")
+    errors = client.batches.retrieve(batch_id).errors
+    assert errors is not None and errors.data is not None
+    assert [(error.line, error.message) for error in errors.data] == [
+        (5, "the file has more than 4 lines; leave blank ones out")
+    ]
+
+
+def test_a_form_is_not_copied() -> None:
+    body = bytearray(b"before\r\n--b\r\nContent-Disposition: form-data; name=file\r\n\r\n\r\n--\r\n--b--\r\n")
+    form = read_form("multipart/form-data; boundary=b", body)
+    assert form.data == b"\r\n--" and form.data.obj is body
+
+
 def test_files_come_and_go(start: Start, tmp_path: Path) -> None:
     server = start(batch_dir=str(tmp_path))
     client = server.openai()
@@ -126,7 +153,7 @@ def test_files_come_and_go(start: Start, tmp_path: Path) -> None:
     for name in (ids[0], "file-" + "0" * 32, "x", "..%2fsalt"):
         assert server.http.get(f"/v1/files/{name}").status_code == 404
         assert server.http.get(f"/v1/batches/{name}").status_code == 404
-    for query in ("limit=0", "limit=x", "after=x"):
+    for query in ("limit=0", "limit=x", "after=x", "limit=" + "0" * 8 + "1" + "0" * 5000):
         assert server.http.get(f"/v1/files?{query}").status_code == 400
 
 
@@ -143,6 +170,14 @@ def test_files_may_go_while_they_are_listed(tmp_path: Path) -> None:
     ("kind", "body"),
     [
         ("application/json", b"{}"),
+        ("multipart/form-data; boundary=", b"--\r\n\r\nx\r\n----"),
+        ("multipart/form-data; boundary*" + "9" * 5000 + "=b", b"--b--"),
+        ("multipart/form-data; boundary*=a; boundary*0=b", b"--b--"),
+        (
+            "multipart/form-data; boundary=b",
+            b"--b\r\ncontent-disposition: form-data; name*=file; name*0=x\r\n\r\n--b--",
+        ),
+        ("multipart/form-data; boundary=b", b"--b\r\n" + b"a: b\r\n" * 1000 + b"\r\nx\r\n--b--"),
         ("multipart/form-data", b"x"),
         ("multipart/form-data; boundary=b", b"--b\r\n\r\nx"),
         ("multipart/form-data; boundary=b", b"--b\r\n\r\nx\r\n--b--\r\n"),
@@ -155,6 +190,22 @@ def test_forms_that_are_none(start: Start, tmp_path: Path, kind: str, body: byte
     assert (response.status_code, response.json()["error"]["param"]) == (400, "file")
 
 
+@pytest.mark.parametrize(
+    ("given", "filename"),
+    [
+        ('filename="a b.jsonl"', "a b.jsonl"),
+        ("filename=in.jsonl", "in.jsonl"),
+        (r'filename="a\"b;c\\d"', r'a"b;c\d'),
+        ("filename=x; filename*=UTF-8''a%20%C3%BC.jsonl", "a ü.jsonl"),
+        ("filename*=UTF-8''%ED%A0%80", "\ufffd" * 3),
+        ("filename", "file"),
+    ],
+)
+def test_names_of_files(given: str, filename: str) -> None:
+    head = f"Content-Disposition: form-data; name=file; {given}\r\n\r\n".encode()
+    assert read_form('multipart/form-data; boundary="b"', b"--b\r\n" + head + b"x\r\n--b--").filename == filename
+
+
 def test_keys_see_their_own_alone(start: Start, tmp_path: Path) -> None:
     server = start(batch_dir=str(tmp_path), api_keys=("sesame", "two"))
     file_id = upload(server.openai("sesame"), [line("a")])
@@ -162,6 +213,22 @@ def test_keys_see_their_own_alone(start: Start, tmp_path: Path) -> None:
     with pytest.raises(openai.NotFoundError):
         server.openai("two").files.retrieve(file_id)
     assert "sesame" not in "".join(str(path) for path in tmp_path.rglob("*"))
+
+
+def test_responses_of_batches_belong_to_their_key(start: Start, tmp_path: Path) -> None:
+    server = start(batch_dir=str(tmp_path), api_keys=("sesame", "two"))
+
+    def answer(key: str, **body: Any) -> dict[str, Any]:
+        client = server.openai(key)
+        entry = {"custom_id": "a", "url": "/v1/responses", "body": {"input": "hello", "max_output_tokens": 2, **body}}
+        batch_id = create(client, [entry], "/v1/responses")
+        wait(server, batch_id, "completed", key=key.encode())
+        found: dict[str, Any] = answers(client, batch_id)["a"]["response"]
+        return found
+
+    first = answer("sesame")["body"]["id"]
+    assert answer("sesame", previous_response_id=first)["status_code"] == 200
+    assert answer("two", previous_response_id=first)["status_code"] == 404
 
 
 def test_a_batch_is_cancelled(start: Start, tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -196,6 +263,117 @@ def test_the_next_server_goes_on(start: Start, tmp_path: Path, tokenizer: Tokeni
     wait(second, batch_id, "completed")
     assert sorted(answers(second.openai(), batch_id)) == [str(i) for i in range(6)]
     assert len(second.engine.requests) == 4
+
+
+def test_a_batch_is_cancelled_while_its_output_is_read(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, goes_on = threading.Event(), threading.Event()
+
+    class SlowOutput(Output):
+        def __init__(self, path: Path) -> None:
+            super().__init__(path)
+            reads.set()
+            goes_on.wait(WAIT_S)
+
+    monkeypatch.setattr(batches, "Output", SlowOutput)
+    server = start(batch_dir=str(tmp_path))
+    client = server.openai()
+    batch_id = create(client, [line("a")])
+    assert reads.wait(WAIT_S)
+    assert client.batches.cancel(batch_id).status == "cancelled"
+    behind = create(client, [line("b")])
+    goes_on.set()
+    wait(server, behind, "completed")
+    assert client.batches.retrieve(batch_id).status == "cancelled"
+    assert len(server.engine.requests) == 1, "nothing of a cancelled batch runs"
+
+
+def test_a_file_that_grows_is_sent_as_it_was(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start(batch_dir=str(tmp_path))
+    file_id = upload(server.openai(), [line("a")])
+    path = server.app.state.batches.store(b"").content(file_id)
+    whole = path.read_bytes()
+
+    def grow(self: store.Store, file: store.File) -> Iterator[bytes]:
+        path.write_bytes(whole + b"more")
+        return read(self, file)
+
+    read = store.Store.read
+    monkeypatch.setattr(store.Store, "read", grow)
+    assert server.http.get(f"/v1/files/{file_id}/content").content == whole
+    path.unlink()
+    assert server.http.get(f"/v1/files/{file_id}/content").status_code == 404
+
+
+def test_damaged_records_are_left_out(start: Start, tmp_path: Path) -> None:
+    first = start(batch_dir=str(tmp_path))
+    batch_id = create(first.openai(), [line("a")])
+    wait(first, batch_id, "completed")
+    first.stop()
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    for name in ("batch_" + "0" * 32, "file-" + "0" * 32, "batch_", "file-x"):
+        (folder / f"{name}.json").write_bytes(b"")
+    second = start(batch_dir=str(tmp_path))
+    assert [batch.id for batch in second.openai().batches.list()] == [batch_id]
+    assert len(list(second.openai().files.list())) == 2
+    assert second.http.get("/v1/batches/batch_" + "0" * 32).status_code == 404
+
+
+def test_a_folder_that_takes_nothing(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start(batch_dir=str(tmp_path))
+    client = server.openai().with_options(max_retries=0)
+    file_id = upload(client, [line(str(i)) for i in range(3)])
+    count = len(list(tmp_path.rglob("*")))
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(store.Store, "save", refuse)
+        for attempt in (
+            lambda: upload(client, [line("a")]),
+            lambda: client.batches.create(input_file_id=file_id, endpoint=COMPLETIONS, completion_window="24h"),
+        ):
+            with pytest.raises(openai.APIStatusError, match="No space left") as refused:
+                attempt()
+            assert refused.value.status_code == 507
+    assert len(list(tmp_path.rglob("*"))) == count, "nothing is left of what was refused"
+    with monkeypatch.context() as full:
+        full.setattr(Output, "add", refuse)
+        batch_id = create(client, [line("a")])
+        wait(server, batch_id, "failed")
+    errors = client.batches.retrieve(batch_id).errors
+    assert errors is not None and errors.data is not None
+    assert [(error.code, error.line) for error in errors.data] == [("storage_failed", None)]
+    shutil.rmtree(tmp_path)
+    assert server.http.get("/v1/files").status_code == 507
+
+
+def test_the_oldest_batches_that_ended_are_forgotten(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
+    monkeypatch.setattr(batches, "MAX_BATCHES", 2)
+    server = start(batch_dir=str(tmp_path))
+    client = server.openai()
+    for i in range(3):
+        wait(server, create(client, [line(str(i))]), "completed")
+    assert len(list(client.batches.list())) == 2
+    server.engine.script = lambda request: Script(tokenizer.encode("hello"), hang=True)
+    ids = [create(client, [line("a")]) for _ in range(2)]
+    with pytest.raises(openai.BadRequestError, match="2 batches have not ended"):
+        create(client, [line("a")])
+    for batch_id in ids:
+        client.batches.cancel(batch_id)
+        wait(server, batch_id, "cancelled")
+
+
+def test_a_folder_has_one_server(start: Start, tmp_path: Path) -> None:
+    first = start(batch_dir=str(tmp_path))
+    with pytest.raises(ConfigError, match="another server"):
+        start(batch_dir=str(tmp_path))
+    first.stop()
+    assert start(batch_dir=str(tmp_path)).http.get("/v1/batches").status_code == 200
 
 
 def test_without_a_folder_there_are_no_batches(start: Start) -> None:
