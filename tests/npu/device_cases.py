@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 
 from pypto_serving.backend.npu.backend import NpuBackend
 from pypto_serving.backend.npu.device import Device
@@ -151,9 +152,11 @@ def spreads_over_devices(model: Path) -> None:
 
 
 def is_killed(model: Path) -> None:
-    """Print the chips, and end without a close; the keeper ends them."""
+    """Print a window of chips and the processes that were started, and end without a close."""
     prepared(config_of(model))
-    print(*children(), flush=True)
+    window = Path(f"/dev/shm/simpler_{os.getpid():08x}_00000001")
+    window.touch()
+    print(window, *(each.pid for each in psutil.Process().children()), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

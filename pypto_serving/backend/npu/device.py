@@ -46,7 +46,7 @@ class Device:
         self, runtime: Runtime, contract: Contract, programs: Mapping[StageName, Any], buffers: Buffers, chips: Chips
     ) -> None:
         self._contract, self._programs, self._buffers = contract, programs, buffers
-        self._copies_parts = runtime.copies_parts
+        self._runtime = runtime
         self._resident: dict[str, Any] = {}
         self._places: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -64,9 +64,9 @@ class Device:
     def upload(self, argument: Argument, shape: tuple[int, ...], pieces: Iterable[Array]) -> None:
         """Allocate a weight or a cache, and fill it with pieces along dimension 0. Raises ConfigError."""
         dtype = getattr(torch, argument.dtype)
-        whole = None if self._copies_parts else _joined(argument, shape, dtype, pieces)
+        whole = None if self._runtime.copies_parts else _joined(argument, shape, dtype, pieces)
         try:
-            tensor = self._worker.alloc_tensor(shape, dtype, init=whole, worker_id=argument.device)
+            tensor = self._runtime.allocate(self._worker, shape, dtype, whole, argument.device)
         except (MemoryError, RuntimeError) as error:
             size = math.prod(shape) * dtype.itemsize
             raise ConfigError(

@@ -1,7 +1,7 @@
 """End a process group when its leader ends: `python -m pypto_serving.backend.npu.keeper PIDFD GROUP`.
 
 The runtime's chip processes are forked, poll without sleeping, and do not notice that their parent is gone. They hold
-its pipes open, so neither would others.
+its pipes open, so neither would others. What several have in shared memory on the simulator, nobody else removes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ import select
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 from pypto_serving.ipc import ignore_terminal_signals
+
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def keep_group() -> subprocess.Popen[bytes]:
@@ -33,7 +36,7 @@ def keep_group() -> subprocess.Popen[bytes]:
 
 
 def main() -> None:
-    """Wait for the leader's end, then end its group."""
+    """Wait for the leader's end, then end its group, and remove the windows that its chips named after it."""
     leader, group = map(int, sys.argv[1:])
     ignore_terminal_signals()
     poller = select.poll()
@@ -41,6 +44,8 @@ def main() -> None:
     poller.poll()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
+    for window in SHARED_MEMORY.glob(f"simpler_{group:08x}_*"):
+        window.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,6 +123,18 @@ class Runtime:
         """Fork the chip processes, for all programs together, and return the runtime's worker."""
         first, *others = programs
         return first.prepare(extra_compiled=others)
+
+    def allocate(
+        self, worker: Any, shape: Sequence[int], dtype: torch.dtype, init: torch.Tensor | None, device: int
+    ) -> Any:
+        """Allocate a resident tensor on a device; only the later revision fills it.
+
+        The `alloc_tensor` of 2026-06 serves the first device only.
+        """
+        if not self.copies_parts:
+            return worker.alloc_tensor(shape, dtype, init=init, worker_id=device)
+        pointer = worker.malloc(math.prod(shape) * dtype.itemsize, worker_id=device)
+        return self._module.DeviceTensor(pointer, shape, dtype)
 
     def _distributed(self) -> Any:
         """Return on which devices, and in June's simulator on how few of its threads, which poll without sleeping."""

@@ -107,6 +107,8 @@ class DistributedWorker:
             elif isinstance(arg, torch.Tensor):
                 if not arg.is_shared():
                     raise TypeError(f"Parameter {parameter.name!r}: must be shared memory allocated BEFORE prepare()")
+                if not arg.is_contiguous():
+                    raise ValueError(f"Parameter {parameter.name!r}: requires a contiguous tensor")
                 described.append((arg.data_ptr(), tuple(arg.shape)))
             else:
                 raise TypeError(f"Parameter {parameter.name!r} got {type(arg).__name__}")
@@ -155,6 +157,8 @@ class DistributedWorker:
 
     def alloc_tensor(self, shape: Any, dtype: torch.dtype, *, init: Any = None, worker_id: int = 0) -> DeviceTensor:
         """Allocate a tensor, which holds NaN, or a copy of `init`."""
+        if IS_JUNE and worker_id:
+            raise ValueError("alloc_tensor currently only supports worker_id=0")
         address = self.malloc(math.prod(shape) * dtype.itemsize, worker_id=worker_id)
         tensor = DeviceTensor(address, tuple(shape), dtype)
         if init is not None:
