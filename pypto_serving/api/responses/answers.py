@@ -45,6 +45,13 @@ class FunctionCallItem(Item, tag="function_call"):
     arguments: str
 
 
+class CustomToolCallItem(Item, tag="custom_tool_call"):
+    id: str
+    call_id: str
+    name: str
+    input: str
+
+
 class InputTokensDetails(Answer):
     cached_tokens: int
     cache_write_tokens: int
@@ -96,7 +103,7 @@ class ResponseObject(Answer):
     completed_at: int | None
     error: ResponseFailure | None
     incomplete_details: IncompleteDetails | None
-    output: list[OutputMessage | ReasoningItem | FunctionCallItem]
+    output: list[OutputMessage | ReasoningItem | FunctionCallItem | CustomToolCallItem]
     service_tier: Literal["default"]
     usage: ResponseUsage | None
 

@@ -19,6 +19,7 @@ from pypto_serving.api.generation.usage import Usage
 from pypto_serving.api.openai.chat_format import SHORT_ID
 from pypto_serving.api.openai.logprobs import chat_logprobs
 from pypto_serving.api.openai.sse import PING, encode, one_line
+from pypto_serving.api.responses.tools import input_of
 
 Done = Callable[[dict[str, Any]], None]
 _PARTS = {"reasoning": "reasoning_text", "message": "output_text"}
@@ -28,12 +29,14 @@ class ResponseFormat:
     """Write the answer of one request. See AnswerFormat.
 
     A response is a list of items: reasoning, messages and calls, in the order of the output. A part of the output adds
-    to the last item, or begins the next one. `echo` has the fields that repeat the body; `on_done` takes the response.
+    to the last item, or begins the next one. The input of a custom tool is told at its end, when its JSON can be read.
+    `echo` has the fields that repeat the body; `on_done` takes the response.
     """
 
     def __init__(self, response_id: str, model: str, form: OutputFormat | None, echo: bytes, on_done: Done) -> None:
         self._base = {"id": response_id, "object": "response", "created_at": int(time.time()), "model": model}
         self._echo: dict[str, Any] = msgspec.json.decode(echo)
+        self._custom = {tool["name"] for tool in self._echo["tools"] if tool["type"] == "custom"}
         self._parser = None if form is None else form()
         self._short_ids = form is not None and form.short_ids
         self._on_done = on_done
@@ -43,7 +46,7 @@ class ResponseFormat:
         self._texts: list[str] = []
         self._logprobs: list[Any] = []
         self._unsent: list[TokenEntry] = []
-        self._is_open = False
+        self._open_kind: str | None = None
         self._status = "in_progress"
 
     def response(self, outputs: list[Output], usage: Usage) -> dict[str, Any]:
@@ -111,7 +114,7 @@ class ResponseFormat:
 
     def _part_events(self, part: Part) -> bytes:
         written = b""
-        if isinstance(part, ToolCallStart) or not self._is_open or _kind(part) != self._output[-1]["type"]:
+        if isinstance(part, ToolCallStart) or _kind(part) != self._open_kind:
             written = self._close("completed") + self._begin(part)
         if isinstance(part, ToolCallStart):
             self._unsent.clear()
@@ -128,9 +131,12 @@ class ResponseFormat:
         else:
             call_id = made[:SHORT_ID] if self._short_ids else f"call_{made}"
             name = part.name if isinstance(part, ToolCallStart) else ""
-            item |= {"id": f"fc_{made}", "call_id": call_id, "name": name, "arguments": ""}
+            if name in self._custom:
+                item = {"type": "custom_tool_call", "id": f"ctc_{made}", "call_id": call_id, "name": name, "input": ""}
+            else:
+                item |= {"id": f"fc_{made}", "call_id": call_id, "name": name, "arguments": ""}
         self._output.append(item)
-        self._texts, self._logprobs, self._is_open = [], [], True
+        self._texts, self._logprobs, self._open_kind = [], [], kind
         written = self._event("response.output_item.added", output_index=len(self._output) - 1, item=item)
         if kind in _PARTS:
             written += self._item_event("response.content_part.added", content_index=0, part=self._content(kind))
@@ -139,6 +145,8 @@ class ResponseFormat:
     def _add(self, text: str) -> bytes:
         kind = self._output[-1]["type"]
         self._texts.append(text)
+        if kind == "custom_tool_call":
+            return b""
         entries = self._unsent if kind == "message" else []
         self._unsent = []
         if kind == "function_call":
@@ -153,12 +161,18 @@ class ResponseFormat:
 
     def _close(self, status: str) -> bytes:
         """Write the end of the last item."""
-        if not self._is_open:
+        if self._open_kind is None:
             return b""
-        self._is_open = False
+        self._open_kind = None
         item, text = self._output[-1], "".join(self._texts)
-        kind, item["status"] = item["type"], status
-        if kind == "function_call":
+        kind = item["type"]
+        if "status" in item:
+            item["status"] = status
+        if kind == "custom_tool_call":
+            item["input"] = text = input_of(text)
+            written = self._item_event("response.custom_tool_call_input.delta", delta=text)
+            written += self._item_event("response.custom_tool_call_input.done", input=text)
+        elif kind == "function_call":
             item["arguments"] = text = text or "{}"
             written = self._item_event("response.function_call_arguments.done", arguments=text)
         else:

@@ -8,12 +8,20 @@ from typing import Any
 
 from pypto_serving.api.chat.tools import refuse
 from pypto_serving.api.openai.schemas import MAX_MESSAGES
+from pypto_serving.api.responses.tools import arguments_of
 from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = ("input_text", "output_text", "text", "refusal")
-_PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+_PREFIX = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
 Item = dict[str, Any]
 
 
@@ -53,8 +61,10 @@ class _History:
         if kind == "reasoning":
             self._add_thought(item, where)
         elif kind == "function_call":
-            self._add_call(item, where)
-        elif kind == "function_call_output":
+            self._add_call(item, _string(item, "arguments", where), where)
+        elif kind == "custom_tool_call":
+            self._add_call(item, arguments_of(_string(item, "input", where)), where)
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             self._add_result(item, where)
         elif item["role"] == "assistant":
             self._assistant("content", _text(item.get("content"), f"{where}.content"))
@@ -81,8 +91,8 @@ class _History:
         if text:
             self._assistant("reasoning_content", text)
 
-    def _add_call(self, item: Item, where: str) -> None:
-        call_id, name, arguments = (_string(item, field, where) for field in ("call_id", "name", "arguments"))
+    def _add_call(self, item: Item, arguments: str, where: str) -> None:
+        call_id, name = (_string(item, field, where) for field in ("call_id", "name"))
         self._names[call_id] = name
         call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._assistant("content", "").setdefault("tool_calls", []).append(call)
@@ -90,7 +100,7 @@ class _History:
     def _add_result(self, item: Item, where: str) -> None:
         call_id = _string(item, "call_id", where)
         if call_id not in self._names:
-            refuse(f"{where}.call_id", f"is {brief(call_id)}, but no earlier function_call has this id")
+            refuse(f"{where}.call_id", f"is {brief(call_id)}, but no earlier call has this id")
         text = _text(item.get("output"), f"{where}.output")
         self.messages.append({"role": "tool", "tool_call_id": call_id, "name": self._names[call_id], "content": text})
 

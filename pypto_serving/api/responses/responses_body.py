@@ -15,7 +15,7 @@ from pypto_serving.api.openai.fields import IgnoredFields
 from pypto_serving.api.openai.shown import Shown
 from pypto_serving.api.responses.history import read_history, read_items
 from pypto_serving.api.responses.schemas import RULES, ResponsesBody
-from pypto_serving.api.responses.tools import read_response_tools
+from pypto_serving.api.responses.tools import is_hosted, read_response_tools
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.types.sampling import SamplingParams, check_max_tokens
 from pypto_serving.types.structured import StructuredOutputsParams
@@ -37,7 +37,8 @@ def read_response(prompter: Prompter, serving: ServingConfig, framed: bytes | by
     end = start + int(framed[: start - 1])
     earlier = msgspec.json.decode(framed[start:end] or b"[]")
     body = parse_json(framed[end:], ResponsesBody)
-    ignored = IgnoredFields.of(RULES.screen(body.extra))
+    hosted = sorted({f"tools.{tool['type']}" for tool in body.tools or () if is_hosted(tool)})
+    ignored = IgnoredFields.of(RULES.screen(body.extra) + hosted)
     _check_metadata(body.metadata or {})
     items = read_items(body.input)
     history = read_history(body.instructions, [*earlier, *items], len(earlier))
@@ -133,7 +134,9 @@ def _structure(form: dict[str, Any]) -> StructuredOutputsParams | None:
 def _echo(body: ResponsesBody, params: SamplingParams, form: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of an answer that repeat the body."""
     given = body.reasoning or {}
-    tools = [{"parameters": None, "strict": None, **tool} for tool in body.tools or ()]
+    offered = [tool for tool in body.tools or () if not is_hosted(tool)]
+    common = {"function": {"parameters": None, "strict": None}}
+    tools = [common.get(tool["type"], {}) | tool for tool in offered]
     return {
         "instructions": body.instructions,
         "metadata": body.metadata or {},

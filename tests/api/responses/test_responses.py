@@ -152,6 +152,61 @@ def test_an_agents_loop(thinks: Thinks, tokenizer: Tokenizer) -> None:
     assert all(after.startswith(before) for before, after in pairwise(prompts)), "a prefix that the cache has"
 
 
+PATCH = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edit files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch" LF'},
+}
+HUNK = '*** Begin Patch\n+a "quoted" é\n'
+
+
+def call_of(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def test_custom_tools_take_text(thinks: Thinks, tokenizer: Tokenizer) -> None:
+    """As agents that edit files send them, beside tools that only OpenAI has, of which the model hears nothing."""
+    both = call_of("apply_patch", msgspec.json.encode({"input": HUNK}).decode()) + call_of("now", "{}")
+    server = thinks(both)
+    asked: dict[str, Any] = {"tools": [PATCH, {"type": "web_search"}, {"type": "local_shell"}, NOW]}
+    events = stream(server, **asked)
+    prompt = prompt_of(server, tokenizer)
+    assert "Begin Patch" in prompt and "Edit files." in prompt and "web_search" not in prompt
+    whole, done = create(server, **asked), events[-1]["response"]
+    assert [tool["type"] for tool in whole["tools"]] == ["custom", "function"]
+    for patch, now in (whole["output"], done["output"]):
+        assert (patch["type"], patch["name"], patch["input"]) == ("custom_tool_call", "apply_patch", HUNK)
+        assert (now["type"], now["arguments"]) == ("function_call", "{}")
+    told = [e for e in events if e["type"].startswith("response.custom_tool_call_input")]
+    assert [e.get("delta", e.get("input")) for e in told] == [HUNK, HUNK]
+    response = server.http.post(PATH, json={"model": "tiny", "input": "hello", **asked})
+    assert response.headers["x-ignored-fields"] == "tools.local_shell, tools.web_search"
+    result = {"type": "custom_tool_call_output", "call_id": done["output"][0]["call_id"], "output": "Done!"}
+    again = [{"role": "user", "content": "hello"}, *done["output"][:1], result]
+    assert create(server, input=again, **asked)["status"] == "completed"
+    after = prompt_of(server, tokenizer)
+    assert msgspec.json.encode(HUNK).decode() in after and "Done!" in after
+
+
+@pytest.mark.parametrize("arguments", ['{"input": 1}', '{"text": "x"}', "[]", '"x"'])
+def test_custom_tools_get_what_the_model_wrote(thinks: Thinks, arguments: str) -> None:
+    (call,) = create(thinks(call_of("apply_patch", arguments)), tools=[PATCH])["output"]
+    assert call["type"] == "message" or call["input"] == arguments
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_tools_that_may_be_called(thinks: Thinks, tokenizer: Tokenizer, mode: str) -> None:
+    """One that the server leaves out is left out of a choice as well."""
+    names = [{"type": "custom", "name": "apply_patch"}, {"type": "web_search"}]
+    server = thinks(call_of("apply_patch", msgspec.json.encode({"input": "x"}).decode()))
+    choice = {"type": "allowed_tools", "mode": mode, "tools": names}
+    (call,) = create(server, tools=[PATCH, {"type": "web_search"}, NOW], tool_choice=choice)["output"]
+    assert call["input"] == "x"
+    (call,) = create(server, tools=[PATCH, NOW], tool_choice={"type": "custom", "name": "apply_patch"})["output"]
+    assert call["input"] == "x" and server.engine.requests[-1].params.guide is not None
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -162,7 +217,16 @@ def test_an_agents_loop(thinks: Thinks, tokenizer: Tokenizer) -> None:
         ("truncation", "auto"),
         ("top_logprobs", 3),
         ("metadata", {str(i): "" for i in range(17)}),
-        ("tools", [{"type": "web_search"}]),
+        ("tools", [{"type": "none_such"}]),
+        ("tools", [{"type": ["web_search"]}]),
+        ("tools", [{"type": "custom"}]),
+        ("tools", [{"type": "custom", "name": "x", "description": 1}]),
+        ("tools", [{"type": "custom", "name": "x", "format": {"type": "grammar", "syntax": "ebnf", "definition": ""}}]),
+        ("tools", [{"type": "custom", "name": "x", "format": {"type": "json"}}]),
+        ("tool_choice", {"type": "web_search"}),
+        ("tool_choice", {"type": "custom", "name": "none_such"}),
+        ("input", [{"type": "custom_tool_call", "call_id": "x", "name": "y"}]),
+        ("input", [{"type": "custom_tool_call_output", "call_id": "x", "output": "y"}]),
         ("tool_choice", {"type": "function", "name": "none_such"}),
         ("text", {"format": {"type": "xml"}}),
         ("reasoning", {"effort": "vast"}),
