@@ -48,12 +48,22 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(PromptBody):
-    """The fields that completions and chat completions share."""
+class StreamBody(Body):
+    """Fields of an answer that may be a stream."""
 
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     sse_ping_interval: int | None = Field(None, ge=-1, le=MAX_PING_S)
+
+    @property
+    def ping_s(self) -> float | None:
+        """Return after how many silent seconds a stream sends a comment; None for never."""
+        return self.sse_ping_interval if self.sse_ping_interval and self.sse_ping_interval > 0 else None
+
+
+class GenerationBody(PromptBody, StreamBody):
+    """The fields that completions and chat completions share."""
+
+    stream_options: StreamOptions | None = None
     n: Annotated[int | None, whole(1, MAX_N)] = None
     temperature: Annotated[float | None, number(0, 100)] = None
     top_p: Annotated[float | None, described.ABOVE_0_TO_1] = None
@@ -93,11 +103,6 @@ class GenerationBody(PromptBody):
     priority: Annotated[int | None, whole(-INT32_MAX)] = None
     cache_salt: Annotated[str | None, text(1, MAX_SALT_CHARS)] = None
     timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
-
-    @property
-    def ping_s(self) -> float | None:
-        """Return after how many silent seconds a stream sends a comment; None for never."""
-        return self.sse_ping_interval if self.sse_ping_interval and self.sse_ping_interval > 0 else None
 
 
 class CompletionBody(GenerationBody):

@@ -75,7 +75,7 @@ def read_response(prompter: Prompter, serving: ServingConfig, framed: bytes | by
     return ReadBody(
         model=model,
         stream=bool(body.stream),
-        ping_s=None,
+        ping_s=body.ping_s,
         ignored=ignored,
         shown=Shown(logprobs=logprobs),
         prompts=[prompt],

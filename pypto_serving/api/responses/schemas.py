@@ -8,7 +8,7 @@ from pydantic import Field
 
 from pypto_serving.api.openai.described import ABOVE_0_TO_1, number, whole
 from pypto_serving.api.openai.fields import FieldRules
-from pypto_serving.api.openai.schemas import Body
+from pypto_serving.api.openai.schemas import StreamBody
 from pypto_serving.types.sampling import MAX_LOGPROBS
 
 MAX_ID_CHARS = 128
@@ -42,7 +42,7 @@ RULES = FieldRules(
 """Nothing runs in the background, so a disconnect frees a request. No item is ever cut from the input."""
 
 
-class ResponsesBody(Body):
+class ResponsesBody(StreamBody):
     """The body of POST /v1/responses."""
 
     model: str | None = None
@@ -50,7 +50,6 @@ class ResponsesBody(Body):
     instructions: str | None = None
     previous_response_id: str | None = Field(None, max_length=MAX_ID_CHARS)
     store: bool | None = None
-    stream: bool | None = None
     max_output_tokens: Annotated[int | None, whole(1)] = None
     temperature: Annotated[float | None, number(0, 100)] = None
     top_p: Annotated[float | None, ABOVE_0_TO_1] = None

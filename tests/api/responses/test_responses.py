@@ -289,6 +289,18 @@ def test_a_disconnect_ends_the_work(thinks: Thinks, tokenizer: Tokenizer, stream
     server.engine.wait_for(lambda: len(server.engine.aborted) == 1)
 
 
+def test_silent_streams_are_pinged_on_request(thinks: Thinks) -> None:
+    server = thinks("")
+    server.engine.script = lambda request: Script([], hang=True)
+    body = {"model": "tiny", "input": "hello", "stream": True, "sse_ping_interval": 1}
+    with server.raw_post(PATH, body) as connection:
+        written = connection.makefile("rb")
+        while written.readline() != b": ping\n":
+            pass
+        server.call(server.engine.finish_hanging)
+        assert b"response.completed" in written.read()
+
+
 def test_logprobs(thinks: Thinks) -> None:
     server = thinks("good day")
     asked: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 9}
