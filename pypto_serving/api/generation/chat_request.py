@@ -26,7 +26,7 @@ from pypto_serving.types.sampling import SamplingParams
 class ChatRequest:
     """A conversation to answer.
 
-    - `messages`, `kwargs`: what ChatEncoder.encode takes, but for the tools
+    - `messages`, `kwargs`: what ChatEncoder.encode takes, but for the tools; the client's field is `messages_field`
     - `max_tokens`: the client's own, from its field `max_tokens_field`; None leaves the choice to `default_max_tokens`
     - `thinking_budget`: most tokens of reasoning
     - `hides_reasoning`: no part of the answer is reasoning
@@ -37,6 +37,7 @@ class ChatRequest:
     kwargs: Mapping[str, Any]
     params: SamplingParams
     tools: ToolUse
+    messages_field: str = "messages"
     max_tokens: int | None = None
     max_tokens_field: str = "max_tokens"
     default_max_tokens: int | None = None
@@ -63,10 +64,10 @@ class FittedChat(NamedTuple):
 
 def encode_chat(prompter: Prompter, chat: ChatRequest) -> EncodedRequest:
     """Render and encode a conversation. Raises RequestError that names the field at fault."""
-    prompter.check_length(sum(len(message["content"]) for message in chat.messages), "messages")
+    prompter.check_length(sum(len(message["content"]) for message in chat.messages), chat.messages_field)
     tools = chat.tools.described()
     encoded = prompter.chat_encoder.encode(chat.messages, {**chat.kwargs, **({"tools": tools} if tools else {})})
-    ids = prompter.encode_chat(encoded, chat.add_special_tokens)
+    ids = prompter.encode_chat(encoded, chat.messages_field, chat.add_special_tokens)
     form = encoded.new_parser
     if form is not None:
         calls = form.calls if form.calls is None or chat.tools.parallel else replace(form.calls, one=True)
@@ -84,7 +85,7 @@ def fit_chat(prompter: Prompter, chat: ChatRequest) -> FittedChat:
         prompter.config,
         default_max_tokens=chat.default_max_tokens,
         max_tokens_field=chat.max_tokens_field,
-        prompt_field="messages",
+        prompt_field=chat.messages_field,
         truncate_to=params.truncate_prompt_tokens,
     )
     check_scores([prompt], params)

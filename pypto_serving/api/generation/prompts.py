@@ -55,11 +55,11 @@ class Prompter:
             raise RequestError(f"{where} is empty; send at least one token", param=field_of(where))
         return self.check_token_ids(ids, where)
 
-    def encode_chat(self, chat: EncodedChat, add_special_tokens: bool) -> list[int]:
+    def encode_chat(self, chat: EncodedChat, where: str, add_special_tokens: bool) -> list[int]:
         """Encode the prompt of a chat. Raises RequestError like `encode_text` and `check_token_ids`."""
         if isinstance(chat.prompt, str):
-            return self.encode_text(chat.prompt, "messages", add_special_tokens)
-        return self.check_token_ids(chat.prompt, "messages")
+            return self.encode_text(chat.prompt, where, add_special_tokens)
+        return self.check_token_ids(chat.prompt, where)
 
     def check_length(self, num_chars: int, where: str) -> None:
         """Raise ContextLengthError if a text of `num_chars` characters has too many tokens whatever they are."""

@@ -60,6 +60,7 @@ def read_response(prompter: Prompter, serving: ServingConfig, framed: bytes | by
     )
     chat = ChatRequest(
         messages=history,
+        messages_field="input",
         kwargs=_effort(body),
         params=params,
         tools=read_response_tools(body.tools, body.tool_choice, body.parallel_tool_calls),

@@ -18,6 +18,7 @@ from pypto_serving.api.responses.store import MAX_RESPONSE_BYTES, Kept, Response
 from pypto_serving.api.text.tokenizer import Tokenizer
 from tests.api.anthropic.talking import CALL, CITY, SAID
 from tests.api.chat_events import prompt_of
+from tests.api.responses.conftest import MAX_MODEL_LEN
 from tests.api.running import RunningServer
 from tests.api.scripted_engine import WAIT_S, Script
 
@@ -211,6 +212,8 @@ def test_tools_that_may_be_called(thinks: Thinks, tokenizer: Tokenizer, mode: st
     ("field", "value"),
     [
         ("input", []),
+        ("input", "hello " * (MAX_MODEL_LEN + 1)),
+        ("input", "x" * (1 << 22)),
         ("input", [{"type": "computer_call"}]),
         ("input", [{"type": "function_call_output", "call_id": "x", "output": "y"}]),
         ("background", True),
