@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from pathlib import Path
@@ -14,6 +13,7 @@ import msgspec
 
 from pypto_serving.api.batch.direct import Direct
 from pypto_serving.api.batch.lines import Request, key_of, require_beginning, write
+from pypto_serving.api.batch.locking import lock
 from pypto_serving.api.disconnect import CLIENT_CLOSED_REQUEST
 
 BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
@@ -31,16 +31,6 @@ class _Line(msgspec.Struct):
 
 
 _LINE = msgspec.json.Decoder(_Line)
-
-
-def lock(file: BinaryIO) -> None:
-    """Lock a file until it is closed, where its file system can. Raises BlockingIOError if somebody else has."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError:  # a file system without locks
-        pass
 
 
 class Output:
