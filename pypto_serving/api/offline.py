@@ -218,7 +218,7 @@ class LLM:
     async def _encode(self, prompt: str | list[int], params: SamplingParams) -> _Job:
         prompter = self._service.prompter
         if isinstance(prompt, str):
-            ids = await _encoded(prompt, prompter.encode_text, prompt, "prompt", True)
+            ids = await _encoded(prompt, partial(prompter.encode_text, prompt, "prompt", True))
             return await self._job(prompt, ids, params)
         return await self._job(None, prompter.check_token_ids(prompt, "prompt"), params)
 
@@ -228,7 +228,7 @@ class LLM:
         prompter = self._service.prompter
         fields = kwargs or {}
         chat = prompter.chat_encoder.encode(messages, fields)
-        ids = await _encoded(chat.prompt, prompter.encode_chat, chat, False)
+        ids = await _encoded(chat.prompt, partial(prompter.encode_chat, chat, "messages", False))
         guided = with_chat_guide(params, prompter, chat.new_parser, read_tool_use(fields.get("tools"), None, None))
         return await self._job(chat.prompt if isinstance(chat.prompt, str) else None, ids, guided, chat.new_parser)
 
@@ -293,9 +293,9 @@ class LLM:
         return Generation(self._service, request)
 
 
-async def _encoded(text: Sized, encode: Callable[..., list[int]], *arguments: Any) -> list[int]:
+async def _encoded(text: Sized, encode: Callable[[], list[int]]) -> list[int]:
     """Call `encode`; for a long text in a thread, outside the interpreter lock."""
-    return encode(*arguments) if len(text) < LONG_TEXT_CHARS else await asyncio.to_thread(encode, *arguments)
+    return encode() if len(text) < LONG_TEXT_CHARS else await asyncio.to_thread(encode)
 
 
 async def _all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
