@@ -4,7 +4,8 @@ Listed from the top down: modules import only their own line and those below. On
 `generation.seeds` and `generation.prompts`, which import nothing above it, so modules form no circle.
 
 - `run`: run the HTTP server in this process
-- `server`: route HTTP requests to handlers
+- `server`: make the application: middleware and error handlers
+- `routes`: which handler answers what
 - `openapi`: describe the endpoints for /openapi.json
 - `status`: answer probes and operators
 - `web`: pages for browsers, and what the dashboard shows

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import re
+import inspect
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, get_args
 
 import msgspec
 from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
 
+from pypto_serving import __version__
 from pypto_serving.api.anthropic import answers as anthropic
 from pypto_serving.api.anthropic.schemas import RULES as MESSAGES_RULES
 from pypto_serving.api.anthropic.schemas import CountTokensBody, MessagesBody
@@ -92,23 +98,45 @@ MODEL_PARAMETER = {
 }
 
 
+class Endpoint(Route):
+    """A route that the document describes: its `answers` by status, its `body` and its `parameters`."""
+
+    def __init__(
+        self,
+        method: str,
+        path: str,
+        handler: Callable[[Request], Awaitable[Response]],
+        answers: Mapping[int, Any],
+        body: type[BaseModel] | dict[str, Any] | None = None,
+        parameters: Iterable[dict[str, Any]] = (),
+    ) -> None:
+        super().__init__(path, handler)
+        self.method, self.methods = method, {method}
+        self._answers = answers
+        self._body = {"required": True, "content": _json(body)} if isinstance(body, type) else body
+        described = {parameter["name"]: parameter for parameter in parameters}
+        in_path = {"in": "path", "required": True, "schema": {"type": "string"}}
+        self._parameters = {name: {"name": name, **in_path} for name in self.param_convertors} | described
+
+    def operation(self, needs_key: bool) -> dict[str, Any]:
+        """Describe what it does on a server whose requests need an API key, or do not."""
+        is_public = self.path in PROBES
+        described: dict[str, Any] = {
+            "summary": self.name.replace("_", " ").capitalize(),
+            "description": inspect.getdoc(self.endpoint),
+            "operationId": self.name,
+            "responses": {code: one for code, one in self._answers.items() if needs_key > is_public or code != 401},
+        }
+        if self._parameters:
+            described["parameters"] = list(self._parameters.values())
+        if self._body is not None:
+            described["requestBody"] = self._body
+        return described | {"security": []} if needs_key and is_public else described
+
+
 def reference(kind: type[Answer] | type[BaseModel]) -> dict[str, str]:
     """Refer to the schema of an answer or a body."""
     return {"$ref": REFERENCE.format(name=kind.__name__)}
-
-
-def body(kind: type[BaseModel]) -> dict[str, Any]:
-    """Describe a request body, which the handler parses itself."""
-    return {"required": True, "content": {"application/json": {"schema": reference(kind)}}}
-
-
-def path_parameters(path: str, described: dict[str, Any]) -> dict[str, Any]:
-    """Describe the ids in a path, beside the parameters that are `described`."""
-    ids = [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        for name in re.findall(r"\{(\w+)\}", path)
-    ]
-    return {"parameters": [*described.get("parameters", ()), *ids]}
 
 
 def responses(
@@ -117,7 +145,7 @@ def responses(
     event: dict[str, Any] | None = None,
     error: type[Answer] = Error,
     busy: type[Answer] | None = None,
-) -> dict[int | str, dict[str, Any]]:
+) -> dict[int, dict[str, Any]]:
     """Describe the responses of an endpoint: its `answer`, its media type, or its schema, and its errors.
 
     `event` is the schema of an event of a stream, `error` what errors have, and `busy` what a 503 has.
@@ -129,17 +157,33 @@ def responses(
         good = {"application/json": {"schema": answer if isinstance(answer, dict) else reference(answer)}}
     if event is not None:
         good["text/event-stream"] = {"schema": event}
-    described: dict[int | str, dict[str, Any]] = {
+    described: dict[int, dict[str, Any]] = {
         status: {"description": _ERRORS[status], "content": _json(error)} for status in sorted({*ALWAYS, *errors})
     }
     described[503]["content"] = _json(busy or error)
     return {200: {"description": "The answer.", "content": good}, **described}
 
 
-def complete(document: dict[str, Any], needs_key: bool) -> dict[str, Any]:
-    """Add the schemas that the document refers to, and the API key if there is one."""
-    components = document.setdefault("components", {})
-    components["schemas"] = msgspec.json.schema_components(ANSWERS, ref_template=REFERENCE)[1]
+def document(routes: Iterable[BaseRoute], needs_key: bool) -> bytes:
+    """Describe the endpoints among `routes`, which need an API key or do not, in OpenAPI's format, version 3.1."""
+    paths: dict[str, dict[str, Any]] = defaultdict(dict)
+    for route in routes:
+        if isinstance(route, Endpoint):
+            paths[route.path_format][route.method.lower()] = route.operation(needs_key)
+    described: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "pypto-serving", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": _schemas()},
+    }
+    if needs_key:
+        described["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        described["security"] = [{"key": []}]
+    return msgspec.json.encode(described)
+
+
+def _schemas() -> dict[str, dict[str, Any]]:
+    schemas = msgspec.json.schema_components(ANSWERS, ref_template=REFERENCE)[1]
     for kind, rules in BODIES.items():
         schema = kind.model_json_schema(ref_template=REFERENCE.replace("{name}", "{model}"))
         for name, values in rules.neutral.items():
@@ -147,22 +191,12 @@ def complete(document: dict[str, Any], needs_key: bool) -> dict[str, Any]:
                 "description": "Not supported; these change nothing.",
                 "enum": [*values, None],
             }
-        components["schemas"] |= schema.pop("$defs", {}) | {kind.__name__: schema}
-    for schema in components["schemas"].values():
+        schemas |= schema.pop("$defs", {}) | {kind.__name__: schema}
+    for schema in schemas.values():
         for field in schema.get("properties", {}).values():
             if field.get("default", ...) is None:
                 del field["default"]  # a field that is not given; where it is required, null is no value of it
-    paths = document["paths"]
-    open_paths = PROBES & paths.keys()
-    if needs_key:
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        document["security"] = [{"key": []}]
-        for path in open_paths:
-            paths[path]["get"]["security"] = []
-    for operations in [paths[path] for path in open_paths] if needs_key else paths.values():
-        for operation in operations.values():
-            del operation["responses"]["401"]
-    return document
+    return schemas
 
 
 def event(kind: type[Answer]) -> dict[str, Any]:
@@ -191,5 +225,5 @@ def response_event() -> dict[str, Any]:
     return {"description": text, "type": "object", "properties": properties, "required": ["event", "data"]}
 
 
-def _json(kind: type[Answer]) -> dict[str, Any]:
+def _json(kind: type[Answer] | type[BaseModel]) -> dict[str, Any]:
     return {"application/json": {"schema": reference(kind)}}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from pypto_serving.api.batch.batches import Batches
 from pypto_serving.api.connection import HEAD_TIMEOUT_S, BoundedProtocol
@@ -44,7 +44,7 @@ class ApiServer:
     While draining it still listens: new requests get a 503 with Retry-After, and /health reports the drain.
     """
 
-    def __init__(self, app: FastAPI, server: ServerConfig) -> None:
+    def __init__(self, app: Starlette, server: ServerConfig) -> None:
         self._service: Service = app.state.service
         self._reading: Reading = app.state.reading
         self._batches: Batches | None = app.state.batches
@@ -155,7 +155,7 @@ class ApiServer:
         self._server.exit()
 
 
-async def serve(app: FastAPI, server: ServerConfig, on_bound: OnBound) -> None:
+async def serve(app: Starlette, server: ServerConfig, on_bound: OnBound) -> None:
     """Serve `app` until SIGTERM or SIGINT; on SIGHUP reload, if there is anything to. Raises OSError if it cannot bind.
 
     Port 0 takes a free port; `on_bound` gets its number, 0 for a Unix socket. Call it in the main thread, where

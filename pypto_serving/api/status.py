@@ -11,7 +11,9 @@ from starlette.responses import Response
 from pypto_serving import __version__
 from pypto_serving.api.service import Service
 from pypto_serving.engine.metrics import CONTENT_TYPE
+from pypto_serving.errors import RequestError
 from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.tier import TIERS
 
 PROBES = frozenset({"/health", "/ready", "/ping"})
 """Paths that need no API key."""
@@ -74,6 +76,17 @@ def _engine_info(config: EngineConfig) -> dict[str, Any]:
 async def show_version(request: Request) -> Response:
     """Answer with the version of this server."""
     return _json({"version": __version__})
+
+
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forget cached blocks of all tiers, or of the tiers in the query, such as `?tier=device&tier=host`."""
+    service: Service = request.app.state.service
+    names = request.query_params.getlist("tier")
+    for name in names:
+        if name not in TIERS:
+            raise RequestError(f"the tier is {name[:200]!r}, but must be one of {', '.join(TIERS)}", param="tier")
+    service.engine.clear_cache([tier for tier in TIERS if not names or tier in names])
+    return Response(media_type="text/plain")
 
 
 async def metrics(request: Request) -> Response:

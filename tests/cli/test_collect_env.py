@@ -15,7 +15,7 @@ from pypto_serving.setup.environment import read_environment
 def test_facts_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["collect-env"]) == 0
     out = capsys.readouterr().out
-    assert __version__ in out and "CPU kernels" in out and "fastapi" in out
+    assert __version__ in out and "CPU kernels" in out and "starlette" in out
     assert main(["collect-env", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found) == ["Installation", "Machine", "Packages", "Variables"]

@@ -7,9 +7,9 @@ import copy
 import uuid
 from typing import NamedTuple
 
-from fastapi import FastAPI
-from fastapi.routing import APIRoute
+from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.routing import Route
 from starlette.types import Message, Scope
 
 from pypto_serving.api.middleware import SERVER_SEND, Faults
@@ -30,14 +30,14 @@ class Answer(NamedTuple):
 class Direct:
     """Call endpoints. They read bodies, admit requests and answer errors as they do for clients."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: Starlette) -> None:
         bare = copy.copy(app)
         bare.user_middleware = [Middleware(Faults)]
         self._app = app
         self._paths = {
             route.path
             for route in app.routes
-            if isinstance(route, APIRoute) and "POST" in (route.methods or ()) and route.path.startswith(VERSION + "/")
+            if isinstance(route, Route) and "POST" in (route.methods or ()) and route.path.startswith(VERSION + "/")
             if not route.path.startswith(NOT_FOR_BATCHES)
         }
         self._handle = bare.build_middleware_stack()
