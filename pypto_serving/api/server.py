@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from pypto_serving import __version__
 from pypto_serving.api import openapi
-from pypto_serving.api.anthropic.answers import Message, MessageError, TokenCount
+from pypto_serving.api.anthropic.answers import Message, MessageError, MessageEvent, TokenCount
 from pypto_serving.api.anthropic.messages import count_tokens, create_message
 from pypto_serving.api.anthropic.schemas import CountTokensBody, MessagesBody
 from pypto_serving.api.batch.answers import Batch, BatchList, DeletedFile, File, FileList
@@ -75,6 +75,7 @@ from pypto_serving.api.responses.endpoints import (
     list_input_items,
     retrieve_response,
 )
+from pypto_serving.api.responses.events import ResponseEvent
 from pypto_serving.api.responses.schemas import ResponsesBody
 from pypto_serving.api.responses.store import ResponseStore
 from pypto_serving.api.service import Service
@@ -163,7 +164,9 @@ def _add_routes(app: FastAPI) -> None:
     ):
         answers = openapi.responses(answer, *openapi.GENERATING, event=openapi.event(event))
         add(path, handler, answers, "POST", requestBody=openapi.body(body))
-    answers = openapi.responses(Message, *openapi.GENERATING, event=openapi.message_event(), error=MessageError)
+    answers = openapi.responses(
+        Message, *openapi.GENERATING, event=openapi.named_event(MessageEvent), error=MessageError
+    )
     add("/v1/messages", create_message, answers, "POST", requestBody=openapi.body(MessagesBody))
     answers = openapi.responses(TokenCount, *openapi.GENERATING, error=MessageError)
     add("/v1/messages/count_tokens", count_tokens, answers, "POST", requestBody=openapi.body(CountTokensBody))
@@ -196,7 +199,7 @@ def _add_routes(app: FastAPI) -> None:
 
 
 def _add_responses(app: FastAPI) -> None:
-    created = openapi.responses(ResponseObject, *openapi.GENERATING, event=openapi.response_event())
+    created = openapi.responses(ResponseObject, *openapi.GENERATING, event=openapi.named_event(ResponseEvent))
     one = "/v1/responses/{response_id}"
     for method, path, handler, answers, described in (
         ("POST", "/v1/responses", create_response, created, {"requestBody": openapi.body(ResponsesBody)}),

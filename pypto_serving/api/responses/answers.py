@@ -1,4 +1,4 @@
-"""Describe answers for /openapi.json. They are written as bytes elsewhere; a test holds both together."""
+"""Describe responses and their items, as they are answered; see `events` for those of a stream."""
 
 from __future__ import annotations
 
@@ -61,6 +61,9 @@ class OutputTokensDetails(Answer):
     reasoning_tokens: int
 
 
+OutputItem = OutputMessage | ReasoningItem | FunctionCallItem | CustomToolCallItem
+
+
 class ResponseUsage(Answer):
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -103,7 +106,7 @@ class ResponseObject(Answer):
     completed_at: int | None
     error: ResponseFailure | None
     incomplete_details: IncompleteDetails | None
-    output: list[OutputMessage | ReasoningItem | FunctionCallItem | CustomToolCallItem]
+    output: list[OutputItem]
     service_tier: Literal["default"]
     usage: ResponseUsage | None
 
@@ -124,11 +127,4 @@ class ItemList(Answer):
     last_id: str | None
 
 
-class ResponseEvent(Answer, forbid_unknown_fields=False):
-    """One event of POST /v1/responses with `stream`; its type says what else it has."""
-
-    type: str
-    sequence_number: int
-
-
-ANSWERS: tuple[type[Answer], ...] = (ResponseObject, DeletedResponse, ItemList, ResponseEvent)
+ANSWERS: tuple[type[Answer], ...] = (ResponseObject, DeletedResponse, ItemList)

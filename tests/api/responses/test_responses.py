@@ -13,6 +13,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from pypto_serving.api.responses.answers import ResponseObject
+from pypto_serving.api.responses.events import ResponseEvent
 from pypto_serving.api.responses.history import read_history, read_items
 from pypto_serving.api.responses.store import MAX_RESPONSE_BYTES, Kept, ResponseStore, UnknownResponseError
 from pypto_serving.api.text.tokenizer import Tokenizer
@@ -56,9 +57,11 @@ def stream(server: RunningServer, path: str = PATH, **fields: Any) -> list[dict[
     response = server.http.post(path, json={"model": "tiny", "input": "hello", "stream": True, **fields})
     assert response.status_code == 200, response.text
     adapter: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+    described: msgspec.json.Decoder[Any] = msgspec.json.Decoder(ResponseEvent)
     events = []
     for i, event in enumerate(response.text.split("\n\n")[:-1]):
         name, data = event.split("\n")
+        described.decode(data.removeprefix("data: "))
         events.append(msgspec.json.decode(data.removeprefix("data: ")))
         assert unpublished(adapter.validate_python(events[-1], strict=True)) == []
         assert (name, events[-1]["sequence_number"]) == (f"event: {events[-1]['type']}", i)
@@ -310,3 +313,11 @@ def test_logprobs(thinks: Thinks) -> None:
     (whole,) = create(server, **asked)["output"][0]["content"]
     (streamed,) = stream(server, **asked)[-1]["response"]["output"][0]["content"]
     assert whole == streamed and "".join(token["token"] for token in whole["logprobs"]) == "good day"
+
+
+def test_a_message_has_no_logprobs_of_the_call_before_it(thinks: Thinks) -> None:
+    server = thinks(call_of("apply_patch", '{"input": "good"}') + "day")
+    asked: dict[str, Any] = {"include": ["message.output_text.logprobs"], "tools": [PATCH]}
+    call, message = create(server, **asked)["output"]
+    assert (call["input"], message["content"][0]["text"]) == ("good", "day")
+    assert "good" not in "".join(token["token"] for token in message["content"][0]["logprobs"])
