@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -17,7 +16,7 @@ from pypto_serving.api.responses.events import ResponseEvent
 from pypto_serving.api.responses.history import read_history, read_items
 from pypto_serving.api.responses.store import MAX_RESPONSE_BYTES, Kept, ResponseStore, UnknownResponseError
 from pypto_serving.api.text.tokenizer import Tokenizer
-from tests.api.anthropic.talking import CALL, CITY, SAID
+from tests.api.anthropic.talking import CITY, SAID
 from tests.api.chat_events import prompt_of
 from tests.api.responses.conftest import MAX_MODEL_LEN
 from tests.api.running import RunningServer
@@ -124,36 +123,6 @@ def test_the_client(thinks: Thinks, client: openai.OpenAI, tokenizer: Tokenizer)
     thinks('{"name": "Rome"}')
     assert client.responses.parse(model="tiny", input="hello", text_format=City).output_parsed == City(name="Rome")
     assert server.engine.requests[-1].params.guide is not None
-
-
-def test_an_agents_loop(thinks: Thinks, tokenizer: Tokenizer) -> None:
-    """Stateless, as agents in terminals run it: all items are sent again each turn."""
-    server = thinks("")
-    said = iter([f"<think>look</think>I look.{CALL}", f"<think>again</think>{CALL}", "good day"])
-    server.engine.script = lambda request: Script(tokenizer.encode(next(said)), "stop")
-    items: list[dict[str, Any]] = [
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]}
-    ]
-    prompts = []
-    for _ in range(3):
-        output = stream(
-            server,
-            input=items,
-            instructions="be brief",
-            tools=[WEATHER],
-            tool_choice="auto",
-            parallel_tool_calls=False,
-            reasoning={"effort": "medium", "summary": "auto"},
-            store=False,
-            include=["reasoning.encrypted_content"],
-            prompt_cache_key="session",
-        )[-1]["response"]["output"]
-        prompts.append(prompt_of(server, tokenizer))
-        items += output
-        for call in [item for item in output if item["type"] == "function_call"]:
-            items.append({"type": "function_call_output", "call_id": call["call_id"], "output": "sun"})
-    assert output[-1]["content"][0]["text"] == "good day"
-    assert all(after.startswith(before) for before, after in pairwise(prompts)), "a prefix that the cache has"
 
 
 PATCH = {
