@@ -28,6 +28,7 @@ from pypto_serving.api.openai.answers import Answer, Error
 from pypto_serving.api.openai.fields import CHAT_RULES, COMPLETION_RULES, DETOKENIZE_RULES, TOKENIZE_RULES, FieldRules
 from pypto_serving.api.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from pypto_serving.api.responses import answers as response_answers
+from pypto_serving.api.responses.events import ResponseEvent
 from pypto_serving.api.responses.schemas import RULES as RESPONSES_RULES
 from pypto_serving.api.responses.schemas import ResponsesBody
 from pypto_serving.api.status import PROBES
@@ -45,7 +46,14 @@ BODIES: dict[type[BaseModel], FieldRules] = {
     DecisionBody: DECISION_RULES,
     BatchBody: BATCH_RULES,
 }
-ANSWERS = (*openai.ANSWERS, *anthropic.ANSWERS, *decisions.ANSWERS, *response_answers.ANSWERS, *batch.ANSWERS)
+ANSWERS = (
+    *openai.ANSWERS,
+    *anthropic.ANSWERS,
+    *decisions.ANSWERS,
+    *response_answers.ANSWERS,
+    ResponseEvent,
+    *batch.ANSWERS,
+)
 _ERRORS = {
     400: "The request cannot be served as sent; the message says why.",
     401: "The API key is missing or wrong.",
@@ -207,19 +215,13 @@ def event(kind: type[Answer]) -> dict[str, Any]:
     return {"description": text, "type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
-def message_event() -> dict[str, Any]:
-    """Describe each event of a stream of Anthropic's API."""
-    kinds = {"anyOf": [reference(kind) for kind in get_args(anthropic.MessageEvent)]}
-    parts = {"type": "string", "contentMediaType": "application/json", "contentSchema": kinds}
-    text = "A server-sent event, named by the type of its data."
-    properties = {"event": {"type": "string"}, "data": parts}
-    return {"description": text, "type": "object", "properties": properties, "required": ["event", "data"]}
-
-
-def response_event() -> dict[str, Any]:
-    """Describe each event of a stream of a response."""
-    kind = reference(response_answers.ResponseEvent)
-    parts = {"type": "string", "contentMediaType": "application/json", "contentSchema": kind}
+def named_event(kinds: Any) -> dict[str, Any]:
+    """Describe each event of a stream of Anthropic's API, or of a response: one of `kinds`, a union."""
+    parts = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": [reference(kind) for kind in get_args(kinds)]},
+    }
     text = "A server-sent event, named by the type of its data."
     properties = {"event": {"type": "string"}, "data": parts}
     return {"description": text, "type": "object", "properties": properties, "required": ["event", "data"]}

@@ -41,8 +41,8 @@ WriteNow = Callable[[bytes], bool]
 class AnswerFormat(Protocol):
     """Write one answer in an endpoint's form: whole, or as server-sent events. Made for one request."""
 
-    def response(self, outputs: list[Output], usage: Usage) -> dict[str, Any]:
-        """Write the whole answer."""
+    def response(self, outputs: list[Output], usage: Usage) -> object:
+        """Write the whole answer, to be encoded as JSON."""
 
     def opening(self, usage: Usage) -> bytes:
         """Write the events before the first token; `usage` is that of the prompt."""

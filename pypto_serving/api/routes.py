@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pypto_serving.api.anthropic.answers import Message, MessageError, TokenCount
+from pypto_serving.api.anthropic.answers import Message, MessageError, MessageEvent, TokenCount
 from pypto_serving.api.anthropic.messages import count_tokens, create_message
 from pypto_serving.api.anthropic.schemas import CountTokensBody, MessagesBody
 from pypto_serving.api.batch import endpoints as batch
@@ -35,9 +35,8 @@ from pypto_serving.api.openapi import (
     Endpoint,
     document,
     event,
-    message_event,
+    named_event,
     reference,
-    response_event,
     responses,
 )
 from pypto_serving.api.responses.answers import DeletedResponse, ItemList, ResponseObject
@@ -48,6 +47,7 @@ from pypto_serving.api.responses.endpoints import (
     list_input_items,
     retrieve_response,
 )
+from pypto_serving.api.responses.events import ResponseEvent
 from pypto_serving.api.responses.schemas import ResponsesBody
 from pypto_serving.api.status import health, load, metrics, ready, reset_prefix_cache, server_info, show_version
 from pypto_serving.api.web.dashboard import show_stats
@@ -76,8 +76,8 @@ hidden = partial(Route, include_in_schema=False)
 _RENDERED = reference(RenderedRequest)
 _COMPLETION = _made(openai.Completion, event=event(openai.Completion))
 _CHAT = _made(openai.ChatCompletion, event=event(openai.ChatCompletionChunk))
-_MESSAGE = _made(Message, event=message_event(), error=MessageError)
-_RESPONSE = _made(ResponseObject, event=response_event())
+_MESSAGE = _made(Message, event=named_event(MessageEvent), error=MessageError)
+_RESPONSE = _made(ResponseObject, event=named_event(ResponseEvent))
 _KEPT = responses(ResponseObject, 400, 404)
 
 ROUTES = (

@@ -150,6 +150,14 @@ def test_events_are_described_with_their_end(document: dict[str, Any]) -> None:
     assert end == {"const": "[DONE]"}
 
 
+def test_named_events_are_described_one_by_one(document: dict[str, Any]) -> None:
+    for path, count in (("/v1/messages", 8), ("/v1/responses", 17)):
+        content = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
+        kinds = content["schema"]["properties"]["data"]["contentSchema"]["anyOf"]
+        schemas = [document["components"]["schemas"][kind["$ref"].rpartition("/")[2]] for kind in kinds]
+        assert len({schema["properties"]["type"]["enum"][0] for schema in schemas}) == count
+
+
 @pytest.mark.parametrize(
     ("path", "kind"),
     [

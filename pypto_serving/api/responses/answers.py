@@ -1,4 +1,4 @@
-"""Describe answers for /openapi.json. They are written as bytes elsewhere; a test holds both together."""
+"""Describe responses and their items, as they are answered; see `events` for those of a stream."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ class FunctionCallItem(Item, tag="function_call"):
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
 
 
 class CustomToolCallItem(Item, tag="custom_tool_call"):
@@ -50,6 +51,7 @@ class CustomToolCallItem(Item, tag="custom_tool_call"):
     call_id: str
     name: str
     input: str
+    namespace: str | None = None
 
 
 class InputTokensDetails(Answer):
@@ -59,6 +61,9 @@ class InputTokensDetails(Answer):
 
 class OutputTokensDetails(Answer):
     reasoning_tokens: int
+
+
+OutputItem = OutputMessage | ReasoningItem | FunctionCallItem | CustomToolCallItem
 
 
 class ResponseUsage(Answer):
@@ -103,7 +108,7 @@ class ResponseObject(Answer):
     completed_at: int | None
     error: ResponseFailure | None
     incomplete_details: IncompleteDetails | None
-    output: list[OutputMessage | ReasoningItem | FunctionCallItem | CustomToolCallItem]
+    output: list[OutputItem]
     service_tier: Literal["default"]
     usage: ResponseUsage | None
 
@@ -124,11 +129,4 @@ class ItemList(Answer):
     last_id: str | None
 
 
-class ResponseEvent(Answer, forbid_unknown_fields=False):
-    """One event of POST /v1/responses with `stream`; its type says what else it has."""
-
-    type: str
-    sequence_number: int
-
-
-ANSWERS: tuple[type[Answer], ...] = (ResponseObject, DeletedResponse, ItemList, ResponseEvent)
+ANSWERS: tuple[type[Answer], ...] = (ResponseObject, DeletedResponse, ItemList)

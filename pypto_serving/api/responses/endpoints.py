@@ -13,6 +13,7 @@ from starlette.responses import Response
 from pypto_serving.api.keys import sent_key
 from pypto_serving.api.openai.body import BodySource
 from pypto_serving.api.respond import respond
+from pypto_serving.api.responses.answers import ResponseObject
 from pypto_serving.api.responses.format import ResponseFormat
 from pypto_serving.api.responses.responses_body import with_earlier
 from pypto_serving.api.responses.store import MAX_RESPONSE_BYTES, Kept, ResponseStore
@@ -40,9 +41,9 @@ async def create_response(request: Request) -> Response:
     assert repeated is not None
     wanted = body.generation(f"resp_{uuid.uuid4().hex}")
 
-    def keep(response: dict[str, Any]) -> None:
+    def keep(response: ResponseObject) -> None:
         if repeated.store and len(repeated.items) <= MAX_RESPONSE_BYTES:
-            output = msgspec.json.encode(response["output"])
+            output = msgspec.json.encode(response.output)
             history = repeated.items[:-1] + (b"," if output != b"[]" else b"") + output[1:]
             store.add(key, wanted.id, Kept(msgspec.json.encode(response), repeated.items, history))
 

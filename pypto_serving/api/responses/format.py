@@ -16,13 +16,31 @@ from pypto_serving.api.generation.choice import Delta
 from pypto_serving.api.generation.logprobs import TokenEntry
 from pypto_serving.api.generation.output import Output
 from pypto_serving.api.generation.usage import Usage
+from pypto_serving.api.openai.answers import TokenLogprob
 from pypto_serving.api.openai.chat_format import SHORT_ID
 from pypto_serving.api.openai.logprobs import chat_logprobs
 from pypto_serving.api.openai.sse import PING, encode, one_line
-from pypto_serving.api.responses.tools import input_of
+from pypto_serving.api.responses import events
+from pypto_serving.api.responses.answers import (
+    CustomToolCallItem,
+    FunctionCallItem,
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputItem,
+    OutputMessage,
+    OutputText,
+    OutputTokensDetails,
+    ReasoningItem,
+    ReasoningText,
+    ResponseFailure,
+    ResponseObject,
+    ResponseUsage,
+    Status,
+)
+from pypto_serving.api.responses.tools import Called, callable_tools, input_of
 
-Done = Callable[[dict[str, Any]], None]
-_PARTS = {"reasoning": "reasoning_text", "message": "output_text"}
+Done = Callable[[ResponseObject], None]
+_ENDS = {"completed": events.ResponseCompleted, "incomplete": events.ResponseIncomplete}
 
 
 class ResponseFormat:
@@ -34,22 +52,23 @@ class ResponseFormat:
     """
 
     def __init__(self, response_id: str, model: str, form: OutputFormat | None, echo: bytes, on_done: Done) -> None:
-        self._base = {"id": response_id, "object": "response", "created_at": int(time.time()), "model": model}
-        self._echo: dict[str, Any] = msgspec.json.decode(echo)
-        self._custom = {tool["name"] for tool in self._echo["tools"] if tool["type"] == "custom"}
+        repeated: dict[str, Any] = msgspec.json.decode(echo)
+        begun = {"id": response_id, "object": "response", "created_at": int(time.time()), "model": model}
+        self._base: dict[str, Any] = begun | repeated
+        self._tools = callable_tools(repeated["tools"])
         self._parser = None if form is None else form()
         self._short_ids = form is not None and form.short_ids
         self._on_done = on_done
         self._opened = False
         self._number = 0
-        self._output: list[dict[str, Any]] = []
+        self._output: list[OutputItem] = []
         self._texts: list[str] = []
         self._logprobs: list[Any] = []
         self._unsent: list[TokenEntry] = []
         self._open_kind: str | None = None
-        self._status = "in_progress"
+        self._status: Status = "in_progress"
 
-    def response(self, outputs: list[Output], usage: Usage) -> dict[str, Any]:
+    def response(self, outputs: list[Output], usage: Usage) -> ResponseObject:
         """Write the whole response."""
         (output,) = outputs
         entries, num_chars, taken = output.logprobs or [], 0, 0
@@ -72,7 +91,8 @@ class ResponseFormat:
             return b""
         self._opened = True
         begun = self._object(None)
-        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+        written = self._event(events.ResponseCreated(self._number, begun))
+        return written + self._event(events.ResponseInProgress(self._number, begun))
 
     def ping(self, usage: Usage) -> bytes:
         """Write a comment."""
@@ -87,14 +107,15 @@ class ResponseFormat:
         opening = self._open()
         whole = self._object(usage)
         self._on_done(whole)
-        return opening + self._event(f"response.{self._status}", response=whole)
+        return opening + self._event(_ENDS[self._status](self._number, whole))
 
     def failure(self, error: ApiError) -> bytes:
         """Write `response.failed`, which ends the stream."""
         opening = self._open()
         self._status = "failed"
-        failed = self._object(None) | {"error": {"code": "server_error", "message": error.message}}
-        return opening + self._event("response.failed", response=failed)
+        failed = self._object(None)
+        failed.error = ResponseFailure("server_error", error.message)
+        return opening + self._event(events.ResponseFailed(self._number, failed))
 
     def _write(self, delta: Delta) -> bytes:
         ends = delta.finish_reason is not None
@@ -122,114 +143,119 @@ class ResponseFormat:
         return written + self._add(part.text)
 
     def _begin(self, part: Part) -> bytes:
-        kind, made = _kind(part), uuid.uuid4().hex
-        item: dict[str, Any] = {"type": kind, "status": "in_progress"}
-        if kind == "message":
-            item |= {"id": f"msg_{made}", "role": "assistant", "content": []}
-        elif kind == "reasoning":
-            item |= {"id": f"rs_{made}", "summary": [], "content": []}
-        else:
-            call_id = made[:SHORT_ID] if self._short_ids else f"call_{made}"
-            name = part.name if isinstance(part, ToolCallStart) else ""
-            if name in self._custom:
-                item = {"type": "custom_tool_call", "id": f"ctc_{made}", "call_id": call_id, "name": name, "input": ""}
-            else:
-                item |= {"id": f"fc_{made}", "call_id": call_id, "name": name, "arguments": ""}
+        item = self._new_item(part)
         self._output.append(item)
-        self._texts, self._logprobs, self._open_kind = [], [], kind
-        written = self._event("response.output_item.added", output_index=len(self._output) - 1, item=item)
-        if kind in _PARTS:
-            written += self._item_event("response.content_part.added", content_index=0, part=self._content(kind))
+        self._texts, self._logprobs, self._open_kind = [], [], _kind(part)
+        written = self._event(events.OutputItemAdded(self._number, self._index, item))
+        if isinstance(item, OutputMessage):
+            written += self._event(events.ContentPartAdded(*self._place, 0, OutputText("", [], [])))
+        elif isinstance(item, ReasoningItem):
+            written += self._event(events.ContentPartAdded(*self._place, 0, ReasoningText("")))
         return written
 
-    def _add(self, text: str) -> bytes:
-        kind = self._output[-1]["type"]
-        self._texts.append(text)
-        if kind == "custom_tool_call":
-            return b""
-        entries = self._unsent if kind == "message" else []
-        self._unsent = []
-        if kind == "function_call":
-            return self._item_event("response.function_call_arguments.delta", delta=text)
+    def _new_item(self, part: Part) -> OutputItem:
+        kind, made = _kind(part), uuid.uuid4().hex
+        if kind == "message":
+            return OutputMessage(f"msg_{made}", "in_progress", "assistant", [])
         if kind == "reasoning":
-            return self._item_event("response.reasoning_text.delta", content_index=0, delta=text)
-        scored = (chat_logprobs(entries) or {"content": []})["content"]
-        self._logprobs += scored
-        return self._item_event(
-            "response.output_text.delta", content_index=0, delta=text, logprobs=list(map(_without_bytes, scored))
-        )
+            return ReasoningItem(f"rs_{made}", "in_progress", [], [])
+        call_id = made[:SHORT_ID] if self._short_ids else f"call_{made}"
+        name = part.name if isinstance(part, ToolCallStart) else ""
+        called = self._tools.get(name, Called(name))
+        if called.is_custom:
+            return CustomToolCallItem(f"ctc_{made}", call_id, called.name, "", called.namespace)
+        return FunctionCallItem(f"fc_{made}", "in_progress", call_id, called.name, "", called.namespace)
 
-    def _close(self, status: str) -> bytes:
+    def _add(self, text: str) -> bytes:
+        self._texts.append(text)
+        entries, self._unsent = self._unsent, []
+        match self._output[-1]:
+            case OutputMessage():
+                scored = (chat_logprobs(entries) or {"content": []})["content"]
+                self._logprobs += scored
+                return self._event(events.OutputTextDelta(*self._place, 0, text, _without_bytes(scored)))
+            case ReasoningItem():
+                return self._event(events.ReasoningTextDelta(*self._place, 0, text))
+            case FunctionCallItem():
+                return self._event(events.FunctionCallArgumentsDelta(*self._place, text))
+            case CustomToolCallItem():
+                return b""
+
+    def _close(self, status: Status) -> bytes:
         """Write the end of the last item."""
         if self._open_kind is None:
             return b""
         self._open_kind = None
         item, text = self._output[-1], "".join(self._texts)
-        kind = item["type"]
-        if "status" in item:
-            item["status"] = status
-        if kind == "custom_tool_call":
-            item["input"] = text = input_of(text)
-            written = self._item_event("response.custom_tool_call_input.delta", delta=text)
-            written += self._item_event("response.custom_tool_call_input.done", input=text)
-        elif kind == "function_call":
-            item["arguments"] = text = text or "{}"
-            written = self._item_event("response.function_call_arguments.done", arguments=text)
-        else:
-            part = self._content(kind)
-            item["content"] = [part]
-            shown = {"logprobs": list(map(_without_bytes, self._logprobs))} if kind == "message" else {}
-            written = self._item_event(f"response.{_PARTS[kind]}.done", content_index=0, text=text, **shown)
-            written += self._item_event("response.content_part.done", content_index=0, part=part)
-        return written + self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
+        match item:
+            case OutputMessage():
+                item.status, item.content = status, [OutputText(text, [], [*self._logprobs])]
+                told = _without_bytes(self._logprobs)
+                written = self._event(events.OutputTextDone(*self._place, 0, text, told))
+                written += self._event(events.ContentPartDone(*self._place, 0, item.content[0]))
+            case ReasoningItem():
+                item.status, item.content = status, [ReasoningText(text)]
+                written = self._event(events.ReasoningTextDone(*self._place, 0, text))
+                written += self._event(events.ContentPartDone(*self._place, 0, item.content[0]))
+            case FunctionCallItem():
+                item.status, item.arguments = status, text or "{}"
+                written = self._event(events.FunctionCallArgumentsDone(*self._place, item.arguments))
+            case CustomToolCallItem():
+                item.input = input_of(text)
+                written = self._event(events.CustomToolCallInputDelta(*self._place, item.input))
+                written += self._event(events.CustomToolCallInputDone(*self._place, item.input))
+        return written + self._event(events.OutputItemDone(self._number, self._index, item))
 
-    def _content(self, kind: str) -> dict[str, Any]:
-        """Return the part of an item that has its text so far."""
-        part: dict[str, Any] = {"type": _PARTS[kind], "text": "".join(self._texts)}
-        return part | {"annotations": [], "logprobs": [*self._logprobs]} if kind == "message" else part
+    @property
+    def _index(self) -> int:
+        return len(self._output) - 1
 
-    def _item_event(self, kind: str, **fields: Any) -> bytes:
-        return self._event(kind, item_id=self._output[-1]["id"], output_index=len(self._output) - 1, **fields)
+    @property
+    def _place(self) -> tuple[int, str, int]:
+        """Return the first fields of an event within the last item."""
+        return self._number, self._output[-1].id, self._index
 
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        data = one_line(encode({"type": kind, "sequence_number": self._number, **fields}))
+    def _event(self, event: events.Event) -> bytes:
         self._number += 1
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+        kind = event.__struct_config__.tag
+        return f"event: {kind}\ndata: ".encode() + one_line(encode(event)) + b"\n\n"
 
-    def _object(self, usage: Usage | None) -> dict[str, Any]:
-        cut = self._status == "incomplete"
-        return {
+    def _object(self, usage: Usage | None) -> ResponseObject:
+        return ResponseObject(
             **self._base,
-            **self._echo,
-            "status": self._status,
-            "completed_at": int(time.time()) if self._status == "completed" else None,
-            "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "output": [*self._output],
-            "service_tier": "default",
-            "usage": None if usage is None else usage_object(usage),
-        }
+            status=self._status,
+            completed_at=int(time.time()) if self._status == "completed" else None,
+            error=None,
+            incomplete_details=IncompleteDetails("max_output_tokens") if self._status == "incomplete" else None,
+            output=[*self._output],
+            service_tier="default",
+            usage=None if usage is None else usage_object(usage),
+        )
 
 
-def usage_object(usage: Usage) -> dict[str, Any]:
+def usage_object(usage: Usage) -> ResponseUsage:
     """Write token counts."""
-    return {
-        "input_tokens": usage.num_prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": usage.num_output_tokens,
-        "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
-        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
-    }
+    return ResponseUsage(
+        usage.num_prompt_tokens,
+        InputTokensDetails(cached_tokens=usage.num_cached_tokens, cache_write_tokens=0),
+        usage.num_output_tokens,
+        OutputTokensDetails(usage.num_reasoning_tokens),
+        usage.num_prompt_tokens + usage.num_output_tokens,
+    )
 
 
 def _kind(part: Part) -> str:
     if isinstance(part, TextPart):
         return "reasoning" if part.kind == "reasoning" else "message"
-    return "function_call"
+    return "call"
 
 
-def _without_bytes(scored: msgspec.Raw) -> dict[str, Any]:
-    """Return what events tell of a token."""
-    token = msgspec.json.decode(scored)
-    top = [{"token": one["token"], "logprob": one["logprob"]} for one in token["top_logprobs"]]
-    return {"token": token["token"], "logprob": token["logprob"], "top_logprobs": top}
+def _without_bytes(scored: Sequence[msgspec.Raw]) -> list[events.TextLogprobs]:
+    """Return what events tell of tokens."""
+    tokens = (msgspec.json.decode(token, type=TokenLogprob) for token in scored)
+    return [
+        events.TextLogprobs(
+            token.token, token.logprob, [events.TextLogprob(one.token, one.logprob) for one in token.top_logprobs]
+        )
+        for token in tokens
+    ]

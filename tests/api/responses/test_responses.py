@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -13,10 +12,11 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from pypto_serving.api.responses.answers import ResponseObject
+from pypto_serving.api.responses.events import ResponseEvent
 from pypto_serving.api.responses.history import read_history, read_items
 from pypto_serving.api.responses.store import MAX_RESPONSE_BYTES, Kept, ResponseStore, UnknownResponseError
 from pypto_serving.api.text.tokenizer import Tokenizer
-from tests.api.anthropic.talking import CALL, CITY, SAID
+from tests.api.anthropic.talking import CITY, SAID
 from tests.api.chat_events import prompt_of
 from tests.api.responses.conftest import MAX_MODEL_LEN
 from tests.api.running import RunningServer
@@ -56,9 +56,11 @@ def stream(server: RunningServer, path: str = PATH, **fields: Any) -> list[dict[
     response = server.http.post(path, json={"model": "tiny", "input": "hello", "stream": True, **fields})
     assert response.status_code == 200, response.text
     adapter: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+    described: msgspec.json.Decoder[Any] = msgspec.json.Decoder(ResponseEvent)
     events = []
     for i, event in enumerate(response.text.split("\n\n")[:-1]):
         name, data = event.split("\n")
+        described.decode(data.removeprefix("data: "))
         events.append(msgspec.json.decode(data.removeprefix("data: ")))
         assert unpublished(adapter.validate_python(events[-1], strict=True)) == []
         assert (name, events[-1]["sequence_number"]) == (f"event: {events[-1]['type']}", i)
@@ -121,36 +123,6 @@ def test_the_client(thinks: Thinks, client: openai.OpenAI, tokenizer: Tokenizer)
     thinks('{"name": "Rome"}')
     assert client.responses.parse(model="tiny", input="hello", text_format=City).output_parsed == City(name="Rome")
     assert server.engine.requests[-1].params.guide is not None
-
-
-def test_an_agents_loop(thinks: Thinks, tokenizer: Tokenizer) -> None:
-    """Stateless, as agents in terminals run it: all items are sent again each turn."""
-    server = thinks("")
-    said = iter([f"<think>look</think>I look.{CALL}", f"<think>again</think>{CALL}", "good day"])
-    server.engine.script = lambda request: Script(tokenizer.encode(next(said)), "stop")
-    items: list[dict[str, Any]] = [
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]}
-    ]
-    prompts = []
-    for _ in range(3):
-        output = stream(
-            server,
-            input=items,
-            instructions="be brief",
-            tools=[WEATHER],
-            tool_choice="auto",
-            parallel_tool_calls=False,
-            reasoning={"effort": "medium", "summary": "auto"},
-            store=False,
-            include=["reasoning.encrypted_content"],
-            prompt_cache_key="session",
-        )[-1]["response"]["output"]
-        prompts.append(prompt_of(server, tokenizer))
-        items += output
-        for call in [item for item in output if item["type"] == "function_call"]:
-            items.append({"type": "function_call_output", "call_id": call["call_id"], "output": "sun"})
-    assert output[-1]["content"][0]["text"] == "good day"
-    assert all(after.startswith(before) for before, after in pairwise(prompts)), "a prefix that the cache has"
 
 
 PATCH = {
@@ -310,3 +282,11 @@ def test_logprobs(thinks: Thinks) -> None:
     (whole,) = create(server, **asked)["output"][0]["content"]
     (streamed,) = stream(server, **asked)[-1]["response"]["output"][0]["content"]
     assert whole == streamed and "".join(token["token"] for token in whole["logprobs"]) == "good day"
+
+
+def test_a_message_has_no_logprobs_of_the_call_before_it(thinks: Thinks) -> None:
+    server = thinks(call_of("apply_patch", '{"input": "good"}') + "day")
+    asked: dict[str, Any] = {"include": ["message.output_text.logprobs"], "tools": [PATCH]}
+    call, message = create(server, **asked)["output"]
+    assert (call["input"], message["content"][0]["text"]) == ("good", "day")
+    assert "good" not in "".join(token["token"] for token in message["content"][0]["logprobs"])
