@@ -94,7 +94,7 @@ class AsyncEngine:
         self._channel, end = SocketChannel.pair(FromCore)
         self._descendants = Descendants()
         self._workers_ended.clear()
-        start = CoreStart(self.config, end.fileno(), self._descendants.end.fileno())
+        start = CoreStart(self.config, end.fileno(), self._descendants.end.fileno(), self.stats.epoch > 0)
         try:
             self._child = Child("pypto_serving.engine", start, end, self._descendants.end)
         except OSError as error:
