@@ -1,6 +1,6 @@
 """How two hosts make sure of each other on every connection: both prove that they know a secret, which is never sent.
 
-    serving host   nonce (32 bytes)
+    serving host   protocol, nonce (32 bytes)
     joining host   head: protocol, purpose and life of the connection, nonce; then HMAC(secret, "join", nonces, head)
     serving host   HMAC(secret, "serve", nonces, head)
 
@@ -52,7 +52,7 @@ class Greeting:
         self._nonce, self._said = secrets.token_bytes(_NONCE_BYTES), b""
         swift(end)
         end.setblocking(False)
-        end.sendall(self._nonce)  # which a new connection always takes
+        end.sendall(_PROTOCOL + self._nonce)  # which a new connection always takes
 
     def read(self, secret: bytes) -> Purpose | None:
         """Read what has arrived; return what it connected for once it is proven. Raises GreetingError or OSError."""
@@ -73,10 +73,10 @@ class Greeting:
 
 
 def introduce(end: socket.socket, secret: bytes, purpose: Purpose) -> None:
-    """Say to the host that one has connected to what for. Raises GreetingError or OSError."""
+    """Prove to the serving host that this one knows the secret; check its proof. Raises GreetingError or OSError."""
     deadline_s = time.monotonic() + GREETING_S
     end.settimeout(GREETING_S)
-    nonce = _read(end, _NONCE_BYTES, deadline_s)
+    nonce = _read(end, len(_PROTOCOL) + _NONCE_BYTES, deadline_s, _PROTOCOL)[len(_PROTOCOL) :]
     own = secrets.token_bytes(_NONCE_BYTES)
     head = _HEAD.pack(_PROTOCOL, purpose.name.encode(), purpose.life, own)
     end.sendall(head + _mac(secret, b"join", nonce, head))
@@ -130,8 +130,11 @@ def _mac(secret: bytes, side: bytes, nonce: bytes, head: bytes) -> bytes:
     return hmac.digest(secret, side + nonce + head, "sha256")
 
 
-def _read(end: socket.socket, size: int, deadline_s: float) -> bytes:
-    """Read exactly `size` bytes until the deadline, however slowly they come."""
+def _read(end: socket.socket, size: int, deadline_s: float, first: bytes = b"") -> bytes:
+    """Read exactly `size` bytes until the deadline, however slowly they come.
+
+    Raises GreetingError where they do not begin with `first`.
+    """
     data = b""
     while len(data) < size:
         if (left_s := deadline_s - time.monotonic()) <= 0:
@@ -144,4 +147,9 @@ def _read(end: socket.socket, size: int, deadline_s: float) -> bytes:
         if not more:
             raise ConnectionError(_CLOSED)
         data += more
+        if data[: len(first)] != first[: len(data)]:
+            raise GreetingError(
+                f"what listens there says {data!r}, so it is no serving host of this version; give the --join-address "
+                "of one"
+            )
     return data

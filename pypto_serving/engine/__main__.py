@@ -27,7 +27,7 @@ def run(parent: Parent[CoreStart]) -> None:
     start = parent.start
     configure_logs(start.config.process_name("core"), start.config.log_level, start.config.log_format)
     channel: SocketChannel[ToCore] = SocketChannel(socket.socket(fileno=start.channel), ToCore)
-    executor = ProcessExecutor(start.config, (start.descendants,))
+    executor = ProcessExecutor(start.config, (start.descendants,), start.respawned)
     publisher = open_publisher(start.config)
     try:
         core = EngineCore(start.config, channel, executor, MonotonicClock(), publisher)

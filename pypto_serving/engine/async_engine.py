@@ -53,8 +53,8 @@ class AsyncEngine:
     When a core dies, its requests end with a 503. Another core starts once the old one's worker has ended too, which
     holds memory, and the lock of the disk tier's folder. See `Deaths` for how often; totals go on.
 
-    It calls `on_milestone` with the first and the last output of each request, and `on_lost` when all requests end with
-    a core.
+    It calls `on_milestone` with the first and the last output of each request, `on_worker_lost` when a worker died and
+    its requests go on, and `on_lost` when all requests end with a core.
     """
 
     def __init__(self, config: EngineConfig, on_progress: Callable[[str, int, int], None] | None = None) -> None:
@@ -62,6 +62,7 @@ class AsyncEngine:
         self.stats = StepStats()
         self.on_stats: Callable[[StepStats], None] = lambda stats: None
         self.on_milestone: Callable[[RequestOutput], None] = lambda output: None
+        self.on_worker_lost: Callable[[], None] = lambda: None
         self.on_lost: Callable[[], None] = lambda: None
         self.ready: CoreReady | None = None
         self.engines = (self,)
@@ -93,7 +94,7 @@ class AsyncEngine:
         self._channel, end = SocketChannel.pair(FromCore)
         self._descendants = Descendants()
         self._workers_ended.clear()
-        start = CoreStart(self.config, end.fileno(), self._descendants.end.fileno())
+        start = CoreStart(self.config, end.fileno(), self._descendants.end.fileno(), self.stats.epoch > 0)
         try:
             self._child = Child("pypto_serving.engine", start, end, self._descendants.end)
         except OSError as error:
@@ -243,6 +244,8 @@ class AsyncEngine:
         stats = message.stats.after(self._past) if self._past.num_core_respawns else message.stats
         if stats.num_steps > self.stats.num_steps:
             self._deaths.progress()
+        if stats.num_respawns > self.stats.num_respawns:
+            self.on_worker_lost()
         self.stats = stats
         self.on_stats(stats)
         stream_of, due = self._streams.get, self._due.append

@@ -90,15 +90,15 @@ class ProcessExecutor:
     - the core has it replaced.
 
     Waits between lives double until a step is completed; `Deaths` says how many lives there are. The next one starts
-    when all ranks of the last have ended. Each worker inherits the file descriptors `inherited`. Call `poll` at least
-    once per heartbeat. A gap of more than HELD_UP_BEATS heartbeats means that this process was stopped itself; then a
-    worker's silence proves nothing.
+    when all ranks of the last have ended. Each worker inherits the file descriptors `inherited`. With `respawned`, the
+    first one is told that there was one before, of another core. Call `poll` at least once per heartbeat. A gap of more
+    than HELD_UP_BEATS heartbeats means that this process was stopped itself; then a worker's silence proves nothing.
     """
 
-    def __init__(self, config: EngineConfig, inherited: tuple[int, ...] = ()) -> None:
+    def __init__(self, config: EngineConfig, inherited: tuple[int, ...] = (), respawned: bool = False) -> None:
         self.config = config
         self.epoch = 0
-        self._inherited = inherited
+        self._inherited, self._respawned = inherited, respawned
         self._child: Child | None = None
         self._channel: SocketChannel[FromWorker] | None = None
         self._transfers: SocketChannel[TransferReport] | None = None
@@ -139,7 +139,8 @@ class ProcessExecutor:
         memory, ends = self._host_memory, (end, transfers_end, self._descendants.end)
         channel, transfers, own = (end.fileno() for end in ends)
         descendants = (own, *self._inherited)
-        start = WorkerStart(self.config, channel, transfers, memory.fd, descendants, self.epoch, self._left_out)
+        lives = (self.epoch, self._respawned or self.epoch > 1)
+        start = WorkerStart(self.config, channel, transfers, memory.fd, descendants, *lives, self._left_out)
         shared = (*memory.shared, *self._inherited)
         self._child = Child(self.config.worker_module, start, *ends, shared=shared, leads=True)
         self._heard_s = self._now_s

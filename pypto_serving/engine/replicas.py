@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 
@@ -46,7 +47,8 @@ class Replicas:
         self._router = Router(configs[0], len(configs))
         for index, engine in enumerate(self.engines):
             engine.on_milestone = self._on_milestone
-            engine.on_lost = lambda index=index: self._router.lose(index)  # type: ignore[misc]
+            engine.on_lost = partial(self._router.lose, index)
+            engine.on_worker_lost = partial(self._router.lose_device, index)
 
     # Life.
 

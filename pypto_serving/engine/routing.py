@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pypto_serving.kv.keys import KeyChain
 from pypto_serving.types.config import EngineConfig
@@ -76,6 +77,13 @@ class Work:
         self.prompt_tokens -= self.prompts.pop(request_id, 0)
 
 
+class Unfinished(NamedTuple):
+    """Where a request is, and the links of its prompt."""
+
+    replica: int
+    links: Sequence[bytes]
+
+
 class Router:
     """Owns what is known of each replica's cache and work.
 
@@ -98,7 +106,8 @@ class Router:
         self._known = [KnownPrefixes(capacity) for _ in range(num_replicas)]
         self._works = [Work() for _ in range(num_replicas)]
         self._given = [0] * num_replicas
-        self._replica_of: dict[str, int] = {}
+        self._has_tiers = bool(config.tiers)
+        self._unfinished: dict[str, Unfinished] = {}
         self._num_finished = 0
 
     def links(self, prompt: bytes, cache_salt: str) -> list[bytes]:
@@ -125,27 +134,38 @@ class Router:
         missing = self._missing(replica, num_tokens, links)
         for request_id in request_ids:
             self._works[replica].add(request_id, missing)
-            self._replica_of[request_id] = replica
+            self._unfinished[request_id] = Unfinished(replica, links)
             self._given[replica] += missing
             missing = 0
         self._known[replica].touch(links)
 
     def begin_output(self, request_id: str) -> None:
         """Record the first token of a request. Ignore unknown ones."""
-        if (replica := self._replica_of.get(request_id)) is not None:
-            self._works[replica].begin_output(request_id)
+        if (request := self._unfinished.get(request_id)) is not None:
+            self._works[request.replica].begin_output(request_id)
 
     def finish(self, request_id: str) -> None:
         """Record the end of a request. Ignore unknown ones."""
-        if (replica := self._replica_of.pop(request_id, None)) is not None:
-            self._works[replica].remove(request_id)
+        if (request := self._unfinished.pop(request_id, None)) is not None:
+            self._works[request.replica].remove(request_id)
             self._num_finished += 1
 
     def lose(self, replica: int) -> None:
         """Forget the requests of a replica whose core ended, and what its device held."""
         self._works[replica] = Work()
         self._known[replica].clear()
-        self._replica_of = {key: other for key, other in self._replica_of.items() if other != replica}
+        self._unfinished = {key: each for key, each in self._unfinished.items() if each.replica != replica}
+
+    def lose_device(self, replica: int) -> None:
+        """Forget what the device of a replica held whose worker died, unless tiers have it.
+
+        The next worker computes the prompts of unfinished requests again.
+        """
+        if not self._has_tiers:
+            self._known[replica].clear()
+            for request in self._unfinished.values():
+                if request.replica == replica:
+                    self._known[replica].touch(request.links)
 
     def clear_caches(self) -> None:
         """Forget what all replicas hold."""

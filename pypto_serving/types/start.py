@@ -13,6 +13,8 @@ from pypto_serving.types.tier import Tier
 class WorkerStart(msgspec.Struct, frozen=True):
     """What a worker needs to start. `epoch` numbers this worker life, in which the tiers `left_out` are not used.
 
+    With `respawned`, the replica had a worker before, perhaps of another core.
+
     Inherited file descriptors: `channel` to the core for steps, `transfers` to the core for transfers, `host_memory`
     of the host tier (-1 without one), and `descendants`, which the ranks that follow the worker inherit too.
     """
@@ -23,6 +25,7 @@ class WorkerStart(msgspec.Struct, frozen=True):
     host_memory: int
     descendants: tuple[int, ...]
     epoch: int
+    respawned: bool
     left_out: tuple[Tier, ...] = ()
 
 
@@ -54,7 +57,7 @@ class HostJoin(msgspec.Struct, frozen=True):
 
 
 class CoreStart(msgspec.Struct, frozen=True):
-    """What an engine core needs to start.
+    """What an engine core needs to start. With `respawned`, a core before it had a worker that was ready.
 
     Inherited file descriptors: `channel` to the API process, `descendants`, which the core's workers inherit too.
     """
@@ -62,3 +65,4 @@ class CoreStart(msgspec.Struct, frozen=True):
     config: EngineConfig
     channel: int
     descendants: int
+    respawned: bool

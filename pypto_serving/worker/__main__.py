@@ -33,7 +33,7 @@ def run(parent: Parent[WorkerStart], wrap: Wrap = lambda runner: runner) -> None
     config = start.config
     configure_logs(config.process_name("worker"), config.log_level, config.log_format)
     backend: Backend = BACKENDS.load(config.backend)(config)
-    backend.descendants, backend.respawned = start.descendants, start.epoch > 1
+    backend.descendants, backend.respawned = start.descendants, start.respawned
     buffers = backend.allocate()
     program = backend.prepare(parent.progress)
     backend.watch(parent.fault)
@@ -68,7 +68,7 @@ def open_stores(program: Program, start: WorkerStart) -> dict[Tier, Store]:
                 tier.num_slots,
                 tier.size_bytes,
                 model=describe(start.config),
-                known=start.epoch > 1,
+                known=start.respawned,
             )
         elif tier.tier == "remote":
             stores["remote"] = open_remote(tier.place, program.fingerprint, sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import resource
@@ -27,6 +28,7 @@ from tests.strangers import SAYINGS, strangers
 SECRET = b"the secret of these two hosts"
 LINKS = [Purpose(name, bytes(range(16))) for name in ("steps", "blocks", "meeting")]
 LAST = Purpose("last")
+PROTOCOL = b"pypto-serving hosts 1"
 HEAD, MAC, NONCE = 85, 32, 32
 
 
@@ -75,7 +77,7 @@ def connected(address: str, purpose: Purpose, tries: int = 3) -> socket.socket:
 def stranger(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     end = socket.create_connection((host, int(port)), timeout=2 * GREETING_S)
-    assert len(read(end, NONCE)) == NONCE
+    assert len(read(end, len(PROTOCOL) + NONCE)) == len(PROTOCOL) + NONCE
     return end
 
 
@@ -155,7 +157,7 @@ def test_a_greeting_cannot_be_said_again_or_sent_back(address: str, arrived: lis
         joining.start()
         end, _ = listener.accept()
         with end, stranger(address) as other:
-            end.sendall(os.urandom(NONCE))
+            end.sendall(PROTOCOL + os.urandom(NONCE))
             said = read(end, HEAD + MAC)
             other.sendall(said)
             assert read(other, MAC + 1) == bytes(MAC)
@@ -173,11 +175,31 @@ def join_in_vain(address: str) -> None:
 def test_a_host_of_another_version_is_refused(address: str, arrived: list[Purpose]) -> None:
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=2 * GREETING_S) as end:
-        nonce = read(end, NONCE)
+        nonce = read(end, len(PROTOCOL) + NONCE)[len(PROTOCOL) :]
         head = struct.pack("21s16s16s32s", b"pypto-serving hosts 9", b"control", bytes(16), bytes(NONCE))
         end.sendall(head + hmac.digest(SECRET, b"join" + nonce + head, "sha256"))
         assert read(end, 1) == b""
     assert arrived == []
+
+
+@pytest.mark.parametrize(
+    "banner", [b"SSH-2.0-OpenSSH_9.2p1 Debian-2+deb12u3\r\n", b"220\r\n", b"pypto-serving hosts 9"]
+)
+def test_another_service_is_named_by_what_it_says(banner: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            end, _ = listener.accept()
+            with end, contextlib.suppress(ConnectionError):
+                end.sendall(banner)
+                end.recv(1)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(GreetingError) as caught:
+            connect(f"127.0.0.1:{listener.getsockname()[1]}", SECRET, CONTROL)
+        thread.join()
+    assert f"what listens there says {banner!r}, so it is no serving host of this version" in str(caught.value)
 
 
 def test_a_host_that_waits_says_so_each_minute() -> None:

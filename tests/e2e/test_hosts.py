@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import re
+import signal
 import socket
 import threading
 import time
@@ -18,7 +19,7 @@ import psutil
 import pytest
 
 from pypto_serving.backend.greeting import CONTROL, connect
-from pypto_serving.backend.hosts import Door
+from pypto_serving.backend.hosts import WAITING, Door
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.errors import EXIT_ENGINE, EXIT_USAGE, PyptoError
 from pypto_serving.parallel.topology import Topology
@@ -185,6 +186,32 @@ def test_a_host_that_hangs_is_left(model: Path, wanted: list[Reply], address: st
             return found
 
         assert run_engine(rank_config(model, TWO, {"faults": faults}, join_address=address), scenario) == wanted
+
+
+def test_another_core_waits_for_an_address_that_is_taken(model: Path, address: str) -> None:
+    told: list[str] = []
+
+    async def scenario() -> None:
+        config = rank_config(model, TWO, QUICK, join_address=address)
+        engine = AsyncEngine(config, lambda phase, *_: told.append(phase))
+        await engine.start()
+        try:
+            with joining(address, model):
+                await engine.wait_ready()
+                name, _, port = address.rpartition(":")
+                with socket.create_server((name, int(port))):
+                    told.clear()
+                    assert engine._child is not None
+                    os.kill(engine._child.pid, signal.SIGKILL)
+                    while not any(phase.startswith(WAITING) for phase in told):
+                        assert not engine.is_dead
+                        await asyncio.sleep(0.01)
+                await engine.wait_ready()
+                assert await answers(engine, [[5, 6, 7]])
+        finally:
+            await engine.stop()
+
+    asyncio.run(scenario())
 
 
 def refused(model: Path, address: str, stranger: JoiningHost) -> str:

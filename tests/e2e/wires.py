@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 
 from tests.store.pool import free_port
 
-GREETING = 32 + 85 + 32
+GREETED, ANSWERED = 21 + 32, 85 + 32
+"""Bytes that the serving host says first, and that the joining one says then."""
 PURPOSE = slice(21, 37)
 CHUNK = 1 << 16
 
@@ -51,8 +52,8 @@ class Wires:
 
     def _carry(self, joining: socket.socket, serving: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            joining.sendall(serving.recv(32, socket.MSG_WAITALL))
-            serving.sendall(said := joining.recv(85 + 32, socket.MSG_WAITALL))
+            joining.sendall(serving.recv(GREETED, socket.MSG_WAITALL))
+            serving.sendall(said := joining.recv(ANSWERED, socket.MSG_WAITALL))
             ours = said[PURPOSE].rstrip(b"\0").decode() == self._name
             for source, target, place in ((joining, serving, "serving"), (serving, joining, "joining")):
                 source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 from itertools import pairwise
@@ -110,6 +111,26 @@ def test_another_core_waits_for_the_worker_of_the_one_that_died(tmp_path: Path) 
     tier = TierConfig(tier="disk", size_bytes=1 << 20, num_slots=(64,), place=str(tmp_path / "kv"))
     lingering = {"faults": {"1": ["linger", 2]}}
     run(config(tiers=(tier,), worker_module="tests.faulty_worker", backend_options=lingering), scenario)
+
+
+def test_another_core_goes_without_a_folder_that_is_gone(tmp_path: Path) -> None:
+    """As another worker does: only the first one of a server ends it, with an error of the option."""
+    folder = tmp_path / "kv"
+
+    async def scenario(engine: AsyncEngine) -> None:
+        await answers_are_right(engine, count=1, max_tokens=5)
+        shutil.rmtree(folder)
+        folder.touch()
+        assert engine._child is not None
+        os.kill(engine._child.pid, signal.SIGKILL)
+        while engine.ready is not None:
+            await asyncio.sleep(0.01)
+        await engine.wait_ready()
+        await answers_are_right(engine, count=1, max_tokens=5)
+        assert not engine.stats.tiers[0].writable
+
+    tier = TierConfig(tier="disk", size_bytes=1 << 20, num_slots=(64,), place=str(folder))
+    run(config(tiers=(tier,)), scenario)
 
 
 def test_stop_does_not_wait_for_the_worker_of_a_core_that_died() -> None:

@@ -60,7 +60,7 @@ def test_all_replicas_answer_and_conversations_stay_with_theirs() -> None:
         for source in second:
             (*_, last) = (await collect(replicas, source))[source.request_id]
             assert last.num_cached_tokens >= 192
-        assert not replicas._router._replica_of
+        assert not replicas._router._unfinished
 
     run(scenario)
 
@@ -122,6 +122,23 @@ def test_a_replica_that_loads_is_passed_over() -> None:
     run(scenario, faults=FaultConfig(heartbeat_s=0.1, respawn_delay_s=300))
 
 
+def test_a_conversation_does_not_wait_for_a_device_that_lost_it() -> None:
+    """It goes to the replica that has computed less."""
+
+    async def scenario(replicas: Replicas) -> None:
+        source = request("first", 200, 5)
+        await collect(replicas, source)
+        owner, other = sorted(replicas.engines, key=lambda engine: -engine.stats.generation_tokens)
+        assert owner.ready is not None
+        os.kill(owner.ready.worker_pid, signal.SIGKILL)
+        while not (owner.ready.epoch == 2 and owner.health().ok):
+            await asyncio.sleep(0.01)
+        await collect(replicas, after(source, "again"))
+        assert other.stats.generation_tokens == 5
+
+    run(scenario)
+
+
 def test_a_full_replica_is_passed_over_and_full_ones_refuse() -> None:
     async def scenario(replicas: Replicas) -> None:
         tasks = [await begun(replicas, request(f"q{i}", 20, 300)) for i in range(2)]
@@ -131,10 +148,10 @@ def test_a_full_replica_is_passed_over_and_full_ones_refuse() -> None:
             replicas.submit([request("one too many", 20, 5)])
         with pytest.raises(QueueFullError):
             replicas.require_admission(1)
-        assert len(replicas._router._replica_of) == 4
+        assert len(replicas._router._unfinished) == 4
         replicas.abort([f"q{i}" for i in range(2)])
         await asyncio.gather(*streams, *(task for task, _ in tasks))
-        assert not replicas._router._replica_of
+        assert not replicas._router._unfinished
 
     run(scenario, max_num_seqs=1, max_queued_requests=1)
 

@@ -15,6 +15,7 @@ from pypto_serving.bench.traces import EXCERPT, load_trace
 from pypto_serving.engine import routing
 from pypto_serving.engine.routing import AFFINITY, KnownPrefixes, Router
 from pypto_serving.types.stats import StepStats
+from pypto_serving.types.tier import TierConfig
 from pypto_serving.types.tokens import pack_ids
 from tests.engine.virtual_group import VirtualReplica, serve
 from tests.simulation import null_config
@@ -101,7 +102,28 @@ def test_what_a_lost_replica_held_is_forgotten() -> None:
     group.router.lose(home)
     assert group.best(shared) == 1 - home
     group.router.finish("0")
-    assert not group.router._replica_of
+    assert not group.router._unfinished
+
+
+def test_what_the_device_of_a_dead_worker_held_is_forgotten() -> None:
+    """Requests that go on compute their prompts again, so these will be there."""
+    group, ended, goes_on = Group(2), prompt(512, 1), prompt(256, 2)
+    home = group.place(ended)
+    group.finish(0)
+    group.router.add(home, ["goes on"], 256, group.router.links(pack_ids(goes_on), ""))
+    group.router.lose_device(home)
+    group.router.finish("goes on")
+    assert group.best(ended) == 1 - home
+    assert group.best(goes_on) == home
+
+
+def test_what_tiers_hold_outlives_a_worker() -> None:
+    tier = TierConfig(tier="host", size_bytes=1 << 20, num_slots=(64,))
+    group, shared = Group(2, tiers=(tier,)), prompt(512, 1)
+    home = group.place(shared)
+    group.finish(0)
+    group.router.lose_device(home)
+    assert group.best(shared) == home
 
 
 def test_the_choices_of_a_prompt_compute_it_once() -> None:

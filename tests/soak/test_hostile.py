@@ -150,7 +150,7 @@ def withstand(kind: str, seconds: float, seed: int, slack: float = 1.0) -> Siege
 @pytest.mark.parametrize("kind", ["bytes", "requests"])
 def test_hostile_clients_for_seconds(kind: str) -> None:
     """Other tests may use the CPUs meanwhile."""
-    assert withstand(kind, 4, seed=1, slack=5).num_sent > 0
+    assert withstand(kind, 2, seed=1, slack=5).num_sent > 0
 
 
 @pytest.mark.soak
