@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from pypto_serving.backend.base import Fault, Progress, StepBuffers, StepInputs
 from pypto_serving.backend.control import Control
-from pypto_serving.errors import EXIT_MODEL, EXIT_OK, EXIT_USAGE, ConfigError, ModelError, PyptoError
+from pypto_serving.errors import EXIT_OK, FINAL_ERRORS, PyptoError
 from pypto_serving.ipc import Child, ChildFault
 from pypto_serving.kernels import (
     Board,
@@ -269,5 +269,4 @@ class Followers:
 
 
 def _error(fault: ChildFault) -> PyptoError:
-    kinds: dict[int, type[PyptoError]] = {EXIT_MODEL: ModelError, EXIT_USAGE: ConfigError}
-    return kinds.get(fault.exit_code, RankError)(fault.message)
+    return FINAL_ERRORS.get(fault.exit_code, RankError)(fault.message)
