@@ -59,10 +59,11 @@ def test_the_same_bits(tmp_path: Path, kind: str, weights: str, hosts: int) -> N
 
 @pytest.mark.e2e
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_the_same_answers(tmp_path: Path, kind: str) -> None:
+def test_the_same_answers(tmp_path: Path, kind: str, weights: str) -> None:
     """In random chunks, from all tiers, preempted, and after the deaths of ranks."""
-    rng, model = random.Random(kind), model_of(tmp_path, kind)
+    rng, model = random.Random(f"{kind} {weights}"), model_of(tmp_path, kind, weights)
     wanted = answered(model, rank_config(model, Topology()))[0][1]
     for topology in rng.sample([*topologies(kind)], 4):
         options = {"kv_memory": SMALL_KV[kind], "max_num_batched_tokens": rng.randrange(17, 99)}
