@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 EXIT_OK = 0
@@ -31,6 +32,10 @@ class ModelError(PyptoError):
 
     code = "invalid_model"
     exit_code = EXIT_MODEL
+
+
+FINAL_ERRORS: Mapping[int, type[PyptoError]] = {EXIT_USAGE: ConfigError, EXIT_MODEL: ModelError}
+"""Errors of a process that would end the next one too, by its exit code."""
 
 
 class RequestError(PyptoError):

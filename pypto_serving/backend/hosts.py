@@ -64,11 +64,11 @@ class Arrival(NamedTuple):
 
 
 def await_host(config: EngineConfig, files: Mapping[str, bytes], progress: Progress, again: bool = False) -> Joined:
-    """Let the other host join if its checkpoint has these digests of files; nothing listens afterwards.
+    """Let the other host join if the files of its checkpoint have these digests. Nothing listens afterwards.
 
-    Raises ConfigError where nothing can listen, and EngineDeadError if no host joins within the time of a step, less
-    that in which a host that is gone was silent before. Where one joined before, and another joins `again`, that time
-    is also for an address that cannot be used, such as one that a cut network took along.
+    Wait for the time of a step, less the silence after which a host counts as gone. Raises EngineDeadError if none
+    joins, and ConfigError where nothing can listen: at once, or at the end if a host is to join `again`, since a cut
+    network takes the address along.
     """
     faults = config.faults
     waiting_s = max(GREETING_S, faults.step_timeout_s - SILENT_BEATS * faults.heartbeat_s)
@@ -152,7 +152,7 @@ def _mismatch(config: EngineConfig, hello: HostHello, files: Mapping[str, bytes]
 class Door:
     """Owns the socket on which other hosts arrive, and the connections that are greeted.
 
-    One more than MOST_GREETINGS ends any of them: a host that knows the secret greets at once, so it rarely is the one.
+    Where more than MOST_GREETINGS come, a random one ends: rarely the other host's, which greets at once.
     """
 
     def __init__(self, address: str, secret: bytes) -> None:

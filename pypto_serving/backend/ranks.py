@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from pypto_serving.backend.base import Fault, Progress, StepBuffers, StepInputs
 from pypto_serving.backend.control import Control
-from pypto_serving.errors import EXIT_MODEL, EXIT_OK, EXIT_USAGE, ConfigError, ModelError, PyptoError
+from pypto_serving.errors import EXIT_OK, FINAL_ERRORS, PyptoError
 from pypto_serving.ipc import Child, ChildFault
 from pypto_serving.kernels import (
     Board,
@@ -59,7 +59,7 @@ class SharedBuffers:
         self._places = {_address(buffers): place for place, buffers in enumerate(self.buffers)}
 
     def place(self, inputs: StepInputs) -> int:
-        """Return the index in `buffers` of those that the arrays of a step begin."""
+        """Return the index of those `buffers` in which the arrays of a step lie."""
         return self._places[_address(inputs)]
 
 
@@ -85,7 +85,7 @@ class Shared(SharedBuffers):
         return Peers(self._rank, self.memory, len(self.buffers), Links(**ends), self._most_tokens)
 
     def publish(self, inputs: StepInputs) -> int:
-        """Let all ranks compute a step, whose arrays begin those of one of `buffers`; return which.
+        """Let all ranks compute a step, whose arrays lie in one of `buffers`; return its index.
 
         Raises RanksGone where the other host cannot be told.
         """
@@ -188,9 +188,9 @@ class Followers:
         return report
 
     def _slowest(self) -> int:
-        """Return how much of the leader's total each rank has loaded at least, by its share of its own.
+        """Return how much the slowest rank has loaded: the share of its own total, in units of the leader's.
 
-        It is all only once all are ready: that ends the phase.
+        It is the whole only once all are ready, since that ends the phase.
         """
         are_ready = len(self._ready) == len(self._members)
         return self._total if are_ready else min(int(self._total * min(self._loaded.values())), self._total - 1)
@@ -258,9 +258,9 @@ class Followers:
             self._hear()
 
     def blame(self) -> NoReturn:
-        """Say who ended, where a step was given up for that: raises as `reporting` says, or RanksGone for nobody.
+        """Raise the error of the rank that ended, for which a step was given up; see `reporting`.
 
-        Once there is a thread that watches, it says so, and ends this process.
+        Once a thread watches, it reports that error and ends this process. Raises RanksGone if it finds none.
         """
         if self._watching is None:
             self.await_end()
@@ -269,5 +269,4 @@ class Followers:
 
 
 def _error(fault: ChildFault) -> PyptoError:
-    kinds: dict[int, type[PyptoError]] = {EXIT_MODEL: ModelError, EXIT_USAGE: ConfigError}
-    return kinds.get(fault.exit_code, RankError)(fault.message)
+    return FINAL_ERRORS.get(fault.exit_code, RankError)(fault.message)

@@ -7,7 +7,7 @@ import select
 import time
 from collections.abc import Callable
 
-from pypto_serving.errors import EXIT_MODEL, EXIT_USAGE, ConfigError, ModelError, PyptoError
+from pypto_serving.errors import FINAL_ERRORS
 from pypto_serving.ipc import Child, ChildFault
 from pypto_serving.types.hosts import JOINED
 from pypto_serving.types.start import HostJoin
@@ -16,8 +16,6 @@ log = logging.getLogger(__name__)
 
 MODULE = "pypto_serving.backend.host"
 AGAIN_S = 1.0
-_FINAL: dict[int, type[PyptoError]] = {EXIT_MODEL: ModelError, EXIT_USAGE: ConfigError}
-"""Errors that joining again would not mend."""
 
 
 def join_again(start: HostJoin, joined: Callable[[], None]) -> None:
@@ -28,8 +26,8 @@ def join_again(start: HostJoin, joined: Callable[[], None]) -> None:
             fault = _live(child, joined)
         finally:
             code = child.end(0)
-        if fault is not None and fault.exit_code in _FINAL:
-            raise _FINAL[fault.exit_code](fault.message)
+        if fault is not None and fault.exit_code in FINAL_ERRORS:
+            raise FINAL_ERRORS[fault.exit_code](fault.message)
         log.warning("left %s: %s; joining again", start.address, fault.message if fault else f"exit code {code}")
         time.sleep(AGAIN_S)
 

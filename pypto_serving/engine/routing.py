@@ -50,7 +50,7 @@ class KnownPrefixes:
 
 
 class Work:
-    """Owns what one replica has to do: prompt tokens of requests that wait for their first token, and who has one."""
+    """Owns the work of one replica: prompt tokens of requests without output, and the requests that decode."""
 
     def __init__(self) -> None:
         self.prompts: dict[str, int] = {}

@@ -26,7 +26,7 @@ class Extent(enum.Enum):
 
 
 class Mirrored:
-    """An array that both hosts have, of 32-bit words in `most` rows, of which a step has `extent`.
+    """An array of 32-bit words that both hosts have. It has `most` rows; a step has as many of them as `extent` says.
 
     With `known`, this host remembers what the other one has, and sends only words that differ.
     """
@@ -51,7 +51,7 @@ class Mirrors:
 
 
 class Link:
-    """Owns one end of a connection, whose file descriptor it takes over. It fails once no byte moves for a while."""
+    """Owns one end of a connection, whose file descriptor it takes over. It fails if no byte moves for `patience_s`."""
 
     def __init__(self, fd: int, patience_s: float) -> None:
         lib = library()
@@ -69,10 +69,10 @@ class Link:
 
 
 class Courier:
-    """Owns a thread that takes what arrives on a link, for as long as it lives.
+    """Owns a thread that writes what arrives on a link to the arrays `mirrors`: equally many for each of `slots` steps.
 
-    Each of `slots` steps in flight has equally many of the arrays `mirrors`. Then `counts` advance, or the step is
-    published on the `board` in whose memory they are. They are closed when nothing more can come.
+    It then advances all `counts` of a meeting. With `publishes`, `counts` is the memory of a board instead, on which
+    it publishes the step. When nothing more can arrive, it closes the counts.
     """
 
     def __init__(self, link: Link, mirrors: Mirrors, slots: int, counts: UInt8Array, publishes: bool = False) -> None:

@@ -16,9 +16,10 @@ class RanksGone(PyptoError):
 
 
 class Meeting:
-    """Owns one rank's end of a barrier. `counts` is zero memory that all ranks share, a count for each.
+    """Owns one rank's end of a barrier. `counts` is memory that all ranks share, zero at first, with a count for each.
 
-    It comes to count `own`, if any, and waits for all counts, or those `awaited`.
+    To meet for the n-th time is to advance the count `own`, if any, and to wait until all counts, or those `awaited`,
+    are n.
     """
 
     def __init__(self, counts: UInt8Array, own: int | None, awaited: range | None = None) -> None:

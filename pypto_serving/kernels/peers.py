@@ -63,7 +63,8 @@ class Peers:
     def meet(self, step: Recording, *gathered: Array) -> None:
         """Record: wait for the other ranks of the group, and see what each has written of the arrays `gathered`.
 
-        Each array holds equally many words for each token.
+        That is an all-gather without copies: ranks of one host write to shared memory. Each array holds equally many
+        words for each token.
         """
         if self._links.meeting is None:
             self._meet(step)

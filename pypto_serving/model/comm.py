@@ -90,7 +90,7 @@ class Comm:
         return self.join_several([part], [columns])[0]
 
     def join_several(self, parts: Sequence[Tensor], columns: Sequence[Sequence[range]]) -> list[Tensor]:
-        """Join parts of several matrices at once; `columns` are by matrix, then by rank. See `join`."""
+        """Join parts of several matrices in one all-gather; `columns` are by matrix, then by rank. See `join`."""
         if self.alone:
             return list(parts)
         sizes = [[len(own) for own in of_rank] for of_rank in zip(*columns, strict=True)]
@@ -102,7 +102,7 @@ class Comm:
         return [torch.cat(matrix, 1) for matrix in zip(*by_rank, strict=True)]
 
     def sum(self, parts: Tensor) -> Tensor:
-        """Add up `parts` of all ranks, in place, of which each is zero where others have computed."""
+        """Add up the `parts` of all ranks in place, an all-reduce. Each part is zero where others have computed."""
         if not self.alone:
             self._wait(self._group.allreduce, [parts])
         return parts

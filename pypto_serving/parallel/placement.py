@@ -17,7 +17,7 @@ class NumaNode(msgspec.Struct, frozen=True):
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank runs: its memory is that of the CPU which first writes to it.
+    """Where a rank runs. Its memory lies on the node of the CPU that first writes to it.
 
     cpus: CPUs of its threads; empty for all that the process may use.
     node: NUMA node of all these CPUs, or None.

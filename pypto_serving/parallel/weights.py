@@ -1,4 +1,4 @@
-"""What of a model's weights each rank holds, and of the activations of a token."""
+"""The parts that each rank holds of a model's weights, and of the activations of a token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pypto_serving.parallel.topology import PANEL, Rank
 Split = Literal["whole", "heads", "kv_heads", "attention", "columns", "experts"]
 """How ranks split a matrix: not at all, by heads, by outputs, or by experts and the outputs of each.
 
-Those of attention are split by heads or outputs, unless its rows are.
+Matrices of attention are split by heads or outputs; where ranks split its rows, each has them whole.
 """
 
 
@@ -45,7 +45,7 @@ class TokenBytes(msgspec.Struct, frozen=True, kw_only=True):
     passed: int = 0
 
     def held(self, rank: Rank, slots: int) -> int:
-        """Count those of `rank`, where `slots` steps are in flight. What two processes share is half of either."""
+        """Count those of `rank` with `slots` steps in flight. Memory of two processes counts half for each."""
         topology = rank.topology
         neighbours = (not rank.embeds) + (not rank.projects)
         divided = self.split + self.passed * slots * neighbours // 2
@@ -94,7 +94,7 @@ class ModelParts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def merged(weights: Iterable[SplitWeights]) -> tuple[SplitWeights, ...]:
-    """Add up those that are split alike."""
+    """Add up the weights that are split alike."""
     sizes: dict[SplitWeights, int] = {}
     for one in weights:
         alike = msgspec.structs.replace(one, num_bytes=0)

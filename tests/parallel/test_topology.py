@@ -90,6 +90,7 @@ def test_query_heads_belong_to_the_kv_heads_of_their_rank(topology: Topology, nu
         assert flat(part for rank, part in zip(ranks, kept, strict=True) if rank.writes_kv(num_kv_heads)) == [
             *range(num_kv_heads)
         ]
+        assert topology.repeats_kv_heads(num_kv_heads) == (len(set(kept)) < len(kept))
         assert all({head // group for head in own} <= set(kv) for own, kv in zip(heads, kept, strict=True))
         assert all(before.start <= after.start for before, after in pairwise(kept))
         if num_kv_heads >= topology.tensor:
@@ -125,6 +126,41 @@ def test_expert_groups_share_experts_by_columns() -> None:
 def test_ranks_that_split_rows_have_attention_whole() -> None:
     assert {rank.attention for rank in Topology(tensor=2, expert=2, data=2).ranks} == {Rank()}
     assert [rank.attention for rank in Topology(tensor=2).ranks] == [*Topology(tensor=2).ranks]
+
+
+@pytest.mark.parametrize(
+    ("topology", "hosts", "connections"),
+    [
+        (Topology(tensor=3), [0, 0, 0], {}),
+        (Topology(tensor=3, hosts=2), [0, 0, 1], {"steps": (0, 2), "blocks": (0, 2), "meeting": (0, 2)}),
+        (
+            Topology(tensor=2, pipeline=3, hosts=2),
+            [0, 0, 0, 0, 1, 1],
+            {"steps": (0, 4), "blocks": (0, 4), "rows": (2, 4), "logits": (0, 4)},
+        ),
+    ],
+)
+def test_hosts_have_stages_or_the_ranks_of_the_only_one(
+    topology: Topology, hosts: list[int], connections: dict[str, tuple[int, int]]
+) -> None:
+    """Rows go from the last stage of one host to the first of the other; the leader gets logits of the last stage."""
+    assert [rank.host for rank in topology.ranks] == hosts
+    assert topology.connections == connections
+    assert [*topology.on_host(0), *topology.on_host(1)] == [*topology.ranks]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "why"),
+    [
+        ({"hosts": 2}, "1 ranks cannot be split among 2 hosts"),
+        ({"tensor": 2, "hosts": 0}, "2 ranks cannot be split among 0 hosts"),
+        ({"tensor": 3, "hosts": 3}, "3 ranks cannot be split among 3 hosts"),
+        ({"tensor": 2, "expert": 2, "data": 2, "hosts": 2}, "ranks that split rows read the same KV cache"),
+    ],
+)
+def test_hosts_that_cannot_share_ranks(sizes: dict[str, int], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Topology(**sizes)
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (2, 1, 0), (4, 1, 3), (2, 1, 4), (2, 1, 1, 0), (4, 1, 1, 2)])
