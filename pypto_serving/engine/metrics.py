@@ -274,11 +274,12 @@ class ServerMetrics(Collector):
     def _accepted(self, stats: Sequence[StepStats]) -> Iterator[Metric]:
         """Yield how many drafts were accepted, in all and by their position, from 0."""
         name, most = "vllm:spec_decode_num_accepted_tokens", self._engine.config.num_drafts
+        help_text = "Drafts that were accepted, also behind the end of the request."
         totals = [[((), sum(each.accepted_at))] for each in stats]
-        yield self._of_engines(CounterMetricFamily, name, "Drafts that were accepted.", totals)
+        yield self._of_engines(CounterMetricFamily, name, help_text, totals)
         padded = [(*each.accepted_at, *[0] * most)[:most] for each in stats]
         by_position = [[((str(i),), count) for i, count in enumerate(counts)] for counts in padded]
-        help_text = "Drafts that were accepted, by position."
+        help_text = "Drafts that were accepted, by position, also behind the end of the request."
         yield self._of_engines(CounterMetricFamily, f"{name}_per_pos", help_text, by_position, "position")
 
     def _tiers(self, tiers: Sequence[Sequence[TierStats]]) -> Iterator[Metric]:

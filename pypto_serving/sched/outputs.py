@@ -37,8 +37,8 @@ def token_added(request: Request, token_id: int) -> RequestOutput:
     )
 
 
-def tokens_added(request: Request, row: RowResult, count: int, num_accepted: int) -> RequestOutput:
-    """Return the output with the first `count` tokens that a step gave a request, `num_accepted` of them drafts."""
+def tokens_added(request: Request, row: RowResult, count: int) -> RequestOutput:
+    """Return the output with the first `count` tokens that a step gave a request. The first of them were drafts."""
     values = [TokenLogprobs(each.logprob, each.rank, each.top_ids, each.top_logprobs) for each in row.logprobs[:count]]
     return RequestOutput(
         request_id=request.id,
@@ -46,7 +46,7 @@ def tokens_added(request: Request, row: RowResult, count: int, num_accepted: int
         logprobs=values or None,
         num_cached_tokens=max(0, request.num_cached_tokens),
         num_drafts=row.num_drafts,
-        num_accepted=num_accepted,
+        num_accepted=min(row.num_accepted, count),
     )
 
 

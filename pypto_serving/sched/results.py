@@ -74,10 +74,9 @@ class Results:
             reason = outputs.stop_reason(request, row.token_ids[count])
             count += 1
         self._counters.generation_tokens += count
-        shown = min(row.num_accepted, max(0, count - 1))
         if row.num_drafts:
-            self._counters.record_drafts(row.num_drafts, shown)
-        output = outputs.tokens_added(request, row, count, shown)
+            self._counters.record_drafts(row.num_drafts, row.num_accepted)
+        output = outputs.tokens_added(request, row, count)
         if row.token_ids and not request.first_token_s:
             request.first_token_s = now_s
             output = outputs.started(request, output)

@@ -198,7 +198,7 @@ class Counters:
         return sum(self.accepted_at)
 
     def record_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """Count the drafts that a row verified, and how many of them became output."""
+        """Count the drafts that a row verified, and how many of them were accepted, also behind its last token."""
         self.num_draft_rounds += 1
         self.num_drafts += num_drafts
         self.accepted_at += [0] * (num_drafts - len(self.accepted_at))

@@ -30,7 +30,8 @@ class Strikes:
         3 strikes     fails (`MAX_STRIKES`)
 
     The tokens that crash a kernel lie in every interval that crashed. So a crash whose interval does not overlap the
-    earlier ones starts the count again, and a request is cleared once the interval is committed.
+    earlier ones starts the count again, and a request is cleared once the interval is committed. Drafts are part of the
+    interval, since a step computes them like other tokens. A suspect has none, so no request fails for its drafts.
     """
 
     def __init__(self) -> None:

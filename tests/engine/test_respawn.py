@@ -132,6 +132,43 @@ def test_a_strike_is_forgiven_once_the_request_gets_past_the_crash(monkeypatch: 
     simulation.assert_correct(request_id)
 
 
+def drafting(accuracy: float) -> Simulation:
+    """A replica whose device drafts three tokens."""
+    traits = BackendTraits(samples_on_device=True, max_drafts=3)
+    return Simulation(null_config(traits=traits, num_drafts=3, backend_options={"draft_accuracy": accuracy}))
+
+
+def test_a_token_that_crashes_as_a_draft_too_has_three_strikes() -> None:
+    """It is the last draft, then the third, then the request's last token, since a suspect has no drafts."""
+    simulation = drafting(accuracy=1.0)
+    executor, crashed = simulation.executor, list[int]()
+
+    def dies(plan: StepPlan) -> bool:
+        assert executor._runner is not None
+        if executor._runner.batch.num_computed[0] <= 7:
+            return False
+        crashed.append(int(unpack_ids(plan.num_drafts).sum()))
+        return True
+
+    executor.die_if = dies
+    bad = simulation.add(prompt(4), max_tokens=30)
+    simulation.run()
+    fault = simulation.last[bad].fault
+    assert fault is not None and fault.status == 500
+    assert crashed == [3, 3, 0]
+    simulation.assert_correct(bad)
+
+
+def test_no_request_fails_for_its_drafts() -> None:
+    simulation = drafting(accuracy=0.0)
+    simulation.executor.die_if = lambda plan: bool(plan.num_drafts)
+    request_id = simulation.add(prompt(4), max_tokens=30)
+    simulation.run()
+    assert simulation.executor.num_deaths > 3
+    assert len(simulation.tokens[request_id]) == 30
+    simulation.assert_correct(request_id)
+
+
 def test_late_aborts_and_new_requests_between_lives() -> None:
     simulation = Simulation(null_config())
     first, second = simulation.add(prompt(10), max_tokens=30), simulation.add(prompt(11), max_tokens=30)

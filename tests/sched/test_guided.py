@@ -159,7 +159,7 @@ def test_guided_answers_depend_on_no_schedule(model: Path, compiler: Compiler, s
     found: Counter[str] = Counter()
     for seed in range(2):
         config = null_config(
-            num_blocks=13, model=str(model), vocab_size=VOCAB_SIZE, max_num_seqs=6, max_model_len=160, **SHAPES[shape]
+            num_blocks=12, model=str(model), vocab_size=VOCAB_SIZE, max_num_seqs=6, max_model_len=160, **SHAPES[shape]
         )
         found += churn(Simulation(config), random.Random(seed), compiler, 40)
     assert min(found[name] for name in ("guided", "stopped", "preempted", "deaths")) > 0, found

@@ -346,6 +346,21 @@ def test_a_prompt_starts_beside_decodes_that_draft() -> None:
     assert turns[0] <= turns[1] <= turns[0] + 1
 
 
+def test_drafts_up_to_a_stop_are_the_requests_and_those_behind_it_are_the_samplers() -> None:
+    """The step behind the first token has three drafts that are right; the second of them ends the request."""
+    traits = BackendTraits(samples_on_device=True, max_drafts=3)
+    simulation = Simulation(null_config(traits=traits, num_drafts=3, backend_options={"draft_accuracy": 1.0}))
+    request_id = simulation.add(prompt(4), params=SamplingParams(max_tokens=20, temperature=0))
+    stop = simulation.expected(request_id, 3)[-1]
+    stopped = simulation.add(prompt(4), params=SamplingParams(max_tokens=20, temperature=0, stop_token_ids=(stop,)))
+    simulation.abort(request_id)
+    simulation.run()
+    assert len(simulation.tokens[stopped]) == 3
+    assert (simulation.accepted[stopped], simulation.rejected[stopped]) == (2, 1)
+    counters = simulation.counters
+    assert (counters.num_draft_rounds, counters.num_drafts, counters.accepted_at) == (1, 3, [1, 1, 1])
+
+
 def test_a_worker_whose_limits_are_not_the_configured_ones_ends_the_replica() -> None:
     def weaker(config: EngineConfig) -> NullProgram:
         program = NullProgram(config)

@@ -183,10 +183,11 @@ def no_layout(rows: Int32Array, positions: Int32Array) -> StepInputs:
 
 
 class Fixed:
-    """Proposes tokens 7 as many as wanted, with these odds."""
+    """Proposes tokens 7 as many as wanted, with these odds. Notes how many are `asked` for."""
 
     def __init__(self, odds: float) -> None:
         self.odds = odds
+        self.asked: list[int] = []
 
     def start(self, row: int) -> None:
         raise AssertionError("no row starts here")
@@ -194,6 +195,7 @@ class Fixed:
     def propose(self, tokens: Int32Array, rows: Int32Array, known: Int32Array, most: Int32Array) -> Proposals:
         for row, start, count in zip(rows, known, most, strict=True):
             tokens[row, start : start + count] = 7
+        self.asked = most.tolist()
         return Proposals(most.copy(), np.full(len(rows), self.odds, np.float32))
 
 
@@ -204,10 +206,12 @@ class Fixed:
 def test_tokens_that_must_follow_are_drafts(
     odds: float, expected: Mapping[int, Sequence[int]], wanted: list[int] | None
 ) -> None:
-    tokens = np.zeros((4, 20), np.int32)
-    counts = Drafts(lambda *_: Fixed(odds), tokens, no_layout, no_draws).write(
-        int32(3, 1), int32(4, 6), int32(3, 2), 2, expected
-    )
+    """The drafter is not asked for them."""
+    tokens, drafter, most = np.zeros((4, 20), np.int32), Fixed(odds), int32(3, 2)
+    drafts = Drafts(lambda *_: drafter, tokens, no_layout, no_draws)
+    counts = drafts.write(int32(3, 1), int32(4, 6), most, 2, expected)
+    assert drafter.asked == [0 if i in expected else count for i, count in enumerate((3, 2))]
+    assert most.tolist() == [3, 2]
     assert (counts if counts is None else counts.tolist()) == wanted
     for i, each in expected.items():
         row, start, count = (3, 1)[i], (4, 6)[i], (wanted or [0, 0])[i]

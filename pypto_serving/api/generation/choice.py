@@ -152,8 +152,7 @@ class Choice:
                 reason = "stop"
                 break
         added = self.num_tokens - before
-        if output.num_accepted:
-            self.num_accepted += min(output.num_accepted, added - 1)
+        self.num_accepted += min(output.num_accepted, added)
         if self._pending_ids is not None:
             self._pending_ids += ids[:added]
         if reason is not None:

@@ -35,9 +35,11 @@ class Drafts:
         """Write drafts behind the `known` [n] tokens of `rows` [n], and return how many; None if no row has any.
 
         A row has at most `most` [n]. `num_tokens` other tokens are in the step. Of rows in `expected`, by index, the
-        next tokens are known.
+        next tokens are known, so the drafter is not asked for them.
         """
-        counts, odds = self._drafter.propose(self._tokens, rows, known, most)
+        asked = most.copy()
+        asked[list(expected)] = 0
+        counts, odds = self._drafter.propose(self._tokens, rows, known, asked)
         for i, tokens in expected.items():
             counts[i], odds[i] = min(len(tokens), most[i]), 1.0
             self._tokens[rows[i], known[i] : known[i] + counts[i]] = tokens[: counts[i]]

@@ -66,6 +66,15 @@ def test_stop_strings_count_where_they_end(size: int, stop: str, min_tokens: int
     assert choice.finish_reason == ("length" if said == "abxabax" else "stop")
 
 
+@pytest.mark.parametrize(("stop", "num_tokens", "accepted"), [("a", 1, 1), ("b", 2, 2), ("c", 3, 3), ("d", 4, 3)])
+def test_accepted_drafts_are_those_among_the_tokens(stop: str, num_tokens: int, accepted: int) -> None:
+    """Of four tokens of a step with three drafts, all right, those up to the end of a stop string."""
+    ids = [TOKENIZER.encode(char)[0] for char in "abcd"]
+    choice = new_choice(stop=(stop,))
+    choice.take(RequestOutput(request_id="a", token_ids=pack_ids(ids), num_drafts=3, num_accepted=3))
+    assert (choice.num_tokens, choice.num_drafts, choice.num_accepted) == (num_tokens, 3, accepted)
+
+
 def test_token_ids_are_not_kept_unless_asked_for() -> None:
     choice = new_choice()
     deltas = [delta for output in portions([5, 6], 1) if (delta := choice.take(output)) is not None]

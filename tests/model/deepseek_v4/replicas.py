@@ -457,7 +457,10 @@ def _live(
     tiers: tuple[TierConfig, ...],
     unanswered: list[Unanswered],
 ) -> tuple[Counter[str], list[Unanswered]]:
-    """One life of a replica, to the end of all requests or, before a restart, to some point. Returns what is left."""
+    """One life of a replica, to the end of all requests or, before a restart, to some point. Returns what is left.
+
+    With draft layers, one that lives to the end goes on until drafts were accepted and rejected.
+    """
     config = oracle.config(rng, tiers, most=1.2 if schedule.crowded else 1.6)
     simulation = Simulation(config, make_program=oracle.make_program)
     executor, resumptions = simulation.executor, Resumptions(simulation)
@@ -472,6 +475,9 @@ def _live(
     ends = not schedule.restarts or bool(unanswered)
     if ends:
         simulation.run()
+        while config.drafts_in_model and not (simulation.accepted.total() and simulation.rejected.total()):
+            client.send(rng.choice(oracle.prompts), oracle.subject.output)
+            simulation.run()
     client.check(ended=ends)
     executor.stop()
     resumptions.counts["preemptions"] += simulation.counters.num_preemptions
