@@ -76,16 +76,17 @@ DECODE = {
 }
 PREFILL_ORDER = (
     "seq_lens chunk_lens chunk_offsets input_rms_weight wq wk wv q_norm_weight k_norm_weight rope_cos rope_sin "
-    "block_table slot_mapping k_cache v_cache wo post_rms_weight w_gate w_up w_down final_norm_weight lm_head_weight"
+    "block_table slot_mapping k_cache v_cache wo"
 )
+MLP, HEAD = "w_gate w_up w_down", "final_norm_weight lm_head_weight"
 DECODE_ORDER = (
     "input_rms_weight wq wk wv q_norm_weight k_norm_weight seq_lens block_table slot_mapping rope_cos rope_sin k_cache "
-    "v_cache wo w_gate w_up w_down post_rms_weight final_norm_weight lm_head_weight out"
+    f"v_cache wo {MLP} post_rms_weight {HEAD} out"
 )
 ORDERS = {
-    ("2026-06", "prefill"): f"hidden_states {PREFILL_ORDER} out",
+    ("2026-06", "prefill"): f"hidden_states {PREFILL_ORDER} post_rms_weight {MLP} {HEAD} out",
     ("2026-06", "decode"): f"hidden_states {DECODE_ORDER}",
-    ("2026-08", "prefill"): f"input_ids {PREFILL_ORDER} embed_weight out",
+    ("2026-08", "prefill"): f"input_ids {PREFILL_ORDER} {MLP} post_rms_weight {HEAD} embed_weight out",
     ("2026-08", "decode"): f"{DECODE_ORDER} embed_weight sampled_ids_in sampled_ids next_hidden",
 }
 COUNTS = {("2026-06", "prefill"): 24, ("2026-06", "decode"): 22, ("2026-08", "prefill"): 25, ("2026-08", "decode"): 25}
