@@ -250,15 +250,3 @@ class Qwen3Contract:
         spans = tuple((first, first + size) for first in firsts)
         pools = zip(self._each("k_cache"), self._each("v_cache"), strict=True)
         return dict.fromkeys((name for pair in pools for name in pair), spans)
-
-    def rows(self, num_pages: int) -> int:
-        """Return the rows of each pool."""
-        return self.model.num_layers * num_pages * self.kv_heads * PAGE_TOKENS
-
-    def row(self, num_pages: int, layer: int, slot: int, head: int) -> int:
-        """Return the row of a pool with a slot's key or value of a device's head: slot = page * 128 + offset."""
-        heads, (page, offset) = self.kv_heads, divmod(slot, PAGE_TOKENS)
-        base = layer * num_pages * heads * PAGE_TOKENS
-        if self._ids_in:
-            return base + (page * PAGE_TOKENS + offset) * heads + head
-        return base + (page * heads + head) * PAGE_TOKENS + offset
