@@ -50,6 +50,7 @@ def make_contract(config: Any) -> ModelContract:
     stages = arguments(config)
     limits = {
         "batch": 16,
+        "max_seq": 4096,
         "page_size": 128,
         "vocab": padded(config.vocab_size),
         "real_vocab": config.vocab_size,
