@@ -97,11 +97,13 @@ def copies_pages(model: Path) -> None:
 
 
 def keeps_programs(model: Path) -> None:
-    """The next start compiles nothing; other sources, or a damaged folder, do not pass for the program."""
+    """The next start compiles nothing, nothing stays of one that was killed; a damaged folder is no program."""
     with tempfile.TemporaryDirectory() as cache:
+        unfinished = Path(cache, "npu", "compiling")
+        unfinished.mkdir(parents=True)
         prepared(config_of(model, cache))[1].close()  # a process has one device, whose chips it watches
         kept = {path: path.stat().st_mtime_ns for path in Path(cache).glob("npu/*/distributed_meta.json")}
-        assert len(kept) == 2
+        assert len(kept) == 2 and not unfinished.exists()
         prepared(config_of(model, cache))[1].close()
         assert {path: path.stat().st_mtime_ns for path in Path(cache).glob("npu/*/distributed_meta.json")} == kept
         for path in kept:

@@ -32,9 +32,10 @@ pytestmark = [
     pytest.mark.skipif(not INSTALLED, reason="PyPTO's runtime is not installed; docs/npu.md says where to get it"),
 ]
 
-FAULTS = FaultConfig(respawn_delay_s=0.01, step_timeout_s=20)
+FAULTS = FaultConfig(respawn_delay_s=0.01, step_timeout_s=60)
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY, LEFT = Path("/dev/shm"), ("psm_*", "simpler_*")
+"""Tensors that the runtime shares, and windows of several devices."""
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,10 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def config_of(model: Path, **options: Any) -> EngineConfig:
     changes = {"num_blocks": (7,), "faults": FAULTS}
     return engine_config(model, changes, backend="npu", max_num_batched_tokens=64, **options)
+
+
+def segments(*patterns: str) -> set[Path]:
+    return {path for pattern in patterns for path in SHARED_MEMORY.glob(pattern)}
 
 
 def prompts_of(seed: int, lengths: tuple[int, ...]) -> list[list[int]]:
@@ -143,6 +148,39 @@ def test_a_kill_of_the_worker_changes_nothing(model: Path, undisturbed: list[lis
     assert run_engine(config_of(model), scenario) == undisturbed
 
 
+def family_of(engine: AsyncEngine) -> list[psutil.Process]:
+    """Return the worker, and what it started."""
+    assert engine.ready is not None
+    worker = psutil.Process(engine.ready.worker_pid)
+    return [worker, *worker.children(recursive=True)]
+
+
+def test_nothing_of_two_devices_stays(model: Path) -> None:
+    """Neither after a kill of the worker in a dispatch, in which devices have windows, nor after a stop."""
+    before = segments(*LEFT)
+    family: list[psutil.Process] = []
+
+    async def scenario(engine: AsyncEngine) -> list[list[int]]:
+        def kill_in_dispatch(_: RequestOutput) -> None:
+            if not family:
+                family.extend(family_of(engine))
+                while not segments(f"simpler_{family[0].pid:08x}_*"):
+                    assert family[0].is_running()
+                family[0].kill()
+
+        found = await answers(engine, PROMPTS, PARAMS, kill_in_dispatch)
+        assert engine.stats.num_respawns == 1
+        assert not psutil.wait_procs(family, timeout=10)[1]
+        assert not segments(f"simpler_{family[0].pid:08x}_*")
+        family[:] = family_of(engine)
+        assert await answers(engine, PROMPTS, PARAMS) == found
+        return found
+
+    run_engine(config_of(model, tensor_parallel_size=2), scenario)
+    assert not psutil.wait_procs(family, timeout=10)[1]
+    assert segments(*LEFT) == before
+
+
 def kill(chip: psutil.Process) -> None:
     chip.kill()
 
@@ -165,15 +203,13 @@ def test_what_goes_wrong_on_a_chip_changes_nothing(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The worker is lost, and nothing of it stays: no process, and no shared memory."""
-    segments = set(SHARED_MEMORY.glob("psm_*"))
+    before = segments(*LEFT)
     family: list[psutil.Process] = []
 
     async def scenario(engine: AsyncEngine) -> list[list[int]]:
         def once(output: RequestOutput) -> None:
             if not family:
-                assert engine.ready is not None
-                worker = psutil.Process(engine.ready.worker_pid)
-                family.extend([worker, *worker.children(recursive=True)])
+                family.extend(family_of(engine))
                 chips = chips_of(engine)
                 assert len(chips) == 1
                 harm(chips[0])
@@ -184,11 +220,12 @@ def test_what_goes_wrong_on_a_chip_changes_nothing(
 
     assert run_engine(config_of(model), scenario) == undisturbed
     assert not psutil.wait_procs(family, timeout=10)[1]
-    assert set(SHARED_MEMORY.glob("psm_*")) == segments
+    assert segments(*LEFT) == before
     assert capfd.readouterr().err.count("RuntimeError: LocalMailboxEndpoint::run: child failed") == failures
 
 
-def test_the_bundled_model_over_http() -> None:
+@pytest.mark.parametrize("devices", [(), ("--tp", "2")], ids=["one device", "two devices"])
+def test_the_bundled_model_over_http(devices: tuple[str, ...]) -> None:
     """The default model answers a chat as on the CPU; a second start takes the programs that are kept."""
     question = {"messages": [{"role": "user", "content": "What is 7 plus 5?"}], "temperature": 0, "max_tokens": 24}
 
@@ -199,6 +236,6 @@ def test_the_bundled_model_over_http() -> None:
             return str(answer.json()["choices"][0]["message"]["content"])
 
     sizes = ("--max-model-len", "512", "--max-num-batched-tokens", "64", "--kv-memory", "4MiB")
-    found = [ask("--device", "npu", *sizes) for _ in range(2)]
+    found = [ask("--device", "npu", *devices, *sizes) for _ in range(2)]
     assert found == [ask()] * 2
     assert "12" in found[0]

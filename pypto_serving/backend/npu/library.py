@@ -92,6 +92,7 @@ def _revision(theirs: Any) -> Revision:
 def _require_limits(limits: Mapping[str, Any], ours: Qwen3Contract) -> None:
     wanted = {
         "batch": BATCH_ROWS,
+        "max_seq": MAX_TOKENS,
         "page_size": PAGE_TOKENS,
         "vocab": ours.vocabulary,
         "real_vocab": ours.model.vocab_size,

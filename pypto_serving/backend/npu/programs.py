@@ -52,11 +52,12 @@ class Programs:
         return self._runtime.load(folder)
 
     def _compile(self, folder: Path, host: Any, arguments: Sequence[Argument], sizes: Sizes) -> None:
-        """Compile in a folder of its own, so that one that is not finished is never taken for a program."""
-        with tempfile.TemporaryDirectory(dir=self._folder, prefix="compiling-") as place:
-            self._runtime.compile(host, arguments, sizes, Path(place, "program"))
-            shutil.rmtree(folder, ignore_errors=True)
-            Path(place, "program").rename(folder)
+        """Compile in another folder, so that one that is not finished is never taken for a program."""
+        place = self._folder / "compiling"
+        shutil.rmtree(place, ignore_errors=True)
+        self._runtime.compile(host, arguments, sizes, place)
+        shutil.rmtree(folder, ignore_errors=True)
+        place.rename(folder)
 
 
 def _require_names(folder: Path, arguments: Sequence[Argument]) -> None:

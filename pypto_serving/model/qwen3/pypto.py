@@ -134,10 +134,10 @@ class Qwen3Contract:
     def _prefill(self) -> tuple[Argument, ...]:
         device = self._device()
         tokens = Argument("input_ids", "int32", ("T",), "input")
-        embed: tuple[Argument, ...] = (device["embed_weight"],)
+        mlp, embed = ["w_gate", "w_up", "w_down", "post_rms_weight"], ["embed_weight"]
         if not self._ids_in:
             tokens = Argument("hidden_states", "bfloat16", ("T", self.model.hidden_size), "input")
-            embed = ()
+            mlp, embed = ["post_rms_weight", "w_gate", "w_up", "w_down"], []
         return (
             tokens,
             *(Argument(name, "int32", ("B",), "input") for name in ("seq_lens", "chunk_lens", "chunk_offsets")),
@@ -145,9 +145,8 @@ class Qwen3Contract:
             *(device[name] for name in ("rope_cos", "rope_sin")),
             Argument("block_table", "int32", ("BM",), "input"),
             Argument("slot_mapping", "int32", ("T",), "input"),
-            *(device[name] for name in ("k_cache", "v_cache", "wo", "post_rms_weight", "w_gate", "w_up", "w_down")),
-            *(device[name] for name in ("final_norm_weight", "lm_head_weight")),
-            *embed,
+            *(device[name] for name in ("k_cache", "v_cache", "wo", *mlp)),
+            *(device[name] for name in ("final_norm_weight", "lm_head_weight", *embed)),
             Argument("out", "float32", ("B", self.vocabulary // self.devices), "output"),
         )
 
@@ -251,15 +250,3 @@ class Qwen3Contract:
         spans = tuple((first, first + size) for first in firsts)
         pools = zip(self._each("k_cache"), self._each("v_cache"), strict=True)
         return dict.fromkeys((name for pair in pools for name in pair), spans)
-
-    def rows(self, num_pages: int) -> int:
-        """Return the rows of each pool."""
-        return self.model.num_layers * num_pages * self.kv_heads * PAGE_TOKENS
-
-    def row(self, num_pages: int, layer: int, slot: int, head: int) -> int:
-        """Return the row of a pool with a slot's key or value of a device's head: slot = page * 128 + offset."""
-        heads, (page, offset) = self.kv_heads, divmod(slot, PAGE_TOKENS)
-        base = layer * num_pages * heads * PAGE_TOKENS
-        if self._ids_in:
-            return base + (page * PAGE_TOKENS + offset) * heads + head
-        return base + (page * heads + head) * PAGE_TOKENS + offset

@@ -50,6 +50,7 @@ def make_contract(config: Any) -> ModelContract:
     stages = arguments(config)
     limits = {
         "batch": 16,
+        "max_seq": 4096,
         "page_size": 128,
         "vocab": padded(config.vocab_size),
         "real_vocab": config.vocab_size,
@@ -113,8 +114,7 @@ def arguments(config: Any) -> dict[str, tuple[TensorArgSpec, ...]]:
         arg("slot_mapping", "int32", "tokens"),
         *caches,
         wo,
-        post,
-        *mlp,
+        *((*mlp, post) if ids_in else (post, *mlp)),
         *head,
         *((embed,) if ids_in else ()),
         out,
