@@ -43,6 +43,7 @@ class FunctionCallItem(Item, tag="function_call"):
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
 
 
 class CustomToolCallItem(Item, tag="custom_tool_call"):
@@ -50,6 +51,7 @@ class CustomToolCallItem(Item, tag="custom_tool_call"):
     call_id: str
     name: str
     input: str
+    namespace: str | None = None
 
 
 class InputTokensDetails(Answer):

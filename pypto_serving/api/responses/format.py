@@ -37,7 +37,7 @@ from pypto_serving.api.responses.answers import (
     ResponseUsage,
     Status,
 )
-from pypto_serving.api.responses.tools import input_of
+from pypto_serving.api.responses.tools import Called, callable_tools, input_of
 
 Done = Callable[[ResponseObject], None]
 _ENDS = {"completed": events.ResponseCompleted, "incomplete": events.ResponseIncomplete}
@@ -55,7 +55,7 @@ class ResponseFormat:
         repeated: dict[str, Any] = msgspec.json.decode(echo)
         begun = {"id": response_id, "object": "response", "created_at": int(time.time()), "model": model}
         self._base: dict[str, Any] = begun | repeated
-        self._custom = {tool["name"] for tool in repeated["tools"] if tool["type"] == "custom"}
+        self._tools = callable_tools(repeated["tools"])
         self._parser = None if form is None else form()
         self._short_ids = form is not None and form.short_ids
         self._on_done = on_done
@@ -161,9 +161,10 @@ class ResponseFormat:
             return ReasoningItem(f"rs_{made}", "in_progress", [], [])
         call_id = made[:SHORT_ID] if self._short_ids else f"call_{made}"
         name = part.name if isinstance(part, ToolCallStart) else ""
-        if name in self._custom:
-            return CustomToolCallItem(f"ctc_{made}", call_id, name, "")
-        return FunctionCallItem(f"fc_{made}", "in_progress", call_id, name, "")
+        called = self._tools.get(name, Called(name))
+        if called.is_custom:
+            return CustomToolCallItem(f"ctc_{made}", call_id, called.name, "", called.namespace)
+        return FunctionCallItem(f"fc_{made}", "in_progress", call_id, called.name, "", called.namespace)
 
     def _add(self, text: str) -> bytes:
         self._texts.append(text)

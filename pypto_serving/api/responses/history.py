@@ -8,7 +8,7 @@ from typing import Any
 
 from pypto_serving.api.chat.tools import refuse
 from pypto_serving.api.openai.schemas import MAX_MESSAGES
-from pypto_serving.api.responses.tools import arguments_of
+from pypto_serving.api.responses.tools import arguments_of, full_name
 from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
 
@@ -93,6 +93,8 @@ class _History:
 
     def _add_call(self, item: Item, arguments: str, where: str) -> None:
         call_id, name = (_string(item, field, where) for field in ("call_id", "name"))
+        if item.get("namespace") is not None:
+            name = full_name(_string(item, "namespace", where), name)
         self._names[call_id] = name
         call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._assistant("content", "").setdefault("tool_calls", []).append(call)
