@@ -40,7 +40,7 @@ from pypto_serving.api.decisions.endpoint import create_decision
 from pypto_serving.api.decisions.schemas import DecisionBody
 from pypto_serving.api.disconnect import nobody_listens
 from pypto_serving.api.errors import ApiError, describe
-from pypto_serving.api.middleware import SERVER_SEND, ApiKeyGuard, Faults, OriginGuard, RequestScope
+from pypto_serving.api.middleware import SERVER_SEND, ApiKeyGuard, Faults, OriginGuard, RequestScope, Traced
 from pypto_serving.api.openai.answers import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -141,13 +141,14 @@ def create_app(engine: EngineClient, serving: ServingConfig, memory: MemoryPlan 
             allow_headers=("*",),
             expose_headers=("x-request-id", IGNORED_HEADER, TRUNCATED_HEADER),
         )
+    if service.tracing is not None:
+        app.add_middleware(Traced, tracing=service.tracing)
     paths = Paths(route.path_format for route in app.routes)  # type: ignore[attr-defined]
     app.add_middleware(
         RequestScope,
         count=service.metrics.count_response,
         paths=paths,
         access_log=serving.access_log,
-        tracing=service.tracing,
     )
     return app
 

@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from starlette.middleware import Middleware
 from starlette.types import Message, Scope
 
-from pypto_serving.api.middleware import SERVER_SEND, Faults
+from pypto_serving.api.middleware import SERVER_SEND, Faults, Traced
 from pypto_serving.api.paths import VERSION
 from pypto_serving.logs import REQUEST_ID
 
@@ -28,11 +28,14 @@ class Answer(NamedTuple):
 
 
 class Direct:
-    """Call endpoints. They read bodies, admit requests and answer errors as they do for clients."""
+    """Call endpoints. They read bodies, admit, trace and answer requests as they do for clients."""
 
     def __init__(self, app: FastAPI) -> None:
         bare = copy.copy(app)
+        tracing = app.state.service.tracing
         bare.user_middleware = [Middleware(Faults)]
+        if tracing is not None:
+            bare.user_middleware.insert(0, Middleware(Traced, tracing=tracing))
         self._app = app
         self._paths = {
             route.path
