@@ -22,6 +22,7 @@ Listed from the top down: modules import only their own line and those below. On
 - `tracing`: the traces of requests, for a collector of OpenTelemetry
 - `settings`: hold the options of the server and the sampling defaults of the checkpoint
 - `text`: encode and decode text
-- `connection`, `gate`, `listening`, `service_manager`, `disconnect`, `drain`, `errors`, `middleware`, `paths`: the
-  parts of HTTP that know no endpoint
+- `connection`, `gate`, `refusals`: what connections may cost, and who was refused
+- `listening`, `service_manager`, `disconnect`, `drain`, `errors`, `middleware`, `paths`: the parts of HTTP that know no
+  endpoint
 """
