@@ -122,6 +122,41 @@ def test_files_and_batches_are_bounded(start: Start, tmp_path: Path, monkeypatch
         upload(client, [line("a")])
 
 
+def problems(client: openai.OpenAI, batch_id: str) -> list[tuple[int | None, str | None]]:
+    """The lines of a batch's input that are no requests, and why."""
+    errors = client.batches.retrieve(batch_id).errors
+    assert errors is not None and errors.data is not None
+    return [(error.line, error.message) for error in errors.data]
+
+
+def test_a_batch_has_a_most_of_requests(start: Start, tmp_path: Path) -> None:
+    server = start(batch_dir=str(tmp_path))
+    client = server.openai()
+    batch_id = create(client, [line(str(i)) for i in range(batches.MAX_REQUESTS + 2)])
+    wait(server, batch_id, "failed")
+    message = f"the file has more than {batches.MAX_REQUESTS} requests; split it"
+    assert problems(client, batch_id) == [(batches.MAX_REQUESTS + 1, message)]
+    assert server.engine.requests == []
+
+
+def test_a_line_has_a_most_of_bytes(start: Start, tmp_path: Path) -> None:
+    """That of a body, so a file with longer ones came to a server that takes more."""
+    at_most, longer = (json.dumps(line("a", user="x" * count)) for count in (3000, 3001))
+    first = start(batch_dir=str(tmp_path))
+    ids = [upload(first.openai(), [text]) for text in (at_most, longer)]
+    first.stop()
+    second = start(batch_dir=str(tmp_path), max_body_bytes=len(at_most))
+    client = second.openai()
+    good, bad = (
+        client.batches.create(input_file_id=file_id, endpoint="/v1/completions", completion_window="24h").id
+        for file_id in ids
+    )
+    wait(second, bad, "failed")
+    assert problems(client, bad) == [(1, f"the line has more than {len(at_most)} bytes; send less")]
+    wait(second, good, "completed")
+    assert answers(client, good)["a"]["response"]["status_code"] == 200
+
+
 def test_blank_lines_are_bounded(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "MAX_REQUESTS", 2)
     server = start(batch_dir=str(tmp_path))
@@ -129,11 +164,7 @@ def test_blank_lines_are_bounded(start: Start, tmp_path: Path, monkeypatch: pyte
     wait(server, create(client, [line("a"), "", "", line("b")]), "completed")
     batch_id = create(client, [line("a"), *[""] * 1000])
     wait(server, batch_id, "failed")
-    errors = client.batches.retrieve(batch_id).errors
-    assert errors is not None and errors.data is not None
-    assert [(error.line, error.message) for error in errors.data] == [
-        (5, "the file has more than 4 lines; leave blank ones out")
-    ]
+    assert problems(client, batch_id) == [(5, "the file has more than 4 lines; leave blank ones out")]
 
 
 def test_a_form_is_not_copied() -> None:
