@@ -49,7 +49,7 @@ class Direct:
         """Return whether requests of a batch may ask for `path`."""
         return path in self._paths
 
-    async def post(self, path: str, body: bytes, left: asyncio.Event, owner: bytes = b"") -> Answer:
+    async def post(self, path: str, body: bytes | memoryview, left: asyncio.Event, owner: bytes = b"") -> Answer:
         """Return the answer to a request of `owner`, which stands for a key that the application does not check.
 
         Once `left` is set, the request ends like one whose client left.

@@ -15,8 +15,9 @@ from typing import Any
 import openai
 import pytest
 
-from pypto_serving.api.batch import batches, store
+from pypto_serving.api.batch import batches, lines, store
 from pypto_serving.api.batch.direct import Direct
+from pypto_serving.api.batch.lines import Limits, Request
 from pypto_serving.api.batch.multipart import read_form
 from pypto_serving.api.batch.running import Output
 from pypto_serving.api.text.tokenizer import Tokenizer
@@ -127,6 +128,21 @@ def problems(client: openai.OpenAI, batch_id: str) -> list[tuple[int | None, str
     errors = client.batches.retrieve(batch_id).errors
     assert errors is not None and errors.data is not None
     return [(error.line, error.message) for error in errors.data]
+
+
+def test_lines_are_read_beside_the_event_loop(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of 60 MB takes long, and the server answers others meanwhile."""
+    readers: list[threading.Thread] = []
+
+    def read(path: Path, limits: Limits) -> Iterator[Request]:
+        for request in lines.read(path, limits):
+            readers.append(threading.current_thread())
+            yield request
+
+    monkeypatch.setattr(batches, "read", read)
+    server = start(batch_dir=str(tmp_path))
+    wait(server, create(server.openai(), [line("a"), line("b")]), "completed")
+    assert len(readers) == 2 and server.thread not in readers
 
 
 def test_a_batch_has_a_most_of_requests(start: Start, tmp_path: Path) -> None:
