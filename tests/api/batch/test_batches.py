@@ -7,6 +7,9 @@ import io
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -365,6 +368,34 @@ def test_damaged_records_are_left_out(start: Start, tmp_path: Path) -> None:
     assert [batch.id for batch in second.openai().batches.list()] == [batch_id]
     assert len(list(second.openai().files.list())) == 2
     assert second.http.get("/v1/batches/batch_" + "0" * 32).status_code == 404
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from pypto_serving.api.batch.store import Store
+
+path = Path(sys.argv[1])
+type(path).replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+Store.of(b"", path).new_file("in.jsonl", "batch", 1, b"{}")
+"""
+
+
+def test_what_a_killed_server_had_begun_is_deleted(start: Start, tmp_path: Path) -> None:
+    """An upload that never got its record; other files stay."""
+    first = start(batch_dir=str(tmp_path))
+    file_id = upload(first.openai(), [line("a")])
+    first.stop()
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    (folder / "notes.new").write_text("not ours")
+    before = {path.name for path in folder.iterdir()}
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, timeout=WAIT_S)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    begun = {path.name for path in folder.iterdir()} - before
+    assert {Path(name).suffix for name in begun} == {".jsonl", ".new"}
+    second = start(batch_dir=str(tmp_path))
+    assert {path.name for path in folder.iterdir()} == before
+    assert [file.id for file in second.openai().files.list()] == [file_id]
 
 
 def test_a_folder_that_takes_nothing(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
