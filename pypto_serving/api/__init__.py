@@ -13,6 +13,7 @@ Listed from the top down: modules import only their own line and those below. On
 - `reading`: where bodies are read
 - `openai`, `responses`, `anthropic`, `decisions`: the endpoints of the OpenAI API, of its Responses API, of Anthropic's
   Messages API and of OpenAI's Decisions API
+- `paging`: which part of a list is asked for
 - `deadline`: when a request must have ended
 - `respond`: answer with a generation, in any endpoint's form
 - `offline`, `offline_inputs`, `offline_loop`, `offline_outputs`: the offline API, without HTTP
@@ -23,6 +24,7 @@ Listed from the top down: modules import only their own line and those below. On
 - `tracing`: the traces of requests, for a collector of OpenTelemetry
 - `settings`: hold the options of the server and the sampling defaults of the checkpoint
 - `text`: encode and decode text
-- `connection`, `gate`, `listening`, `service_manager`, `disconnect`, `drain`, `errors`, `middleware`, `paths`: the
-  parts of HTTP that know no endpoint
+- `connection`, `gate`, `refusals`: what connections may cost, and who was refused
+- `listening`, `service_manager`, `disconnect`, `drain`, `errors`, `middleware`, `paths`: the parts of HTTP that know no
+  endpoint
 """

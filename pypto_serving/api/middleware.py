@@ -36,19 +36,16 @@ ANSWERED = "pypto.answered"
 
 
 class RequestScope:
-    """Find the path that is meant, give every response an x-request-id, count, trace and maybe log it. The outermost.
+    """Find the path that is meant, give every response an x-request-id, count and maybe log it. The outermost.
 
     Lines that the request's task logs have that id, too.
     """
 
-    def __init__(
-        self, app: ASGIApp, count: Callable[[int], None], paths: Paths, access_log: bool, tracing: Tracing | None
-    ) -> None:
+    def __init__(self, app: ASGIApp, count: Callable[[int], None], paths: Paths, access_log: bool) -> None:
         self.app = app
         self._paths = paths
         self._count = count
         self._logs = access_log
-        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -58,8 +55,7 @@ class RequestScope:
         request_id = request_id_of(scope["headers"])
         started_s = time.monotonic()
         name = request_id.decode()
-        trace = None if self._tracing is None else self._tracing.begin(scope, name)
-        state = {"request_id": name, "arrival_s": started_s, "trace": trace}
+        state = {"request_id": name, "arrival_s": started_s, "trace": None}
         scope["state"] = dict(scope.get("state") or {}) | state
         REQUEST_ID.set(name)
 
@@ -68,17 +64,36 @@ class RequestScope:
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
                 if ANSWERED not in scope:
                     self._count(message["status"])
-                if trace is not None:
-                    trace.answer(message["status"])
                 if self._logs:
                     _log_access(scope, message["status"], time.monotonic() - started_s)
             await send(message)
 
+        await self.app(scope, receive, send_with_id)
+
+
+class Traced:
+    """Give the span of a request to its state as `trace`, and end it with the answer."""
+
+    def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
+        self.app = app
+        self._tracing = tracing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        trace = self._tracing.begin(scope, scope["state"]["request_id"]) if scope["type"] == "http" else None
+        if trace is None:
+            await self.app(scope, receive, send)
+            return
+        scope["state"]["trace"] = trace
+
+        async def noted_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                trace.answer(message["status"])
+            await send(message)
+
         try:
-            await self.app(scope, receive, send_with_id)
+            await self.app(scope, receive, noted_send)
         finally:
-            if trace is not None:
-                trace.end()
+            trace.end()
 
 
 class Faults:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import resource
 import signal
 import socket
 import ssl
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -22,6 +20,7 @@ from pypto_serving.api.connection import HEAD_TIMEOUT_S, BoundedProtocol
 from pypto_serving.api.gate import Gate, places
 from pypto_serving.api.listening import close, listen_at, load_certificate, tls_context
 from pypto_serving.api.reading.reading import Reading
+from pypto_serving.api.refusals import Refusals
 from pypto_serving.api.service import Service
 from pypto_serving.api.service_manager import tell
 from pypto_serving.types.config import ServerConfig
@@ -34,7 +33,6 @@ KEEP_ALIVE_S = 5
 """Time from an answer to the first byte of the next request; a body that the answer did not wait for ends by then."""
 TICK_S = 1.0
 BACKLOG = 2048
-REFUSAL_LOG_S = 10.0
 OnBound = Callable[[int], None]
 
 
@@ -53,9 +51,10 @@ class ApiServer:
         self._socket = listen_at(server)
         self._drain_timeout_s = server.drain_timeout_s
         self._drain: asyncio.Task[None] | None = None
-        self._told_s = -math.inf
+        clock = MonotonicClock()
+        self._refusals = Refusals(clock)
         fitting = places(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        self._gate = Gate(fitting, self._service.serving.max_body_bytes, MonotonicClock(), self._refused)
+        self._gate = Gate(fitting, self._service.serving.max_body_bytes, clock, self._refused)
         self._server = _Uvicorn(
             uvicorn.Config(
                 app,
@@ -75,12 +74,9 @@ class ApiServer:
         return BoundedProtocol(gate=self._gate, **uvicorns)
 
     def _refused(self, status: int, reason: str) -> None:
-        """Count a request that its connection refused. Log at most one in REFUSAL_LOG_S: there may be thousands."""
+        """Count and log a request that its connection refused."""
         self._service.metrics.count_response(status)
-        now_s = time.monotonic()
-        if now_s - self._told_s >= REFUSAL_LOG_S:
-            self._told_s = now_s
-            logger.warning("refused a request with a %d: %s (said at most every %g s)", status, reason, REFUSAL_LOG_S)
+        self._refusals.note(status, reason)
 
     @property
     def port(self) -> int:

@@ -16,7 +16,7 @@ from pypto_serving.api.batch.batches import Batches
 from pypto_serving.api.batch.direct import Direct
 from pypto_serving.api.disconnect import nobody_listens
 from pypto_serving.api.errors import ApiError, describe
-from pypto_serving.api.middleware import SERVER_SEND, ApiKeyGuard, Faults, OriginGuard, RequestScope
+from pypto_serving.api.middleware import SERVER_SEND, ApiKeyGuard, Faults, OriginGuard, RequestScope, Traced
 from pypto_serving.api.openai.body import TRUNCATED_HEADER
 from pypto_serving.api.openai.fields import IGNORED_HEADER
 from pypto_serving.api.paths import Paths
@@ -75,13 +75,14 @@ def create_app(engine: EngineClient, serving: ServingConfig, memory: MemoryPlan 
             allow_headers=("*",),
             expose_headers=("x-request-id", IGNORED_HEADER, TRUNCATED_HEADER),
         )
+    if service.tracing is not None:
+        app.add_middleware(Traced, tracing=service.tracing)
     paths = Paths(route.path_format for route in app.routes)  # type: ignore[attr-defined]
     app.add_middleware(
         RequestScope,
         count=service.metrics.count_response,
         paths=paths,
         access_log=serving.access_log,
-        tracing=service.tracing,
     )
     return app
 

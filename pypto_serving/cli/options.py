@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -279,9 +279,11 @@ KeyFile = Annotated[
 ]
 
 
-def takes_options(*panels: str, model_argument: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the flags of `panels`; it receives their values as one argument, `options: Options`."""
-    parameters = list(_parameters(panels, model_argument))
+def takes_options(
+    *panels: str, also: Sequence[str] = (), model_argument: bool = True
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the flags of `panels` and the options `also`; it receives their values as `options: Options`."""
+    parameters = list(_parameters(panels, also, model_argument))
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
@@ -298,7 +300,7 @@ def takes_options(*panels: str, model_argument: bool = True) -> Callable[[Callab
     return decorate
 
 
-def _parameters(panels: Iterable[str], model_argument: bool) -> Iterable[inspect.Parameter]:
+def _parameters(panels: Iterable[str], also: Sequence[str], model_argument: bool) -> Iterable[inspect.Parameter]:
     def parameter(name: str, annotation: Any) -> inspect.Parameter:
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
@@ -306,7 +308,7 @@ def _parameters(panels: Iterable[str], model_argument: bool) -> Iterable[inspect
         yield parameter("model_argument", ModelArgument)
     yield parameter("config", ConfigFile)
     for entry in FLAGS:
-        if entry.panel in panels:
+        if entry.panel in panels or entry.name in also:
             alone = entry.name == "model" and not model_argument
             yield parameter(entry.name, _annotation(entry._replace(help=CHECKPOINT) if alone else entry))
     if SERVER in panels:

@@ -27,7 +27,7 @@ MAX_REQUESTS, MAX_SHOWN = 1_000_000, 5
 
 
 @app.command(cls=HelpCommand)
-@takes_options(*ENGINE_PANELS)
+@takes_options(*ENGINE_PANELS, also=["otlp_traces_endpoint"])
 def run_batch(
     options: Options,
     input_file: Annotated[Path, typer.Option("-i", "--input-file", metavar="FILE", help="Requests, one JSON a line.")],
@@ -82,6 +82,8 @@ async def _run(resolved: Resolved, serving: ServingConfig, source: Path, target:
         output.close()
         await app.state.reading.close()
         await engine.stop()
+        if app.state.service.tracing is not None:
+            await app.state.service.tracing.aclose()
     answered = counted(len(output.answered) - left_out, "request")
     typer.echo(f"answered {answered}, {output.num_failed} of {len(output.answered)} with an error", err=True)
 

@@ -11,6 +11,7 @@ import pytest
 
 from pypto_serving.api import gate, run
 from pypto_serving.api.gate import Gate, Places
+from pypto_serving.api.refusals import QUIET_S, Refusals
 from tests.api.running import RunningServer
 from tests.api.scripted_engine import WAIT_S, Script
 from tests.api.sockets import BODY, HEAD, LENGTH, answer, dialled, held, padded
@@ -68,7 +69,25 @@ def test_newcomers_beyond_the_spare_places_are_told_so(
         crowded.call(crowded.engine.finish_hanging)
     assert 'http_responses_total{model_name="tiny",status="503"} 30.0' in crowded.service.metrics.render().decode()
     told = [message for message in caplog.messages if "too many connections" in message]
-    assert len(told) == 1
+    assert told == [f"refused 1 request with a 503: {gate.NO_PLACE} (said at most every 10 s)"]
+
+
+def test_refusals_are_logged_by_reason_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    clock = VirtualClock()
+    refusals = Refusals(clock)
+    for _ in range(400):
+        refusals.note(503, gate.NO_PLACE)
+        refusals.note(408, "too slow")
+    clock.advance(QUIET_S)
+    refusals.note(503, gate.NO_PLACE)
+    refusals.note(503, gate.NO_PLACE)
+    clock.advance(QUIET_S)
+    refusals.note(503, gate.NO_PLACE)
+    told = [message.partition(":")[0] for message in caplog.messages]
+    assert told == [
+        f"refused {said}"
+        for said in ("1 request with a 503", "1 request with a 408", "400 requests with a 503", "2 requests with a 503")
+    ]
 
 
 @pytest.mark.parametrize("sent", [b"", HEAD, HEAD + b"content-length: 9\r\n\r\n{"], ids=["nothing", "a head", "a body"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -77,3 +78,25 @@ def test_allowed_pages_get_cors_headers(start: Callable[..., RunningServer], key
     stranger = server.http.post(PATH, json=BODY, headers=headers)
     assert "access-control-allow-origin" not in stranger.headers
     assert stranger.status_code == (200 if key else 403), "with a key, only its owner gets an answer"
+
+
+@pytest.mark.parametrize("key", [None, "secret"])
+def test_allowed_pages_may_delete(start: Callable[..., RunningServer], tmp_path: Path, key: str | None) -> None:
+    """Files and responses; batches are cancelled instead. Other sites may not."""
+    server = start(allowed_origins=(FRIEND,), api_keys=(key,) if key else (), batch_dir=str(tmp_path))
+    client = server.openai(key or "none")
+    file_id = client.files.create(file=("in.jsonl", b"{}"), purpose="batch").id
+    response_id = client.responses.create(model="tiny", input="hello").id
+    own = {"Authorization": f"Bearer {key or 'none'}"}
+    for path in (f"/v1/files/{file_id}", f"/v1/responses/{response_id}"):
+        for origin, allowed in (("https://evil.example", False), (FRIEND, True)):
+            asks = {"Origin": origin, "Access-Control-Request-Method": "DELETE"}
+            preflight = server.http.options(path, headers=asks | {"Access-Control-Request-Headers": "authorization"})
+            assert ("access-control-allow-origin" in preflight.headers) == preflight.is_success == allowed
+            if allowed or not key:  # a browser, which got no leave, sends nothing, and no page has the key
+                deleted = server.http.delete(path, headers={"Origin": origin, **own})
+                assert deleted.status_code == (200 if allowed else 403)
+                assert deleted.headers.get("access-control-allow-origin") == (origin if allowed else None)
+        assert server.http.get(path, headers=own).status_code == 404
+    cancelled = server.http.post("/v1/batches/batch_x/cancel", headers={"Origin": FRIEND, **own})
+    assert (cancelled.status_code, cancelled.headers["access-control-allow-origin"]) == (404, FRIEND)

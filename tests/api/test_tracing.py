@@ -9,8 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.api.running import CHAT, COMPLETIONS, RunningServer
@@ -112,6 +114,28 @@ def test_responses_are_traced(collector: Collector, start: Callable[..., Running
     (request,) = requests(collector.wait_for(requests))
     found = attributes_of(request)
     assert (found["gen_ai.operation.name"], found["gen_ai.response.id"]) == ("chat", answer["id"])
+
+
+def test_requests_of_batches_are_traced(
+    collector: Collector, start: Callable[..., RunningServer], tmp_path: Path
+) -> None:
+    """Each has a span of its own, which ends with its answer."""
+    server = start(otlp_traces_endpoint=collector.grpc_url, batch_dir=str(tmp_path))
+    client, asked = server.openai(), {"prompt": "hello", "max_tokens": 2}
+    lines = [{"custom_id": f"{i}", "url": COMPLETIONS, "body": asked | {"n": i}} for i in range(3)]
+    file = client.files.create(file=("in.jsonl", b"\n".join(map(msgspec.json.encode, lines))), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+    kept = server.app.state.batches.store(b"")
+    server.wait_for(lambda: kept.batch(batch.id).status == "completed")
+    output = client.files.content(str(client.batches.retrieve(batch.id).output_file_id)).content
+    answers = [msgspec.json.decode(line)["response"] for line in output.splitlines()]
+    spans = requests(collector.wait_for(lambda spans: len(requests(spans)) == 3))
+    found = {str(attributes_of(span)["gen_ai.request.id"]): attributes_of(span) for span in spans}
+    assert {name: one["http.response.status_code"] for name, one in found.items()} == {
+        answer["request_id"]: answer["status_code"] for answer in answers
+    }
+    assert sorted(one["http.response.status_code"] for one in found.values()) == [200, 200, 400]
+    assert len({span.trace_id for span in spans}) == 3
 
 
 def test_failures_are_errors_and_refusals_are_not(collector: Collector, start: Callable[..., RunningServer]) -> None:

@@ -146,3 +146,16 @@ def test_an_output_has_one_run(tmp_path: Path) -> None:
 def test_the_address_of_a_server_is_free_for_others(tmp_path: Path) -> None:
     _, said = finish(tmp_path / "none", tmp_path / "out", "--kv-events", "tcp://127.0.0.1:8000")
     assert "none cannot be read" in said
+
+
+def test_requests_are_traced(tmp_path: Path) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="needs the extra otel")
+    from tests.collector import Collector, attributes_of
+
+    source, target = write_requests(tmp_path / "in.jsonl", 2, max_tokens=3), tmp_path / "out.jsonl"
+    with Collector() as collector:
+        code, said = finish(source, target, "--otlp-traces-endpoint", collector.grpc_url)
+        assert code == 0, said
+        spans = [span for span in collector.spans if span.name == "llm_request"]
+    ids = {json.loads(line)["response"]["request_id"] for line in target.read_bytes().splitlines()}
+    assert {attributes_of(span)["gen_ai.request.id"] for span in spans} == ids and len(spans) == 2

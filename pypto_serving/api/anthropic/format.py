@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
+
+import msgspec
 
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.output import Part, TextPart, ToolCallStart
@@ -13,10 +14,8 @@ from pypto_serving.api.errors import ApiError
 from pypto_serving.api.generation.choice import Delta
 from pypto_serving.api.generation.output import Output
 from pypto_serving.api.generation.usage import Usage
-from pypto_serving.api.openai.sse import encode, one_line
+from pypto_serving.api.openai.sse import encode, named, one_line
 
-SHORT_ID = 9
-"""Characters of a call's id that Mistral's templates take."""
 _FIELDS = {"text": b'"text_delta","text"', "thinking": b'"thinking_delta","thinking"'}
 _NO_END: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
 _CALL_FIELDS = b'"input_json_delta","partial_json"'
@@ -32,8 +31,8 @@ class MessageFormat:
     def __init__(self, message_id: str, model: str, form: OutputFormat | None, request_id: str, cut: bool) -> None:
         self._id = message_id
         self._model = model
+        self._form = form or OutputFormat()
         self._parser = None if form is None else form()
-        self._short_ids = form is not None and form.short_ids
         self._request_id = request_id
         self._cut = cut
         self._opened = False
@@ -85,7 +84,7 @@ class MessageFormat:
 
     def failure(self, error: ApiError) -> bytes:
         """Write `error`, which ends the stream."""
-        return b"event: error\ndata: " + one_line(error.anthropic_payload(self._request_id)) + b"\n\n"
+        return named("error", msgspec.Raw(error.anthropic_payload(self._request_id)))
 
     def _write(self, delta: Delta) -> bytes:
         ends = delta.finish_reason is not None
@@ -129,10 +128,8 @@ class MessageFormat:
         if self._kind == "thinking":
             return {"type": "thinking", "thinking": "", "signature": ""}
         self._calls = True
-        made = uuid.uuid4().hex
-        call_id = made[:SHORT_ID] if self._short_ids else f"toolu_{made}"
         name = part.name if isinstance(part, ToolCallStart) else ""
-        return {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+        return {"type": "tool_use", "id": self._form.new_call_id("toolu_"), "name": name, "input": {}}
 
     def _close(self) -> bytes:
         """Write the end of the last block. Thinking is signed with the message's id, which nobody checks."""
@@ -189,5 +186,4 @@ def _object(arguments: str) -> dict[str, Any]:
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    data = one_line(encode({"type": kind, **fields}))
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+    return named(kind, {"type": kind, **fields})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from pypto_serving.api.chat.tools import MAX_DEPTH, is_shallow, refuse
+from pypto_serving.api.chat.tools import MAX_DEPTH, is_shallow, refuse, string_in
 from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
 
@@ -63,14 +63,14 @@ class _History:
     def _read_user(self, content: Any, where: str) -> None:
         for block, place in _blocks(content, where):
             if block["type"] == "text":
-                self.add("user", _string(block, "text", place))
+                self.add("user", string_in(block, "text", place))
             elif block["type"] == "tool_result":
                 self._add_result(block, place)
             else:
                 _refuse_block(block, place, "text and tool_result")
 
     def _add_result(self, block: Block, where: str) -> None:
-        call_id = _string(block, "tool_use_id", where)
+        call_id = string_in(block, "tool_use_id", where)
         if call_id not in self._names:
             refuse(f"{where}.tool_use_id", f"is {brief(call_id)}, but no earlier tool_use has this id")
         failed = block.get("is_error")
@@ -84,9 +84,9 @@ class _History:
         texts, thoughts, calls = [], [], []
         for block, place in _blocks(content, where):
             if block["type"] == "text":
-                texts.append(_string(block, "text", place))
+                texts.append(string_in(block, "text", place))
             elif block["type"] == "thinking":
-                thoughts.append(_string(block, "thinking", place))
+                thoughts.append(string_in(block, "thinking", place))
             elif block["type"] == "tool_use":
                 calls.append(self._call(block, place))
             elif block["type"] != "redacted_thinking":
@@ -99,7 +99,7 @@ class _History:
             message["reasoning_content"] = "\n".join(filter(None, (message.get("reasoning_content"), *thoughts)))
 
     def _call(self, block: Block, where: str) -> dict[str, Any]:
-        call_id, name, given = _string(block, "id", where), _string(block, "name", where), block.get("input")
+        call_id, name, given = string_in(block, "id", where), string_in(block, "name", where), block.get("input")
         if not isinstance(given, dict):
             refuse(f"{where}.input", f"is {brief(given)}, but must be an object")
         if not is_shallow(given, MAX_DEPTH):
@@ -128,15 +128,8 @@ def _texts(content: Any, where: str) -> list[str]:
     for block, place in _blocks(content, where):
         if block["type"] != "text":
             _refuse_block(block, place, "text")
-        found.append(_string(block, "text", place))
+        found.append(string_in(block, "text", place))
     return found
-
-
-def _string(block: Block, field: str, where: str) -> str:
-    value = block.get(field)
-    if not isinstance(value, str):
-        refuse(f"{where}.{field}", "is missing; send a string" if value is None else f"is {brief(value)}, not a string")
-    return value
 
 
 def _refuse_block(block: Block, where: str, allowed: str) -> NoReturn:

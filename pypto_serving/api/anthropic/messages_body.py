@@ -11,6 +11,7 @@ from pypto_serving.api.anthropic.answers import TokenCount
 from pypto_serving.api.anthropic.history import read_history
 from pypto_serving.api.anthropic.schemas import RULES, CountTokensBody, MessagesBody
 from pypto_serving.api.anthropic.tools import read_tool_use
+from pypto_serving.api.chat.effort import check_effort
 from pypto_serving.api.chat.tools import refuse
 from pypto_serving.api.generation.chat_request import ChatRequest, encode_chat, fit_chat
 from pypto_serving.api.generation.prompts import Prompter
@@ -132,6 +133,7 @@ def _output_config(body: CountTokensBody) -> Mapping[str, Any]:
     config = {} if body.output_config is None else body.output_config
     if not isinstance(config, Mapping):
         refuse("output_config", f"is {brief(config)}, but must be an object")
+    check_effort(config.get("effort"), "output_config.effort")
     form = config.get("format")
     if form is not None:
         schema = form.get("schema") if isinstance(form, Mapping) and form.get("type") == "json_schema" else None

@@ -39,6 +39,8 @@ class Batches:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = occupy(folder)
             Store.of(b"", folder)
+            for store in Store.of_all(folder):
+                store.clear_up()
         except OSError as error:
             raise ConfigError(f"the folder of batches {folder} cannot be used: {error.strerror}") from error
         self._folder = folder

@@ -12,11 +12,9 @@ from starlette.middleware import Middleware
 from starlette.routing import Route
 from starlette.types import Message, Scope
 
-from pypto_serving.api.middleware import SERVER_SEND, Faults
+from pypto_serving.api.middleware import SERVER_SEND, Faults, Traced
 from pypto_serving.api.paths import VERSION
 from pypto_serving.logs import REQUEST_ID
-
-NOT_FOR_BATCHES = (f"{VERSION}/files", f"{VERSION}/batches")
 
 
 class Answer(NamedTuple):
@@ -28,17 +26,19 @@ class Answer(NamedTuple):
 
 
 class Direct:
-    """Call endpoints. They read bodies, admit requests and answer errors as they do for clients."""
+    """Call endpoints. They read bodies, admit, trace and answer requests as they do for clients."""
 
     def __init__(self, app: Starlette) -> None:
         bare = copy.copy(app)
+        tracing = app.state.service.tracing
         bare.user_middleware = [Middleware(Faults)]
+        if tracing is not None:
+            bare.user_middleware.insert(0, Middleware(Traced, tracing=tracing))
         self._app = app
         self._paths = {
             route.path
             for route in app.routes
             if isinstance(route, Route) and "POST" in (route.methods or ()) and route.path.startswith(VERSION + "/")
-            if not route.path.startswith(NOT_FOR_BATCHES)
         }
         self._handle = bare.build_middleware_stack()
 
@@ -46,7 +46,7 @@ class Direct:
         """Return whether requests of a batch may ask for `path`."""
         return path in self._paths
 
-    async def post(self, path: str, body: bytes, left: asyncio.Event, owner: bytes = b"") -> Answer:
+    async def post(self, path: str, body: bytes | memoryview, left: asyncio.Event, owner: bytes = b"") -> Answer:
         """Return the answer to a request of `owner`, which stands for a key that the application does not check.
 
         Once `left` is set, the request ends like one whose client left.

@@ -20,13 +20,15 @@ from pypto_serving.api.batch.schemas import MAX_METADATA_CHARS, RULES, BatchBody
 from pypto_serving.api.batch.store import StorageError, Store
 from pypto_serving.api.keys import sent_key
 from pypto_serving.api.openai.body import parse_json, read_body, require_json, telling_when_parsed
+from pypto_serving.api.paging import read_page
 from pypto_serving.api.service import Service
 from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
 
 logger = logging.getLogger("pypto_serving.api")
 
-MAX_PAGE = 100
+MAX_PAGE, MAX_LIMIT = 100, 10_000
+"""Entries of a page, and most that a client may ask for."""
 Item = TypeVar("Item", File, Batch)
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -132,16 +134,9 @@ def _store(request: Request) -> Store:
 
 def _page(request: Request, items: Sequence[Item]) -> tuple[list[Item], bool]:
     """Return the items that the query asks for, and whether there are more."""
-    query = request.query_params
-    limit, after = query.get("limit", str(MAX_PAGE)), query.get("after")
-    if not limit.isascii() or not limit.isdigit() or len(limit) > 5 or not 1 <= int(limit) <= 10_000:
-        raise RequestError(f"limit is {brief(limit)}, but must be between 1 and 10000", param="limit")
-    ids = [item.id for item in items]
-    if after is not None and after not in ids:
-        raise RequestError(f"after is {brief(after)}, but there is no such id", param="after")
-    start = 0 if after is None else ids.index(after) + 1
-    end = start + min(int(limit), MAX_PAGE)
-    return list(items[start:end]), end < len(items)
+    page = read_page(request.query_params, [item.id for item in items], MAX_PAGE, MAX_LIMIT)
+    end = min(page.stop, page.start + MAX_PAGE)
+    return list(items[page.start : end]), end < len(items)
 
 
 def _ends(items: Sequence[Item]) -> tuple[str | None, str | None]:

@@ -94,10 +94,14 @@ class Run:
         self._owner = owner
 
     async def answer(self, requests: Iterable[Request]) -> None:
-        """Return when all requests have answers, or `left` is set. Those that the server is too busy for wait."""
+        """Return when all requests have answers, or `left` is set. Those that the server is too busy for wait.
+
+        A thread iterates over the requests: their lines may be long.
+        """
         running: set[asyncio.Task[None]] = set()
+        unread = iter(requests)
         try:
-            for request in requests:
+            while (request := await asyncio.to_thread(next, unread, None)) is not None:
                 if self.left.is_set():
                     break
                 if request.key in self._output.answered:
@@ -114,7 +118,7 @@ class Run:
 
     async def _answer(self, request: Request) -> None:
         while not self.left.is_set():
-            answer = await self._direct.post(request.url, bytes(request.body), self.left, self._owner)
+            answer = await self._direct.post(request.url, memoryview(request.body), self.left, self._owner)
             if answer.status == CLIENT_CLOSED_REQUEST:
                 return
             if answer.status not in BUSY:

@@ -144,6 +144,13 @@ class Store:
         self._path(file_id, ".json").unlink()
         self.content(file_id).unlink()
 
+    def clear_up(self) -> None:
+        """Delete what a server that was killed had begun to write: records, and files without one."""
+        for path in self._folder.iterdir():
+            begun = path.suffix == ".new" or (path.suffix == ".jsonl" and not path.with_suffix(".json").exists())
+            if begun and _ID.fullmatch(path.stem):
+                path.unlink()
+
     def forget(self, batch: Batch) -> None:
         """Delete what is known of a batch; its files stay."""
         self._path(batch.id, ".json").unlink()

@@ -14,6 +14,7 @@ from typing import Any
 from pypto_serving.api.chat import ChatOrigin, EncodedChat
 from pypto_serving.api.chat.deepseek_v4_turns import Turn, read_turns, with_request
 from pypto_serving.api.chat.dsml import MARK, to_json, write_calls, write_tools
+from pypto_serving.api.chat.effort import check_effort
 from pypto_serving.api.chat.formats import Calls, OutputFormat
 from pypto_serving.api.chat.parsers.thinking import Thinking
 from pypto_serving.api.chat.tools import parameter_types, read_tools, refuse
@@ -174,8 +175,7 @@ def read_mode(options: Mapping[str, Any]) -> Mode:
         names = ", ".join(unknown)[:200]
         refuse("chat_template_kwargs", f"has {names}, but this model knows only {', '.join(OPTIONS)}")
     effort = options.get("reasoning_effort")
-    if effort is not None and (not isinstance(effort, str) or effort not in EFFORTS):
-        refuse("reasoning_effort", f"is {brief(effort)}, but must be one of {', '.join(EFFORTS)}")
+    check_effort(effort, "reasoning_effort")
     said = [
         flag for flag in (_thinking(options.get("thinking")), _flag(options, "enable_thinking")) if flag is not None
     ]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import uuid
+
 import msgspec
 
 from pypto_serving.api.chat.parsers.families import FAMILIES
 from pypto_serving.api.chat.parsers.tape import Steps, Tape, TapeParser
 from pypto_serving.api.chat.parsers.thinking import Thinking, read_reasoning
+
+SHORT_ID = 9
 
 
 class Calls(msgspec.Struct, frozen=True):
@@ -38,10 +42,11 @@ class OutputFormat(msgspec.Struct, frozen=True):
         tape = Tape(one_call, self.hides_reasoning)
         return TapeParser(tape, _read(tape, self))
 
-    @property
-    def short_ids(self) -> bool:
-        """Tell whether the ids of calls are those that Mistral's templates take."""
-        return self.calls is not None and FAMILIES[self.calls.family].short_ids
+    def new_call_id(self, prefix: str) -> str:
+        """Make the id of a call, for Mistral's templates as short as they take it."""
+        made = uuid.uuid4().hex
+        short = self.calls is not None and FAMILIES[self.calls.family].short_ids
+        return made[:SHORT_ID] if short else prefix + made
 
 
 def _read(tape: Tape, form: OutputFormat) -> Steps[None]:

@@ -11,6 +11,7 @@ from typing import Any
 import jinja2
 
 from pypto_serving.api.chat import ChatOrigin, EncodedChat
+from pypto_serving.api.chat.effort import check_effort
 from pypto_serving.api.chat.formats import Calls, OutputFormat
 from pypto_serving.api.chat.history import template_messages
 from pypto_serving.api.chat.jinja import compile_template, render
@@ -38,7 +39,6 @@ RESERVED = frozenset(
         "strftime_now",
     }
 )
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _CUT_HERE = "\ue000the answer goes on here\ue001 "
 """Stands behind a message that is to be continued, to find its end in the prompt."""
 
@@ -165,8 +165,7 @@ def _with_effort(options: Mapping[str, Any]) -> dict[str, Any]:
     effort = options.get("reasoning_effort")
     if effort is None:
         return dict(options)
-    if effort not in EFFORTS:
-        refuse("reasoning_effort", f"is {brief(effort)}, but must be one of {', '.join(EFFORTS)}")
+    check_effort(effort, "reasoning_effort")
     return {"enable_thinking": effort != "none", **options}
 
 

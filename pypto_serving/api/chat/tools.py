@@ -126,6 +126,14 @@ def refuse(where: str, complaint: str) -> NoReturn:
     raise RequestError(f"{where} {complaint}", param=where)
 
 
+def string_in(given: Mapping[str, Any], field: str, where: str) -> str:
+    """Return the text of a field of what stands at `where`. Raises RequestError if it has none."""
+    value = given.get(field)
+    if not isinstance(value, str):
+        refuse(f"{where}.{field}", "is missing; send a string" if value is None else f"is {brief(value)}, not a string")
+    return value
+
+
 def _name(function: Any, where: str) -> str:
     """Return the name in a function object at `where`."""
     if not isinstance(function, dict) or function.get("name") is None:

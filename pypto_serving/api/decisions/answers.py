@@ -9,6 +9,7 @@ from pypto_serving.api.generation.labels import Asked, concentration, probabilit
 from pypto_serving.api.generation.output import Output
 from pypto_serving.api.generation.usage import Usage
 from pypto_serving.api.openai.answers import Answer
+from pypto_serving.api.responses.usage import ResponseUsage
 from pypto_serving.errors import RequestFailedError
 
 
@@ -48,37 +49,21 @@ class ScoreAnswer(Answer, tag="score", tag_field="type"):
     probabilities: list[ScoreProbability]
 
 
-class InputTokensDetails(Answer):
-    cached_tokens: int
-    cache_write_tokens: int
-
-
-class OutputTokensDetails(Answer):
-    reasoning_tokens: int
-
-
-class DecisionUsage(Answer):
-    """Tokens of all prompts, one for each read; each read makes one output token."""
-
-    input_tokens: int
-    input_tokens_details: InputTokensDetails
-    output_tokens: int
-    output_tokens_details: OutputTokensDetails
-    total_tokens: int
-
-
 class Decision(Answer):
-    """The answer of POST /v1/decisions: `answers` in the order of the questions, each of the type of its question."""
+    """The answer of POST /v1/decisions: `answers` in the order of the questions, each of the type of its question.
+
+    `usage` has the tokens of all prompts, one for each read; each read makes one output token.
+    """
 
     model: str
     answers: list[PredicateAnswer | ChoiceAnswer | ScoreAnswer]
-    usage: DecisionUsage
+    usage: ResponseUsage
 
 
 def decide(model: str, asked: Sequence[Asked], outputs: Sequence[Output], usage: Usage) -> Decision:
     """Make the answer of the outputs of all reads. Raises RequestFailedError if one of them has nothing to read."""
     reads = [_read(output) for output in outputs]
-    return Decision(model, [_answer(each, probabilities(each.paths, reads)) for each in asked], _usage(usage))
+    return Decision(model, [_answer(each, probabilities(each.paths, reads)) for each in asked], ResponseUsage.of(usage))
 
 
 def _read(output: Output) -> Mapping[int, float]:
@@ -98,17 +83,6 @@ def _answer(asked: Asked, found: list[float]) -> PredicateAnswer | ChoiceAnswer 
         return ChoiceAnswer(asked.name, asked.values[best], sure, [ChoiceProbability(*pair) for pair in pairs])
     levels = [ScoreProbability(i, str(label), each) for i, (label, each) in enumerate(pairs)]
     return ScoreAnswer(asked.name, math.fsum(i * each for i, each in enumerate(found)), sure, levels)
-
-
-def _usage(usage: Usage) -> DecisionUsage:
-    """Count tokens. What a request adds to the prefix cache costs nothing, so no token counts as written to it."""
-    return DecisionUsage(
-        input_tokens=usage.num_prompt_tokens,
-        input_tokens_details=InputTokensDetails(usage.num_cached_tokens, 0),
-        output_tokens=usage.num_output_tokens,
-        output_tokens_details=OutputTokensDetails(usage.num_reasoning_tokens),
-        total_tokens=usage.num_prompt_tokens + usage.num_output_tokens,
-    )
 
 
 ANSWERS: tuple[type[Answer], ...] = (Decision,)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from pypto_serving.api.chat.tools import is_shallow, refuse
+from pypto_serving.api.chat.tools import is_shallow, refuse, string_in
 from pypto_serving.api.openai.schemas import MAX_MESSAGES
 from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
@@ -54,8 +54,8 @@ class _Transcript:
             if kind == "message":
                 yield self._message(item, where)
             elif isinstance(kind, str) and kind in _CALLS:
-                name = self._names[_string(item, "call_id", where)] = _string(item, "name", where)
-                yield f"assistant calls {name}", _string(item, _CALLS[kind], where)
+                name = self._names[string_in(item, "call_id", where)] = string_in(item, "name", where)
+                yield f"assistant calls {name}", string_in(item, _CALLS[kind], where)
             elif isinstance(kind, str) and kind.removesuffix("_output") in _CALLS:
                 yield self._result(item, where)
             else:
@@ -68,7 +68,7 @@ class _Transcript:
         return role, read_content(item.get("content"), f"{where}.content", _PARTS.get(role, _WORDS))
 
     def _result(self, item: Item, where: str) -> tuple[str, str]:
-        call_id = _string(item, "call_id", where)
+        call_id = string_in(item, "call_id", where)
         if call_id not in self._names:
             refuse(f"{where}.call_id", f"is {brief(call_id)}, but no earlier call has this id")
         return f"result of {self._names[call_id]}", read_content(item.get("output"), f"{where}.output", _WORDS)
@@ -89,7 +89,7 @@ def _part(part: Any, where: str, kinds: Sequence[str]) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(kind, str) or kind not in kinds:
         _refuse_part(part if kind is None else kind, where, kinds)
-    return _json(part.get("data"), f"{where}.data") if kind == "input_json" else _string(part, _FIELD[kind], where)
+    return _json(part.get("data"), f"{where}.data") if kind == "input_json" else string_in(part, _FIELD[kind], where)
 
 
 def _json(data: Any, where: str) -> str:
@@ -108,13 +108,6 @@ def _json(data: Any, where: str) -> str:
 def _num_values(data: Any) -> int:
     inner = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
     return 1 + sum(map(_num_values, inner))
-
-
-def _string(item: Item, field: str, where: str) -> str:
-    value = item.get(field)
-    if not isinstance(value, str):
-        refuse(f"{where}.{field}", "is missing; send a string" if value is None else f"is {brief(value)}, not a string")
-    return value
 
 
 def _refuse_part(shown: Any, where: str, kinds: Sequence[str]) -> NoReturn:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Any
 
 from pypto_serving.api.chat.formats import OutputFormat
@@ -12,9 +11,6 @@ from pypto_serving.api.generation.output import Output
 from pypto_serving.api.generation.usage import Usage
 from pypto_serving.api.openai.logprobs import chat_logprobs
 from pypto_serving.api.openai.sse import EventFormat, Head, encode
-
-SHORT_ID = 9
-"""Characters of a call's id that Mistral's templates take."""
 
 
 class ChatFormat(EventFormat):
@@ -111,9 +107,7 @@ class ParsedChatFormat(ChatFormat):
 
 
 def _tool_call(form: OutputFormat, name: str, arguments: str) -> dict[str, Any]:
-    made = uuid.uuid4().hex
-    call_id = made[:SHORT_ID] if form.short_ids else f"call_{made}"
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"id": form.new_call_id("call_"), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _finish_reason(reason: str | None, num_calls: int) -> str | None:

@@ -32,6 +32,11 @@ def one_line(event: bytes) -> bytes:
     return event.replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
 
 
+def named(kind: str, event: object) -> bytes:
+    """Write a server-sent event with a name."""
+    return f"event: {kind}\ndata: ".encode() + one_line(encode(event)) + b"\n\n"
+
+
 @dataclass(frozen=True, slots=True)
 class Head:
     """What all objects of one response share: fields, what they show, and the prompts.

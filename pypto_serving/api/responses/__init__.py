@@ -5,5 +5,5 @@
 - `history`, `tools`: turn items and tools into those of chat encoders
 - `format`: write answers and events
 - `store`: keep answers in bounded memory
-- `answers`, `events`: describe answers and the events of a stream
+- `answers`, `events`, `usage`: describe answers and the events of a stream
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from pypto_serving.api.openai.answers import Answer, TokenLogprob
+from pypto_serving.api.responses.usage import ResponseUsage
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
@@ -54,24 +55,7 @@ class CustomToolCallItem(Item, tag="custom_tool_call"):
     namespace: str | None = None
 
 
-class InputTokensDetails(Answer):
-    cached_tokens: int
-    cache_write_tokens: int
-
-
-class OutputTokensDetails(Answer):
-    reasoning_tokens: int
-
-
 OutputItem = OutputMessage | ReasoningItem | FunctionCallItem | CustomToolCallItem
-
-
-class ResponseUsage(Answer):
-    input_tokens: int
-    input_tokens_details: InputTokensDetails
-    output_tokens: int
-    output_tokens_details: OutputTokensDetails
-    total_tokens: int
 
 
 class ResponseFailure(Answer):

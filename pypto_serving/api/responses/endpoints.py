@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from pypto_serving.api.keys import sent_key
 from pypto_serving.api.openai.body import BodySource
+from pypto_serving.api.paging import read_page
 from pypto_serving.api.respond import respond
 from pypto_serving.api.responses.answers import ResponseObject
 from pypto_serving.api.responses.format import ResponseFormat
@@ -82,16 +83,10 @@ async def list_input_items(request: Request) -> Response:
         raise RequestError(f"order is {brief(order)}, but must be 'asc' or 'desc'", param="order")
     if order == "desc":
         items.reverse()
-    limit = query.get("limit", str(PAGE))
-    if not limit.isascii() or not limit.isdigit() or len(limit) > 3 or not 1 <= int(limit) <= MAX_PAGE:
-        raise RequestError(f"limit is {brief(limit)}, but must be between 1 and {MAX_PAGE}", param="limit")
-    after, ids = query.get("after"), [item["id"] for item in items]
-    if after is not None and after not in ids:
-        raise RequestError(f"after is {brief(after)}, but no item has this id", param="after")
-    start = 0 if after is None else ids.index(after) + 1
-    page = items[start : start + int(limit)]
+    places = read_page(query, [item["id"] for item in items], PAGE, MAX_PAGE)
+    page = items[places]
     ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-    more = start + len(page) < len(items)
+    more = places.stop < len(items)
     return _json(msgspec.json.encode({"object": "list", "data": page, "has_more": more, **ends}))
 
 

@@ -17,27 +17,24 @@ from pypto_serving.api.generation.logprobs import TokenEntry
 from pypto_serving.api.generation.output import Output
 from pypto_serving.api.generation.usage import Usage
 from pypto_serving.api.openai.answers import TokenLogprob
-from pypto_serving.api.openai.chat_format import SHORT_ID
 from pypto_serving.api.openai.logprobs import chat_logprobs
-from pypto_serving.api.openai.sse import PING, encode, one_line
+from pypto_serving.api.openai.sse import PING, named
 from pypto_serving.api.responses import events
 from pypto_serving.api.responses.answers import (
     CustomToolCallItem,
     FunctionCallItem,
     IncompleteDetails,
-    InputTokensDetails,
     OutputItem,
     OutputMessage,
     OutputText,
-    OutputTokensDetails,
     ReasoningItem,
     ReasoningText,
     ResponseFailure,
     ResponseObject,
-    ResponseUsage,
     Status,
 )
 from pypto_serving.api.responses.tools import Called, callable_tools, input_of
+from pypto_serving.api.responses.usage import ResponseUsage
 
 Done = Callable[[ResponseObject], None]
 _ENDS = {"completed": events.ResponseCompleted, "incomplete": events.ResponseIncomplete}
@@ -56,8 +53,8 @@ class ResponseFormat:
         begun = {"id": response_id, "object": "response", "created_at": int(time.time()), "model": model}
         self._base: dict[str, Any] = begun | repeated
         self._tools = callable_tools(repeated["tools"])
+        self._form = form or OutputFormat()
         self._parser = None if form is None else form()
-        self._short_ids = form is not None and form.short_ids
         self._on_done = on_done
         self._opened = False
         self._number = 0
@@ -159,7 +156,7 @@ class ResponseFormat:
             return OutputMessage(f"msg_{made}", "in_progress", "assistant", [])
         if kind == "reasoning":
             return ReasoningItem(f"rs_{made}", "in_progress", [], [])
-        call_id = made[:SHORT_ID] if self._short_ids else f"call_{made}"
+        call_id = self._form.new_call_id("call_")
         name = part.name if isinstance(part, ToolCallStart) else ""
         called = self._tools.get(name, Called(name))
         if called.is_custom:
@@ -217,8 +214,7 @@ class ResponseFormat:
 
     def _event(self, event: events.Event) -> bytes:
         self._number += 1
-        kind = event.__struct_config__.tag
-        return f"event: {kind}\ndata: ".encode() + one_line(encode(event)) + b"\n\n"
+        return named(str(event.__struct_config__.tag), event)
 
     def _object(self, usage: Usage | None) -> ResponseObject:
         return ResponseObject(
@@ -229,19 +225,8 @@ class ResponseFormat:
             incomplete_details=IncompleteDetails("max_output_tokens") if self._status == "incomplete" else None,
             output=[*self._output],
             service_tier="default",
-            usage=None if usage is None else usage_object(usage),
+            usage=None if usage is None else ResponseUsage.of(usage),
         )
-
-
-def usage_object(usage: Usage) -> ResponseUsage:
-    """Write token counts."""
-    return ResponseUsage(
-        usage.num_prompt_tokens,
-        InputTokensDetails(cached_tokens=usage.num_cached_tokens, cache_write_tokens=0),
-        usage.num_output_tokens,
-        OutputTokensDetails(usage.num_reasoning_tokens),
-        usage.num_prompt_tokens + usage.num_output_tokens,
-    )
 
 
 def _kind(part: Part) -> str:

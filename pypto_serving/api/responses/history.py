@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pypto_serving.api.chat.tools import refuse
+from pypto_serving.api.chat.tools import refuse, string_in
 from pypto_serving.api.openai.schemas import MAX_MESSAGES
 from pypto_serving.api.responses.tools import arguments_of, full_name
 from pypto_serving.errors import RequestError
@@ -61,9 +61,9 @@ class _History:
         if kind == "reasoning":
             self._add_thought(item, where)
         elif kind == "function_call":
-            self._add_call(item, _string(item, "arguments", where), where)
+            self._add_call(item, string_in(item, "arguments", where), where)
         elif kind == "custom_tool_call":
-            self._add_call(item, arguments_of(_string(item, "input", where)), where)
+            self._add_call(item, arguments_of(string_in(item, "input", where)), where)
         elif kind in ("function_call_output", "custom_tool_call_output"):
             self._add_result(item, where)
         elif item["role"] == "assistant":
@@ -92,15 +92,15 @@ class _History:
             self._assistant("reasoning_content", text)
 
     def _add_call(self, item: Item, arguments: str, where: str) -> None:
-        call_id, name = (_string(item, field, where) for field in ("call_id", "name"))
+        call_id, name = (string_in(item, field, where) for field in ("call_id", "name"))
         if item.get("namespace") is not None:
-            name = full_name(_string(item, "namespace", where), name)
+            name = full_name(string_in(item, "namespace", where), name)
         self._names[call_id] = name
         call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._assistant("content", "").setdefault("tool_calls", []).append(call)
 
     def _add_result(self, item: Item, where: str) -> None:
-        call_id = _string(item, "call_id", where)
+        call_id = string_in(item, "call_id", where)
         if call_id not in self._names:
             refuse(f"{where}.call_id", f"is {brief(call_id)}, but no earlier call has this id")
         text = _text(item.get("output"), f"{where}.output")
@@ -133,12 +133,5 @@ def _text(content: Any, where: str, kinds: Sequence[str] = _TEXTS) -> str:
         if kind not in kinds:
             message = f"{where}[{i}] is a part of type {brief(kind)}; this model reads only {', '.join(kinds)}"
             raise RequestError(message, param=f"{where}[{i}]", code="unsupported_content")
-        texts.append(_string(part, "refusal" if kind == "refusal" else "text", f"{where}[{i}]"))
+        texts.append(string_in(part, "refusal" if kind == "refusal" else "text", f"{where}[{i}]"))
     return "\n".join(texts)
-
-
-def _string(item: Mapping[str, Any], field: str, where: str) -> str:
-    value = item.get(field)
-    if not isinstance(value, str):
-        refuse(f"{where}.{field}", "is missing; send a string" if value is None else f"is {brief(value)}, not a string")
-    return value

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from pypto_serving.api.chat.template import EFFORTS
+from pypto_serving.api.chat.effort import check_effort
 from pypto_serving.api.chat.tools import refuse
 from pypto_serving.api.generation.chat_request import ChatRequest, fit_chat
 from pypto_serving.api.generation.prompts import Prompter
@@ -103,10 +103,9 @@ def _effort(body: ResponsesBody) -> dict[str, Any]:
         if given.get(field) not in _SUMMARIES:
             refuse(f"reasoning.{field}", f"is {brief(given[field])}, but must be 'auto', 'concise' or 'detailed'")
     effort = given.get("effort")
+    check_effort(effort, "reasoning.effort")
     if effort is None:
         return {}
-    if effort not in EFFORTS:
-        refuse("reasoning.effort", f"is {brief(effort)}, but must be one of {', '.join(EFFORTS)}")
     thinks = effort != "none"
     return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
 

@@ -358,7 +358,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "adaptive", "display": "all"}}, "display is 'all'"),
     ({"output_config": 5}, "output_config is 5"),
     ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format"),
-    ({"output_config": {"effort": "much"}}, "reasoning_effort is 'much'"),
+    ({"output_config": {"effort": "much"}}, "output_config.effort is 'much'"),
     ({"temperature": -1}, "temperature"),
     ({"top_p": 0}, "top_p"),
     ({"thread": {"type": "create"}}, "keeps no conversations"),

@@ -7,6 +7,9 @@ import io
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,8 +18,9 @@ from typing import Any
 import openai
 import pytest
 
-from pypto_serving.api.batch import batches, store
+from pypto_serving.api.batch import batches, lines, store
 from pypto_serving.api.batch.direct import Direct
+from pypto_serving.api.batch.lines import Limits, Request
 from pypto_serving.api.batch.multipart import read_form
 from pypto_serving.api.batch.running import Output
 from pypto_serving.api.text.tokenizer import Tokenizer
@@ -122,6 +126,56 @@ def test_files_and_batches_are_bounded(start: Start, tmp_path: Path, monkeypatch
         upload(client, [line("a")])
 
 
+def problems(client: openai.OpenAI, batch_id: str) -> list[tuple[int | None, str | None]]:
+    """The lines of a batch's input that are no requests, and why."""
+    errors = client.batches.retrieve(batch_id).errors
+    assert errors is not None and errors.data is not None
+    return [(error.line, error.message) for error in errors.data]
+
+
+def test_lines_are_read_beside_the_event_loop(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of 60 MB takes long, and the server answers others meanwhile."""
+    readers: list[threading.Thread] = []
+
+    def read(path: Path, limits: Limits) -> Iterator[Request]:
+        for request in lines.read(path, limits):
+            readers.append(threading.current_thread())
+            yield request
+
+    monkeypatch.setattr(batches, "read", read)
+    server = start(batch_dir=str(tmp_path))
+    wait(server, create(server.openai(), [line("a"), line("b")]), "completed")
+    assert len(readers) == 2 and server.thread not in readers
+
+
+def test_a_batch_has_a_most_of_requests(start: Start, tmp_path: Path) -> None:
+    server = start(batch_dir=str(tmp_path))
+    client = server.openai()
+    batch_id = create(client, [line(str(i)) for i in range(batches.MAX_REQUESTS + 2)])
+    wait(server, batch_id, "failed")
+    message = f"the file has more than {batches.MAX_REQUESTS} requests; split it"
+    assert problems(client, batch_id) == [(batches.MAX_REQUESTS + 1, message)]
+    assert server.engine.requests == []
+
+
+def test_a_line_has_a_most_of_bytes(start: Start, tmp_path: Path) -> None:
+    """That of a body, so a file with longer ones came to a server that takes more."""
+    at_most, longer = (json.dumps(line("a", user="x" * count)) for count in (3000, 3001))
+    first = start(batch_dir=str(tmp_path))
+    ids = [upload(first.openai(), [text]) for text in (at_most, longer)]
+    first.stop()
+    second = start(batch_dir=str(tmp_path), max_body_bytes=len(at_most))
+    client = second.openai()
+    good, bad = (
+        client.batches.create(input_file_id=file_id, endpoint="/v1/completions", completion_window="24h").id
+        for file_id in ids
+    )
+    wait(second, bad, "failed")
+    assert problems(client, bad) == [(1, f"the line has more than {len(at_most)} bytes; send less")]
+    wait(second, good, "completed")
+    assert answers(client, good)["a"]["response"]["status_code"] == 200
+
+
 def test_blank_lines_are_bounded(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "MAX_REQUESTS", 2)
     server = start(batch_dir=str(tmp_path))
@@ -129,11 +183,7 @@ def test_blank_lines_are_bounded(start: Start, tmp_path: Path, monkeypatch: pyte
     wait(server, create(client, [line("a"), "", "", line("b")]), "completed")
     batch_id = create(client, [line("a"), *[""] * 1000])
     wait(server, batch_id, "failed")
-    errors = client.batches.retrieve(batch_id).errors
-    assert errors is not None and errors.data is not None
-    assert [(error.line, error.message) for error in errors.data] == [
-        (5, "the file has more than 4 lines; leave blank ones out")
-    ]
+    assert problems(client, batch_id) == [(5, "the file has more than 4 lines; leave blank ones out")]
 
 
 def test_a_form_is_not_copied() -> None:
@@ -318,6 +368,34 @@ def test_damaged_records_are_left_out(start: Start, tmp_path: Path) -> None:
     assert [batch.id for batch in second.openai().batches.list()] == [batch_id]
     assert len(list(second.openai().files.list())) == 2
     assert second.http.get("/v1/batches/batch_" + "0" * 32).status_code == 404
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from pypto_serving.api.batch.store import Store
+
+path = Path(sys.argv[1])
+type(path).replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+Store.of(b"", path).new_file("in.jsonl", "batch", 1, b"{}")
+"""
+
+
+def test_what_a_killed_server_had_begun_is_deleted(start: Start, tmp_path: Path) -> None:
+    """An upload that never got its record; other files stay."""
+    first = start(batch_dir=str(tmp_path))
+    file_id = upload(first.openai(), [line("a")])
+    first.stop()
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    (folder / "notes.new").write_text("not ours")
+    before = {path.name for path in folder.iterdir()}
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, timeout=WAIT_S)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    begun = {path.name for path in folder.iterdir()} - before
+    assert {Path(name).suffix for name in begun} == {".jsonl", ".new"}
+    second = start(batch_dir=str(tmp_path))
+    assert {path.name for path in folder.iterdir()} == before
+    assert [file.id for file in second.openai().files.list()] == [file_id]
 
 
 def test_a_folder_that_takes_nothing(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

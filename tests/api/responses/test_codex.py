@@ -9,8 +9,8 @@ import msgspec
 
 from pypto_serving.api.text.tokenizer import Tokenizer
 from tests.api.chat_events import prompt_of
+from tests.api.responses.answering import PATH, Thinks, call_of, stream
 from tests.api.responses.codex import Codex, Item
-from tests.api.responses.test_responses import PATH, Thinks, call_of, stream
 from tests.api.scripted_engine import Script
 
 PATCH = "*** Begin Patch\n*** Add File: a.txt\n+hello\n*** End Patch\n"

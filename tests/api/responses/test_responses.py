@@ -2,69 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import openai
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel
 
-from pypto_serving.api.responses.answers import ResponseObject
-from pypto_serving.api.responses.events import ResponseEvent
 from pypto_serving.api.responses.history import read_history, read_items
 from pypto_serving.api.responses.store import MAX_RESPONSE_BYTES, Kept, ResponseStore, UnknownResponseError
 from pypto_serving.api.text.tokenizer import Tokenizer
 from tests.api.anthropic.talking import CITY, SAID
 from tests.api.chat_events import prompt_of
+from tests.api.responses.answering import PATH, Thinks, call_of, create, stream
 from tests.api.responses.conftest import MAX_MODEL_LEN
 from tests.api.running import RunningServer
 from tests.api.scripted_engine import WAIT_S, Script
 
-PATH = "/v1/responses"
 WEATHER = {"type": "function", "name": "get_weather", "parameters": CITY, "strict": True}
 NOW = {"type": "function", "name": "now", "parameters": {"type": "object", "properties": {}}}
 THINKS: Any = {"effort": "high"}
-Thinks = Callable[..., RunningServer]
 
 
 @pytest.fixture
 def client(thinking_server: RunningServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{thinking_server.url}/v1", api_key="a", max_retries=0, timeout=WAIT_S) as client:
         yield client
-
-
-def unpublished(value: Any, where: str = "") -> list[str]:
-    """The fields that no published type has."""
-    if isinstance(value, BaseModel):
-        found = [f"{where}.{name}" for name in value.model_extra or ()]
-        return found + [one for name in type(value).model_fields for one in unpublished(getattr(value, name), name)]
-    return [one for item in value for one in unpublished(item, where)] if isinstance(value, list) else []
-
-
-def create(server: RunningServer, **fields: Any) -> dict[str, Any]:
-    response = server.http.post(PATH, json={"model": "tiny", "input": "hello", **fields})
-    assert response.status_code == 200, response.text
-    msgspec.json.decode(response.content, type=ResponseObject)
-    assert unpublished(Response.model_validate(response.json(), strict=True)) == []
-    found: dict[str, Any] = response.json()
-    return found
-
-
-def stream(server: RunningServer, path: str = PATH, **fields: Any) -> list[dict[str, Any]]:
-    response = server.http.post(path, json={"model": "tiny", "input": "hello", "stream": True, **fields})
-    assert response.status_code == 200, response.text
-    adapter: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-    described: msgspec.json.Decoder[Any] = msgspec.json.Decoder(ResponseEvent)
-    events = []
-    for i, event in enumerate(response.text.split("\n\n")[:-1]):
-        name, data = event.split("\n")
-        described.decode(data.removeprefix("data: "))
-        events.append(msgspec.json.decode(data.removeprefix("data: ")))
-        assert unpublished(adapter.validate_python(events[-1], strict=True)) == []
-        assert (name, events[-1]["sequence_number"]) == (f"event: {events[-1]['type']}", i)
-    return events
 
 
 def test_whole_and_streamed_are_of_the_published_types(thinks: Thinks) -> None:
@@ -132,10 +96,6 @@ PATCH = {
     "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch" LF'},
 }
 HUNK = '*** Begin Patch\n+a "quoted" é\n'
-
-
-def call_of(name: str, arguments: str) -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
 def test_custom_tools_take_text(thinks: Thinks, tokenizer: Tokenizer) -> None:
