@@ -16,6 +16,8 @@ from pypto_serving.api.middleware import SERVER_SEND, Faults, Traced
 from pypto_serving.api.paths import VERSION
 from pypto_serving.logs import REQUEST_ID
 
+NOT_FOR_BATCHES = (f"{VERSION}/files", f"{VERSION}/batches")
+
 
 class Answer(NamedTuple):
     """The answer to a request. `request_id` names it in the log."""
@@ -39,6 +41,7 @@ class Direct:
             route.path
             for route in app.routes
             if isinstance(route, Route) and "POST" in (route.methods or ()) and route.path.startswith(VERSION + "/")
+            if not route.path.startswith(NOT_FOR_BATCHES)
         }
         self._handle = bare.build_middleware_stack()
 
