@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,8 @@ from pypto_serving.bench.simulator import Machine, TimeModel
 from pypto_serving.bench.traces import EXCERPT, load_trace
 from pypto_serving.engine import routing
 from pypto_serving.engine.routing import AFFINITY, KnownPrefixes, Router
+from pypto_serving.model.null.spec import plain_groups
+from pypto_serving.types.kv import WindowSpec
 from pypto_serving.types.stats import StepStats
 from pypto_serving.types.tier import TierConfig
 from pypto_serving.types.tokens import pack_ids
@@ -118,12 +121,40 @@ def test_what_the_device_of_a_dead_worker_held_is_forgotten() -> None:
 
 
 def test_what_tiers_hold_outlives_a_worker() -> None:
-    tier = TierConfig(tier="host", size_bytes=1 << 20, num_slots=(64,))
-    group, shared = Group(2, tiers=(tier,)), prompt(512, 1)
+    group, shared = Group(2, tiers=(HOST_TIER,)), prompt(512, 1)
     home = group.place(shared)
     group.finish(0)
     group.router.lose_device(home)
     assert group.best(shared) == home
+
+
+SMALL, HOST_TIER = 65, TierConfig(tier="host", size_bytes=1 << 20, num_slots=(64,))
+WITH_WINDOW = (
+    *plain_groups(16),
+    WindowSpec(name="window", block_size=16, window=32, tensors=plain_groups(16)[0].tensors),
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "holds"),
+    [
+        ({"num_blocks": SMALL}, False),
+        ({"num_blocks": 2 * SMALL}, True),
+        ({"num_blocks": SMALL, "tiers": (HOST_TIER,)}, True),
+        ({"num_blocks": (2 * SMALL, 9), "groups": WITH_WINDOW}, True),
+        ({"num_blocks": (SMALL, 2 * SMALL), "groups": WITH_WINDOW}, False),
+    ],
+    ids=["full", "room", "tier", "window", "full beside a window"],
+)
+def test_a_replica_holds_what_fits_its_history(changes: dict[str, Any], holds: bool) -> None:
+    """Three prompts of 512 tokens, and room for 1,024 or 2,048."""
+    router = Router(null_config(**changes), 2)
+    first, *others = (router.links(pack_ids(prompt(512, seed)), "") for seed in range(3))
+    assert len(first) == 4
+    for name, links in enumerate([first, *others]):
+        router.add(0, [str(name)], 512, links)
+        router.finish(str(name))
+    assert (router.order(513, first, [IDLE] * 2)[0] == 0) == holds
 
 
 def test_the_choices_of_a_prompt_compute_it_once() -> None:
