@@ -44,7 +44,8 @@ class KVArena:
         self._comm = comm or Comm()
         rank = self._comm.rank
         self._heads = rank.kv_heads(self.all_heads, self.all_heads)
-        self._writes, self._shared = rank.writes_kv(self.all_heads), rank.shares_kv(self.all_heads)
+        self._writes = rank.writes_kv(self.all_heads)
+        self._repeated = rank.topology.repeats_kv_heads(self.all_heads)
         self.kv_heads = len(self._heads)
         self.block_size = group.block_size
         self.zero_block = num_blocks
@@ -75,7 +76,7 @@ class KVArena:
             for which, rows in enumerate((keys, values)):
                 start = (layer * 2 + which) * self.all_heads * self.block_size
                 self._rows[start:].index_copy_(0, row_index, rows.reshape(-1, self.head_dim))
-        if self._shared:
+        if self._repeated:
             self._comm.meet()
 
     def read(self, layer: int, which: int, block_index: Tensor, positions: int) -> Tensor:

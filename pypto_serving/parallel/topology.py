@@ -65,6 +65,10 @@ class Topology(msgspec.Struct, frozen=True):
         """List all ranks, stage by stage; the first is the leader, which samples and answers."""
         return tuple(Rank(self, index) for index in range(self.num_ranks))
 
+    def repeats_kv_heads(self, num_kv_heads: int) -> bool:
+        """Return True if some ranks of a tensor group have the same key and value head."""
+        return num_kv_heads < self.tensor
+
     def on_host(self, host: int) -> tuple[Rank, ...]:
         """List the ranks of one host; the leader is on host 0."""
         return tuple(rank for rank in self.ranks if rank.host == host)
@@ -151,7 +155,7 @@ class Rank(msgspec.Struct, frozen=True):
         """
         kept = self.kv_heads(num_heads, num_kv_heads)
         group, size = num_heads // num_kv_heads, self.topology.tensor
-        if num_kv_heads >= size:
+        if not self.topology.repeats_kv_heads(num_kv_heads):
             return range(kept.start * group, kept.stop * group)
         first, last = (ceil_div(head * size, num_kv_heads) for head in (kept.start, kept.stop))
         inside = part(group, last - first, self.tensor - first)
@@ -159,19 +163,16 @@ class Rank(msgspec.Struct, frozen=True):
 
     def kv_heads(self, num_heads: int, num_kv_heads: int) -> range:
         """Return its key and value heads; where there are fewer than tensor ranks, several ranks have the same one."""
-        if num_kv_heads >= self.topology.tensor:
+        if not self.topology.repeats_kv_heads(num_kv_heads):
             return part(num_kv_heads, self.topology.tensor, self.tensor)
         head = self.tensor * num_kv_heads // self.topology.tensor
         return range(head, head + 1)
 
-    def shares_kv(self, num_kv_heads: int) -> bool:
-        """Return True if other ranks have its key and value heads too."""
-        return num_kv_heads < self.topology.tensor
-
     def writes_kv(self, num_kv_heads: int) -> bool:
         """Return True for the first of the ranks that have its key and value heads."""
         size = self.topology.tensor
-        return num_kv_heads >= size or self.tensor == ceil_div(self.tensor * num_kv_heads // size * size, num_kv_heads)
+        first = ceil_div(self.tensor * num_kv_heads // size * size, num_kv_heads)
+        return self.tensor == first or not self.topology.repeats_kv_heads(num_kv_heads)
 
     def columns(self, num_columns: int, unit: int = PANEL) -> range:
         """Return its outputs of a matrix in whole units; only the last unit may be shorter. It may be empty."""

@@ -90,6 +90,7 @@ def test_query_heads_belong_to_the_kv_heads_of_their_rank(topology: Topology, nu
         assert flat(part for rank, part in zip(ranks, kept, strict=True) if rank.writes_kv(num_kv_heads)) == [
             *range(num_kv_heads)
         ]
+        assert topology.repeats_kv_heads(num_kv_heads) == (len(set(kept)) < len(kept))
         assert all({head // group for head in own} <= set(kv) for own, kv in zip(heads, kept, strict=True))
         assert all(before.start <= after.start for before, after in pairwise(kept))
         if num_kv_heads >= topology.tensor:
