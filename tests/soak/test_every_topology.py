@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pypto_serving.errors import ConfigError
 from pypto_serving.parallel.topology import Topology
 from tests.checkpoints import make_checkpoint
 from tests.e2e.ranks import answered, rank_config, survive
@@ -27,7 +30,6 @@ SIZES = {
     "qwen3_moe": DENSE | {"intermediate_size": 384, "moe_intermediate_size": 128},
     "deepseek_v4_fast": DENSE | LATENT | {"moe_intermediate_size": 96},
 }
-SMALL_KV = {"qwen3": "2MiB", "qwen3_moe": "2MiB", "deepseek_v4_fast": "900KiB"}
 
 
 def topologies(kind: str, hosts: int = 1) -> Iterator[Topology]:
@@ -49,6 +51,15 @@ def model_of(folder: Path, kind: str, weights: str = "bf16") -> Path:
     return path
 
 
+def least_memory(model: Path, topology: Topology, **options: Any) -> str:
+    """The least memory for keys and values in which a sequence fits, so that requests are preempted."""
+    for size in itertools.count(100, 100):
+        with contextlib.suppress(ConfigError):
+            rank_config(model, topology, kv_memory=f"{size}KiB", **options)
+            break
+    return f"{size}KiB"
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("hosts", [1, 2])
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
@@ -59,14 +70,16 @@ def test_the_same_bits(tmp_path: Path, kind: str, weights: str, hosts: int) -> N
 
 @pytest.mark.e2e
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_the_same_answers(tmp_path: Path, kind: str) -> None:
+def test_the_same_answers(tmp_path: Path, kind: str, weights: str) -> None:
     """In random chunks, from all tiers, preempted, and after the deaths of ranks."""
-    rng, model = random.Random(kind), model_of(tmp_path, kind)
+    rng, model = random.Random(f"{kind} {weights}"), model_of(tmp_path, kind, weights)
     wanted = answered(model, rank_config(model, Topology()))[0][1]
     for topology in rng.sample([*topologies(kind)], 4):
-        options = {"kv_memory": SMALL_KV[kind], "max_num_batched_tokens": rng.randrange(17, 99)}
+        options = {"max_num_batched_tokens": rng.randrange(17, 99)}
         options |= {"kv_disk": str(tmp_path / "kv"), "kv_host_memory": "8MiB"}
+        options["kv_memory"] = least_memory(model, topology, **options)
         found, stats = answered(model, rank_config(model, topology, **options), seeds=(1, 2, 1))
         assert found[1] == wanted, topology
         assert stats.prefix_hits > 0 and stats.num_preemptions + sum(tier.hit_tokens for tier in stats.tiers) > 0
