@@ -43,7 +43,7 @@ class KVArena:
         self.all_heads, self.head_dim = keys.row_shape
         self._comm = comm or Comm()
         rank = self._comm.rank
-        self._heads = rank.kv_heads(self.all_heads, self.all_heads)
+        self._heads = rank.kv_heads(self.all_heads)
         self._writes = rank.writes_kv(self.all_heads)
         self._repeated = rank.topology.repeats_kv_heads(self.all_heads)
         self.kv_heads = len(self._heads)

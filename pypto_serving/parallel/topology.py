@@ -153,7 +153,7 @@ class Rank(msgspec.Struct, frozen=True):
 
         `num_kv_heads` divides `num_heads`. Empty for some ranks if there are fewer heads than tensor ranks.
         """
-        kept = self.kv_heads(num_heads, num_kv_heads)
+        kept = self.kv_heads(num_kv_heads)
         group, size = num_heads // num_kv_heads, self.topology.tensor
         if not self.topology.repeats_kv_heads(num_kv_heads):
             return range(kept.start * group, kept.stop * group)
@@ -161,7 +161,7 @@ class Rank(msgspec.Struct, frozen=True):
         inside = part(group, last - first, self.tensor - first)
         return range(kept.start * group + inside.start, kept.start * group + inside.stop)
 
-    def kv_heads(self, num_heads: int, num_kv_heads: int) -> range:
+    def kv_heads(self, num_kv_heads: int) -> range:
         """Return its key and value heads; where there are fewer than tensor ranks, several ranks have the same one."""
         if not self.topology.repeats_kv_heads(num_kv_heads):
             return part(num_kv_heads, self.topology.tensor, self.tensor)

@@ -83,7 +83,7 @@ class ModelParts(msgspec.Struct, frozen=True, kw_only=True):
             case "heads":
                 return size * len(rank.attention.heads(self.num_heads, self.num_kv_heads)) // self.num_heads
             case "kv_heads":
-                return size * len(rank.attention.kv_heads(self.num_heads, self.num_kv_heads)) // self.num_kv_heads
+                return size * len(rank.attention.kv_heads(self.num_kv_heads)) // self.num_kv_heads
             case "attention":
                 return size * len(rank.attention.columns(outputs, unit)) // outputs
             case "columns":

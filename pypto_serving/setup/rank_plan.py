@@ -119,7 +119,7 @@ def plan_ranks(
             layers=_span(rank.layers(parts.num_layers)),
             rows=topology.data,
             heads=_span(rank.attention.heads(parts.num_heads, parts.num_kv_heads)),
-            kv_heads=_span(rank.attention.kv_heads(parts.num_heads, parts.num_kv_heads)),
+            kv_heads=_span(rank.attention.kv_heads(parts.num_kv_heads)),
             columns=_span(rank.columns(parts.hidden_size)),
             experts=_span(rank.experts(parts.num_experts)),
             cpus=place.cpus,

@@ -43,7 +43,7 @@ def test_one_rank_has_everything() -> None:
     assert Topology().ranks == (rank,)
     assert rank.leads and rank.embeds and rank.projects
     assert rank.layers(7) == range(7)
-    assert (rank.heads(6, 2), rank.kv_heads(6, 2)) == (range(6), range(2))
+    assert (rank.heads(6, 2), rank.kv_heads(2)) == (range(6), range(2))
     assert (rank.columns(100), rank.vocabulary(100)) == (range(100), range(100))
     assert (rank.experts(5), rank.expert_columns(100)) == (range(5), range(100))
 
@@ -84,7 +84,7 @@ def test_query_heads_belong_to_the_kv_heads_of_their_rank(topology: Topology, nu
     num_heads = num_kv_heads * group
     for ranks in stages(topology):
         heads = [rank.heads(num_heads, num_kv_heads) for rank in ranks]
-        kept = [rank.kv_heads(num_heads, num_kv_heads) for rank in ranks]
+        kept = [rank.kv_heads(num_kv_heads) for rank in ranks]
         assert flat(heads) == list(range(num_heads))
         assert sorted(set(flat(kept))) == list(range(num_kv_heads))
         assert flat(part for rank, part in zip(ranks, kept, strict=True) if rank.writes_kv(num_kv_heads)) == [

@@ -196,7 +196,7 @@ _PARTS = ("gate", "up", "down")
 def _heads(model: Qwen3Config, rank: Rank) -> tuple[range, range]:
     """Return the query heads of a rank, and their key and value heads."""
     heads = rank.heads(model.num_heads, model.num_kv_heads)
-    return heads, rank.kv_heads(model.num_heads, model.num_kv_heads) if heads else range(0)
+    return heads, rank.kv_heads(model.num_kv_heads) if heads else range(0)
 
 
 class Buffers:

@@ -42,7 +42,7 @@ class DecoderLayer:
         prefix, rank = f"model.layers.{index}.", comm.rank
         self.index, self.model, self.comm = index, model, comm
         self.heads = rank.heads(model.num_heads, model.num_kv_heads)
-        self.kv_heads = rank.kv_heads(model.num_heads, model.num_kv_heads)
+        self.kv_heads = rank.kv_heads(model.num_kv_heads)
         self.input_norm = weights.read(prefix + "input_layernorm.weight")
         self.mlp_norm = weights.read(prefix + "post_attention_layernorm.weight")
         attention = prefix + "self_attn."
