@@ -149,7 +149,7 @@ def _tensor_lines(contents: Contents) -> Iterable[str]:
     parameters = f"{contents.num_parameters} parameters"
     if contents.draft_tensors:
         rows.append(("of draft layers", contents.draft_tensors, contents.draft_bytes))
-        parameters += f", {contents.num_parameters_with_drafts} with draft layers, which are left alone"
+        parameters += f", {contents.num_parameters_with_drafts} with draft layers, read for --spec-method mtp only"
     cells = [(name, str(count), str(size), format_size(size)) for name, count, size in rows]
     yield from columns([("dtype", "tensors", "bytes", ""), *cells])
     yield parameters

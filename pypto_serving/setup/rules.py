@@ -323,8 +323,9 @@ class Drafts:
     """A mapping with vLLM's keys, or JSON of one."""
 
     allowed: str = (
-        f"""a mapping or JSON such as {{"method": "ngram", "num_speculative_tokens": {DEFAULT_DRAFTS}}}, at most """
-        f"{MAX_DRAFTS}, perhaps with prompt_lookup_min and prompt_lookup_max, from 1 to {LONGEST_MATCH}"
+        f"""a mapping or JSON such as {{"method": "ngram", "num_speculative_tokens": {DEFAULT_DRAFTS}}}, with no """
+        f"keys but method ({' or '.join(SPEC_METHODS)}), num_speculative_tokens (1 to {MAX_DRAFTS}) and, for ngram, "
+        f"prompt_lookup_min and prompt_lookup_max (1 to {LONGEST_MATCH}, min <= max)"
     )
 
     def parse(self, value: object) -> Speculation:

@@ -47,7 +47,7 @@ def test_a_release(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for words in (
         "69187",
         "159609485896",
-        "284332240471 parameters, 290942289362 with draft layers",
+        "284332240471 parameters, 290942289362 with draft layers, read for --spec-method mtp only",
         "index: 69187 tensors",
         "index: its total_size is what these tensors take",
         "0 of 1 weight files are here",
