@@ -12,7 +12,7 @@ from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.worker.batch import Dispatch
-from pypto_serving.worker.choose import Chosen, accepted, from_device, from_logits
+from pypto_serving.worker.choose import Chosen, from_device, from_logits, num_kept
 from pypto_serving.worker.sampler import RowSamplers
 
 VOCAB = 50
@@ -69,7 +69,7 @@ def test_a_row_keeps_its_drafts_up_to_the_first_wrong_one(rows: list[list[str]],
 
 def test_rows_without_drafts_between_those_with() -> None:
     tokens, drafted, widths = int32([5, 6, 9, 3, 8]), int32([5, 7, 1, 3, 0]), int32([3, 1, 1])
-    assert accepted(tokens, drafted, widths.cumsum() - widths, widths).tolist() == [2, 1, 1]
+    assert num_kept(tokens, drafted, widths.cumsum() - widths, widths).tolist() == [2, 1, 1]
 
 
 @pytest.mark.parametrize("drafts", [False, True])
