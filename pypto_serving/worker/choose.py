@@ -137,7 +137,7 @@ def guided(dispatch: Dispatch, chosen: Chosen, told: Told) -> Chosen:
     pieces = np.split(chosen.token_ids, counts.cumsum()[:-1])
     silent = told.withheld | told.faults.keys()
     for i in silent:
-        pieces[i] = pieces[i][:0]
+        pieces[i], right[i] = pieces[i][:0], 0
     for i, forced in told.forced.items():
         if counts[i]:
             pieces[i] = np.array(forced, np.int32)
