@@ -16,7 +16,7 @@ OFF = "off"
 
 
 class Drafting(msgspec.Struct, frozen=True):
-    """What of it is in an EngineConfig."""
+    """The fields of an EngineConfig that say how drafts are made."""
 
     num_drafts: int = 0
     ngram: NgramConfig | None = None

@@ -65,7 +65,7 @@ def from_logits(
     offsets = np.arange(len(logits), dtype=np.int32) - first.repeat(widths).astype(np.int32)
     owner = rows.repeat(widths)
     tokens, values = samplers.sample(logits, owner, positions.repeat(widths) + offsets, sampler)
-    counts = accepted(tokens, _drafted(dispatch, len(logits)), first, widths)
+    counts = num_kept(tokens, _drafted(dispatch, len(logits)), first, widths)
     for i, limit in limits.items():
         counts[i] = min(counts[i], 1 + limit)
     kept = offsets < counts.repeat(widths)
@@ -79,7 +79,7 @@ def _drafted(dispatch: Dispatch, num_logits: int) -> Int32Array:
     return ids[np.minimum(at, len(ids) - 1)]
 
 
-def accepted(tokens: Int32Array, drafted: Int32Array, first: Int32Array, widths: Int32Array) -> Int32Array:
+def num_kept(tokens: Int32Array, drafted: Int32Array, first: Int32Array, widths: Int32Array) -> Int32Array:
     """Return how many sampled tokens each row keeps, int32 [n]: up to the first that differs from its draft, inclusive.
 
     `tokens` and `drafted` [s] have `widths[i]` entries of row i from `first[i]` on. A row's last token has no draft.
@@ -137,7 +137,7 @@ def guided(dispatch: Dispatch, chosen: Chosen, told: Told) -> Chosen:
     pieces = np.split(chosen.token_ids, counts.cumsum()[:-1])
     silent = told.withheld | told.faults.keys()
     for i in silent:
-        pieces[i] = pieces[i][:0]
+        pieces[i], right[i] = pieces[i][:0], 0
     for i, forced in told.forced.items():
         if counts[i]:
             pieces[i] = np.array(forced, np.int32)

@@ -187,7 +187,7 @@ class Runner:
             (dispatch,) = step.dispatches
             num_tokens = len(dispatch.rows) + int(dispatch.each_drafts().sum())
             if 0 < num_tokens == dispatch.inputs.query_start[dispatch.inputs.num_rows]:
-                self.batch.drafts.pacing.measure(num_tokens, elapsed_s)
+                self.batch.drafts.step_cost.measure(num_tokens, elapsed_s)
 
     def _choose(self, dispatch: Dispatch, output: StepOutput, told: Told | None) -> Chosen:
         if output.sampled is not None:

@@ -12,7 +12,8 @@ from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.worker.batch import Dispatch
-from pypto_serving.worker.choose import Chosen, accepted, from_device, from_logits
+from pypto_serving.worker.choose import Chosen, from_device, from_logits, guided, num_kept
+from pypto_serving.worker.guides import Told
 from pypto_serving.worker.sampler import RowSamplers
 
 VOCAB = 50
@@ -69,7 +70,7 @@ def test_a_row_keeps_its_drafts_up_to_the_first_wrong_one(rows: list[list[str]],
 
 def test_rows_without_drafts_between_those_with() -> None:
     tokens, drafted, widths = int32([5, 6, 9, 3, 8]), int32([5, 7, 1, 3, 0]), int32([3, 1, 1])
-    assert accepted(tokens, drafted, widths.cumsum() - widths, widths).tolist() == [2, 1, 1]
+    assert num_kept(tokens, drafted, widths.cumsum() - widths, widths).tolist() == [2, 1, 1]
 
 
 @pytest.mark.parametrize("drafts", [False, True])
@@ -82,6 +83,15 @@ def test_a_row_that_is_not_finite_fails_alone(drafts: bool) -> None:
         assert (found.token_ids.tolist(), found.each(3).tolist()) == ([4, 6], [1, 0, 1])
     assert [fault.row for fault in found.faults] == ([0, 2] if drafts else [1])
     assert [entry.row for entry in found.logprobs] == ([0, 1] if drafts else [0, 2])
+
+
+def test_a_row_that_waits_for_its_guide_keeps_nothing_and_accepts_no_drafts() -> None:
+    """Three rows verify two drafts, both right: one waits, one is forced to other tokens from the second on."""
+    tokens = [[0, 4, 5]] * 3
+    told = Told(guides={}, withheld={0}, forced={1: (4, 9, 9)}, faults={}, limits={})
+    found = guided(dispatch(tokens), chosen(tokens, [4, 5, 6] * 3), told)
+    assert found.token_ids.tolist() == [4, 9, 9, 4, 5, 6]
+    assert (found.each(3).tolist(), found.each_accepted(3).tolist()) == ([0, 3, 3], [0, 1, 2])
 
 
 def test_a_device_says_which_rows_failed() -> None:

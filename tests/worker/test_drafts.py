@@ -16,7 +16,7 @@ from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import BackendTraits
 from pypto_serving.worker.draft.drafts import Drafts
 from pypto_serving.worker.draft.ngram import NgramDrafter
-from pypto_serving.worker.draft.pacing import Pacing
+from pypto_serving.worker.draft.pacing import Cost, paying_drafts
 from tests.needs import needs_kernels
 from tests.simulation import Simulation, null_config
 
@@ -120,31 +120,31 @@ def test_odds_of_a_text_that_only_seems_to_repeat() -> None:
     assert 0.1 < odds < 0.45
 
 
-def measured(base_ms: float, token_ms: float, sizes: Sequence[int], noise: float = 0.0) -> Pacing:
-    pacing, rng = Pacing(), random.Random(0)
+def measured(base_ms: float, token_ms: float, sizes: Sequence[int], noise: float = 0.0) -> Cost:
+    cost, rng = Cost(), random.Random(0)
     for i in range(300):
         size = sizes[i % len(sizes)]
-        pacing.measure(size, (base_ms + token_ms * size) / 1e3 * rng.gauss(1.0, noise))
-    return pacing
+        cost.measure(size, (base_ms + token_ms * size) / 1e3 * rng.gauss(1.0, noise))
+    return cost
 
 
 def test_cost_is_what_was_measured() -> None:
-    base_s, token_s = measured(20, 3, (1, 5, 3, 1)).cost()
+    base_s, token_s = measured(20, 3, (1, 5, 3, 1)).seconds()
     assert base_s == pytest.approx(0.020, rel=0.15) and token_s == pytest.approx(0.003, rel=0.15)
-    assert measured(20, 3, (1, 5, 3, 1), noise=0.1).cost()[1] == pytest.approx(0.003, rel=0.5)
+    assert measured(20, 3, (1, 5, 3, 1), noise=0.1).seconds()[1] == pytest.approx(0.003, rel=0.5)
 
 
 def test_cost_before_any_step_and_of_steps_of_one_size() -> None:
-    for pacing in (Pacing(), measured(20, 3, (4,))):
-        base_s, token_s = pacing.cost()
+    for cost in (Cost(), measured(20, 3, (4,))):
+        base_s, token_s = cost.seconds()
         assert base_s > 0 < token_s < base_s
 
 
 def test_a_step_that_hangs_changes_little() -> None:
-    pacing = measured(20, 3, (1, 5))
-    before_s = pacing.cost()[0]
-    pacing.measure(1, 60.0)
-    assert pacing.cost()[0] < 2 * before_s
+    cost = measured(20, 3, (1, 5))
+    before_s = cost.seconds()[0]
+    cost.measure(1, 60.0)
+    assert cost.seconds()[0] < 2 * before_s
 
 
 def rate(counts: Sequence[int], odds: Sequence[float], base_s: float, token_s: float) -> float:
@@ -154,12 +154,12 @@ def rate(counts: Sequence[int], odds: Sequence[float], base_s: float, token_s: f
 
 
 def test_no_other_numbers_of_drafts_are_faster() -> None:
-    rng, pacing = random.Random(3), measured(20, 3, (1, 9, 4))
-    base_s, token_s = pacing.cost()
+    rng, cost = random.Random(3), measured(20, 3, (1, 9, 4))
+    base_s, token_s = cost.seconds()
     for _ in range(40):
         rows, most = rng.randint(1, 3), 4
         counts, odds = [rng.randint(0, most) for _ in range(rows)], [rng.random() for _ in range(rows)]
-        found = pacing.paying(int32(*counts), np.array(odds, np.float32), rows).tolist()
+        found = paying_drafts(int32(*counts), np.array(odds, np.float32), rows, cost).tolist()
         assert all(0 <= each <= count for each, count in zip(found, counts, strict=True))
         every = np.ndindex(*(1 + count for count in counts))
         best = max(rate(each, odds, base_s, token_s) for each in every)
@@ -167,10 +167,10 @@ def test_no_other_numbers_of_drafts_are_faster() -> None:
 
 
 def test_many_rows_have_no_drafts_but_sure_ones() -> None:
-    pacing = measured(20, 3, (1, 9, 32))
+    cost = measured(20, 3, (1, 9, 32))
     for odds, alone, among in ((0.9, range(6, 12), 2), (0.5, range(1, 4), 0), (0.05, range(1), 0)):
-        few = pacing.paying(int32(16), np.array([odds], np.float32), 1)
-        many = pacing.paying(np.full(32, 16, np.int32), np.full(32, odds, np.float32), 32)
+        few = paying_drafts(int32(16), np.array([odds], np.float32), 1, cost)
+        many = paying_drafts(np.full(32, 16, np.int32), np.full(32, odds, np.float32), 32, cost)
         assert few[0] in alone and many.max() <= among
 
 

@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pypto_serving.backend.base import Drafter
 from pypto_serving.types.arrays import Int32Array
 from pypto_serving.worker.draft.model import Draws, LayOut
-from pypto_serving.worker.draft.pacing import Pacing
+from pypto_serving.worker.draft.pacing import Cost, paying_drafts
 
-MakeDrafter = Callable[[LayOut, Draws, Pacing], Drafter]
+MakeDrafter = Callable[[LayOut, Draws, Cost], Drafter]
 
 
 class Drafts:
     """Owns the drafter of a worker's rows, whose `tokens` [R, max_model_len] their owner keeps up to date."""
 
     def __init__(self, make: MakeDrafter, tokens: Int32Array, lay_out: LayOut, draws: Draws) -> None:
-        self.pacing = Pacing()
-        self._drafter = make(lay_out, draws, self.pacing)
+        self.step_cost = Cost()
+        self._drafter = make(lay_out, draws, self.step_cost)
         self._tokens = tokens
 
     def start(self, row: int) -> None:
@@ -45,5 +45,5 @@ class Drafts:
             self._tokens[rows[i], known[i] : known[i] + counts[i]] = tokens[: counts[i]]
         if not counts.any():
             return None
-        counts = self.pacing.paying(counts, odds, num_tokens)
+        counts = paying_drafts(counts, odds, num_tokens, self.step_cost)
         return counts if counts.any() else None

@@ -18,22 +18,19 @@ MOST_LATE = 3.0
 """A step counts as at most this many times as long as expected."""
 
 
-class Pacing:
-    """Owns what steps cost, a + b * tokens seconds: weighted least squares over the last steps of decodes.
+class Cost:
+    """Owns what steps of decodes, or passes of draft layers, cost: a + b * tokens seconds.
 
-    A draft adds b to the time of its step, and with its odds a token to the output. The tokens per second are highest
-    where drafts are taken as long as they add more tokens per second than the step has with those taken before, the
-    likeliest first (Dinkelbach, On Nonlinear Fractional Programming, 1967). So few rows on a device that reads
-    weights for all of them have many drafts, and many rows none but the sure ones.
+    Estimated from the last ones by weighted least squares.
     """
 
     def __init__(self) -> None:
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
 
     def measure(self, num_tokens: int, elapsed_s: float) -> None:
-        """Record that a step of decodes and their drafts, `num_tokens` in all, took `elapsed_s`."""
+        """Record that a step or pass of `num_tokens`, drafts among them, took `elapsed_s`."""
         if self._weight:
-            base_s, token_s = self.cost()
+            base_s, token_s = self.seconds()
             elapsed_s = min(elapsed_s, MOST_LATE * (base_s + token_s * num_tokens))
         self._weight = self._weight * KEPT + 1
         self._tokens = self._tokens * KEPT + num_tokens
@@ -46,7 +43,7 @@ class Pacing:
         """Return True once anything was measured."""
         return self._weight > 0
 
-    def cost(self) -> tuple[float, float]:
+    def seconds(self) -> tuple[float, float]:
         """Return the seconds of a step, without tokens and for each token."""
         if not self._weight:
             return 1.0, PRIOR_SLOPE
@@ -58,25 +55,31 @@ class Pacing:
         slope = min(max(slope, 0.0), seconds / max(tokens, 1.0))
         return seconds - slope * tokens, slope
 
-    def paying(self, counts: Int32Array, odds: Float32Array, num_tokens: int) -> Int32Array:
-        """Return how many of the `counts` [n] drafts of each row pay, in a step of `num_tokens` other tokens.
 
-        `odds` [n] are those of a draft to be right if all before it are. All n rows sample a token anyway.
-        """
-        ranks = np.arange(1, 1 + int(counts.max(initial=0)))
-        chances = np.where(ranks <= counts[:, None], odds[:, None] ** ranks, 0.0).ravel()
-        order = np.argsort(-chances, kind="stable")
-        falling = chances[order]
-        base_s, token_s = self.cost()
-        seconds = base_s + token_s * (num_tokens + np.arange(len(falling)))
-        expected = len(counts) + np.cumsum(falling) - falling
-        fails = np.flatnonzero(falling * seconds <= LEAST_GAIN * token_s * expected)
-        taken = order[: fails[0] if len(fails) else len(order)]
-        found: Int32Array = np.bincount(taken // max(1, len(ranks)), minlength=len(counts)).astype(np.int32)
-        return np.minimum(found, counts)
+def paying_drafts(counts: Int32Array, odds: Float32Array, num_tokens: int, steps: Cost) -> Int32Array:
+    """Return how many of the `counts` [n] drafts of each row pay, in a step of `num_tokens` other tokens.
+
+    `odds` [n] are those of a draft to be right if all before it are. All n rows sample a token anyway.
+
+    A draft adds to the time of its step, and with its odds a token to the output. The tokens per second are highest
+    where drafts are taken as long as they add more tokens per second than the step has with those taken before, the
+    likeliest first (Dinkelbach, On Nonlinear Fractional Programming, 1967). So few rows on a device that reads
+    weights for all of them have many drafts, and many rows none but the sure ones.
+    """
+    ranks = np.arange(1, 1 + int(counts.max(initial=0)))
+    chances = np.where(ranks <= counts[:, None], odds[:, None] ** ranks, 0.0).ravel()
+    order = np.argsort(-chances, kind="stable")
+    falling = chances[order]
+    base_s, token_s = steps.seconds()
+    seconds = base_s + token_s * (num_tokens + np.arange(len(falling)))
+    expected = len(counts) + np.cumsum(falling) - falling
+    fails = np.flatnonzero(falling * seconds <= LEAST_GAIN * token_s * expected)
+    taken = order[: fails[0] if len(fails) else len(order)]
+    found: Int32Array = np.bincount(taken // max(1, len(ranks)), minlength=len(counts)).astype(np.int32)
+    return np.minimum(found, counts)
 
 
-def paying_passes(most: Int32Array, odds: Float32Array, steps: Pacing, passes: Pacing) -> Int32Array:
+def paying_passes(most: Int32Array, odds: Float32Array, steps: Cost, passes: Cost) -> Int32Array:
     """Return how many drafts of each of n rows pay, at most `most` [n], where each costs a pass of draft layers.
 
     All rows that have a j-th draft share the j-th pass. `odds` [n] are those of a draft to be right if all before it
@@ -84,7 +87,7 @@ def paying_passes(most: Int32Array, odds: Float32Array, steps: Pacing, passes: P
     """
     if not (steps.is_measured and passes.is_measured):
         return most
-    (base_s, token_s), (pass_s, row_s) = steps.cost(), passes.cost()
+    (base_s, token_s), (pass_s, row_s) = steps.seconds(), passes.seconds()
     plain_s = base_s + token_s * len(most)
     ranks = np.arange(1, 1 + int(most.max(initial=0)))
     chances = np.where(ranks <= most[:, None], odds[:, None] ** ranks, 0.0)
