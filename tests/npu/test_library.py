@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from pypto_serving.backend.npu.library import _require_limits
+from pypto_serving.backend.npu.library import _find_contract, _require_limits
 from pypto_serving.errors import ConfigError
 from pypto_serving.model.contract import StageName
 from pypto_serving.model.qwen3.config import Qwen3Config
@@ -50,3 +53,22 @@ def test_other_limits_are_refused() -> None:
     for name, value in {"max_seq": 2048, "page_size": 64, "num_layers": 8}.items():
         with pytest.raises(ConfigError, match=f"^pypto-lib's contract has the limit {name} {value}, but must have "):
             _require_limits(LIMITS | {name: value}, CONTRACT)
+
+
+CHECKPOINT: Any = SimpleNamespace(architecture="Qwen3ForCausalLM", model=SimpleNamespace(head_dim=128), raw={})
+
+
+@pytest.mark.parametrize("problem", ["ImportError('pypto has no extern')", "AttributeError('pl has no extern')"])
+def test_programs_for_another_pypto_are_refused(problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not taken for missing, which small programs would stand in for."""
+    (tmp_path / "contract").mkdir()
+    (tmp_path / "contract" / "__init__.py").write_text(f"raise {problem}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "contract", raising=False)
+    with pytest.raises(ConfigError, match=r"^pypto-lib's programs cannot be loaded \(\w+ has no extern\); docs/npu.md"):
+        _find_contract(CHECKPOINT)
+
+
+def test_pypto_lib_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert _find_contract(CHECKPOINT) is None

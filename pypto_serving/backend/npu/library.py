@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Mapping
@@ -44,7 +45,6 @@ def find_library(config: EngineConfig, checkpoint: CheckpointConfig) -> Library:
         return _small(config, model)
     ours = Qwen3Contract(model, _revision(theirs), config.max_model_len, config.max_num_batched_tokens)
     _require_limits(theirs.limits, ours)
-    theirs.load_kernels()
     folder = Path(inspect.getfile(theirs.load_kernels)).parent
     files = sorted(folder.rglob("*.py"))
     sources = hash128(theirs.abi_fingerprint().encode(), *(file.read_bytes() for file in files))
@@ -75,12 +75,22 @@ def _small(config: EngineConfig, model: Qwen3Config) -> Library:
 
 
 def _find_contract(checkpoint: CheckpointConfig) -> Any:
+    """Return pypto-lib's contract of a model, with its kernels loaded, or None. Raises ConfigError."""
+    if importlib.util.find_spec("contract") is None:
+        return None
     names = {"architecture": checkpoint.architecture, "head_dim": checkpoint.model.head_dim}
     try:
-        find = importlib.import_module("contract").find_contract_for_model_config
-        return find(SimpleNamespace(**{**checkpoint.raw, **names}))
-    except (ImportError, AttributeError, LookupError):
+        contract = importlib.import_module("contract").find_contract_for_model_config(
+            SimpleNamespace(**{**checkpoint.raw, **names})
+        )
+        contract.load_kernels()
+    except (LookupError, NotImplementedError):
         return None
+    except (ImportError, AttributeError, OSError) as error:
+        raise ConfigError(
+            f"pypto-lib's programs cannot be loaded ({error}); docs/npu.md says which revisions go with which PyPTO"
+        ) from None
+    return contract
 
 
 def _revision(theirs: Any) -> Revision:
