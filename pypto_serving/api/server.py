@@ -117,7 +117,7 @@ def create_app(engine: EngineClient, serving: ServingConfig, memory: MemoryPlan 
     app.state.service = service
     app.state.memory = memory
     app.state.responses = ResponseStore()
-    app.state.reading = Reading(BodyReader(service.prompter, serving), service.require_admission)
+    app.state.reading = Reading(BodyReader(service.prompter, serving), service.require_admission, service.warn_ignored)
     _add_routes(app)
     _add_responses(app)
     app.add_exception_handler(PyptoError, _answer_error)  # type: ignore[arg-type]

@@ -18,7 +18,6 @@ from pypto_serving.api.responses.answers import ResponseObject
 from pypto_serving.api.responses.format import ResponseFormat
 from pypto_serving.api.responses.responses_body import with_earlier
 from pypto_serving.api.responses.store import MAX_RESPONSE_BYTES, Kept, ResponseStore
-from pypto_serving.api.service import Service
 from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
 
@@ -33,11 +32,9 @@ class _Previous(msgspec.Struct):
 
 async def create_response(request: Request) -> Response:
     """Answer items."""
-    service: Service = request.app.state.service
     reading: BodySource = request.app.state.reading
     store, key = _store(request), _key(request)
     body = await reading.read(request, "responses", lambda raw: with_earlier(raw, _earlier(store, key, raw)))
-    service.warn_ignored(body.ignored.names)
     repeated = body.repeated
     assert repeated is not None
     wanted = body.generation(f"resp_{uuid.uuid4().hex}")
