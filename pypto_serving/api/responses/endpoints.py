@@ -17,6 +17,7 @@ from pypto_serving.api.respond import respond
 from pypto_serving.api.responses.answers import ResponseObject
 from pypto_serving.api.responses.format import ResponseFormat
 from pypto_serving.api.responses.responses_body import with_earlier
+from pypto_serving.api.responses.schemas import MAX_ID_CHARS
 from pypto_serving.api.responses.store import MAX_RESPONSE_BYTES, Kept, ResponseStore
 from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
@@ -100,7 +101,9 @@ def _earlier(store: ResponseStore, key: bytes | None, raw: bytearray) -> bytes:
         name = msgspec.json.decode(raw, type=_Previous).previous_response_id
     except (msgspec.DecodeError, RecursionError):
         return b""  # the reader says what is wrong
-    return store.get(key, name, _FIELD).history if isinstance(name, str) else b""
+    if not isinstance(name, str) or len(name) > MAX_ID_CHARS:
+        return b""  # likewise
+    return store.get(key, name, _FIELD).history
 
 
 def _listed(item: dict[str, Any]) -> dict[str, Any]:
