@@ -32,7 +32,7 @@ class MessageFormat:
         self._id = message_id
         self._model = model
         self._form = form or OutputFormat()
-        self._parser = None if form is None else form()
+        self._parser = self._form()
         self._request_id = request_id
         self._cut = cut
         self._opened = False
@@ -95,8 +95,6 @@ class MessageFormat:
         return written
 
     def _parts(self, texts: Iterable[str], ends: bool) -> list[Part]:
-        if self._parser is None:
-            return [TextPart("content", text) for text in texts if text]
         parts = [part for text in texts for part in self._parser.push(text)]
         return parts + self._parser.finish() if ends else parts
 
