@@ -212,7 +212,7 @@ class ResponseFormat:
 
     def _event(self, event: events.Event) -> bytes:
         self._number += 1
-        return named(str(event.__struct_config__.tag), event)
+        return named(event)
 
     def _object(self, usage: Usage | None) -> ResponseObject:
         return ResponseObject(
