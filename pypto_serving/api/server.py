@@ -53,7 +53,7 @@ def create_app(engine: EngineClient, serving: ServingConfig, memory: MemoryPlan 
     app.state.memory = memory
     app.state.responses = ResponseStore()
     app.state.description = None
-    app.state.reading = Reading(BodyReader(service.prompter, serving), service.require_admission)
+    app.state.reading = Reading(BodyReader(service.prompter, serving), service.require_admission, service.warn_ignored)
     app.add_exception_handler(PyptoError, _answer_error)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _answer_lost)  # type: ignore[arg-type]
     app.add_exception_handler(ClientDisconnect, _answer_nobody)

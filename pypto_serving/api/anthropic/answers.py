@@ -1,4 +1,4 @@
-"""Describe answers for /openapi.json. They are written as bytes elsewhere; a test holds both together."""
+"""Describe messages and the events of a stream, as they are answered."""
 
 from __future__ import annotations
 

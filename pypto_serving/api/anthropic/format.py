@@ -6,8 +6,23 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import msgspec
-
+from pypto_serving.api.anthropic.answers import (
+    ContentBlock,
+    ContentBlockStart,
+    ContentBlockStop,
+    Message,
+    MessageDelta,
+    MessageEnd,
+    MessageStart,
+    MessageStop,
+    MessageUsage,
+    Ping,
+    StopReason,
+    TextBlock,
+    ThinkingBlock,
+    ThinkingTokens,
+    ToolUseBlock,
+)
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.output import Part, TextPart, ToolCallStart
 from pypto_serving.api.errors import ApiError
@@ -17,7 +32,6 @@ from pypto_serving.api.generation.usage import Usage
 from pypto_serving.api.openai.sse import encode, named, one_line
 
 _FIELDS = {"text": b'"text_delta","text"', "thinking": b'"thinking_delta","thinking"'}
-_NO_END: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
 _CALL_FIELDS = b'"input_json_delta","partial_json"'
 
 
@@ -32,19 +46,20 @@ class MessageFormat:
         self._id = message_id
         self._model = model
         self._form = form or OutputFormat()
-        self._parser = None if form is None else form()
+        self._parser = self._form()
         self._request_id = request_id
         self._cut = cut
         self._opened = False
         self._index = -1
         self._kind = ""
         self._calls = False
-        self._end = dict(_NO_END)
+        self._stop_reason: StopReason | None = None
+        self._stop_sequence: str | None = None
 
-    def response(self, outputs: list[Output], usage: Usage) -> dict[str, Any]:
+    def response(self, outputs: list[Output], usage: Usage) -> Message:
         """Write the whole message."""
         (output,) = outputs
-        content: list[dict[str, Any]] = []
+        content: list[ContentBlock] = []
         texts: list[list[str]] = []
         for part in self._parts(output.texts, True):
             if self._begins(part):
@@ -54,12 +69,13 @@ class MessageFormat:
                 texts[-1].append(part.text)
         for block, pieces in zip(content, texts, strict=True):
             text = "".join(pieces)
-            if block["type"] == "tool_use":
-                block["input"] = _object(text)
-            else:
-                block[block["type"]] = text
-            if block["type"] == "thinking":
-                block["signature"] = self._id
+            match block:
+                case TextBlock():
+                    block.text = text
+                case ThinkingBlock():
+                    block.thinking, block.signature = text, self._id
+                case ToolUseBlock():
+                    block.input = _object(text)
         self._finish(output.finish_reason, output.stop_reason)
         return self._message(content, usage)
 
@@ -68,11 +84,11 @@ class MessageFormat:
         if self._opened:
             return b""
         self._opened = True
-        return _event("message_start", message=self._message([], usage))
+        return named(MessageStart(self._message([], usage)))
 
     def ping(self, usage: Usage) -> bytes:
         """Write `ping`, after `message_start`, with which every stream begins."""
-        return self.opening(usage) + _event("ping")
+        return self.opening(usage) + named(Ping())
 
     @property
     def writer(self) -> Callable[[Delta], bytes]:
@@ -80,11 +96,13 @@ class MessageFormat:
 
     def closing(self, usage: Usage) -> bytes:
         """Write `message_delta` and `message_stop`."""
-        return _event("message_delta", delta=self._end, usage=usage_object(usage)) + _event("message_stop")
+        assert self._stop_reason is not None
+        end = MessageEnd(self._stop_reason, self._stop_sequence)
+        return named(MessageDelta(end, usage_object(usage))) + named(MessageStop())
 
     def failure(self, error: ApiError) -> bytes:
         """Write `error`, which ends the stream."""
-        return named("error", msgspec.Raw(error.anthropic_payload(self._request_id)))
+        return b"event: error\ndata: " + one_line(error.anthropic_payload(self._request_id)) + b"\n\n"
 
     def _write(self, delta: Delta) -> bytes:
         ends = delta.finish_reason is not None
@@ -95,8 +113,6 @@ class MessageFormat:
         return written
 
     def _parts(self, texts: Iterable[str], ends: bool) -> list[Part]:
-        if self._parser is None:
-            return [TextPart("content", text) for text in texts if text]
         parts = [part for text in texts for part in self._parser.push(text)]
         return parts + self._parser.finish() if ends else parts
 
@@ -105,7 +121,7 @@ class MessageFormat:
         if self._begins(part):
             change = self._close()
             block = self._begin(part)
-            change += _event("content_block_start", index=self._index, content_block=block)
+            change += named(ContentBlockStart(self._index, block))
         if isinstance(part, ToolCallStart):
             return change
         return change + self._delta(_FIELDS.get(self._kind, _CALL_FIELDS), part.text)
@@ -119,55 +135,55 @@ class MessageFormat:
     def _begins(self, part: Part) -> bool:
         return isinstance(part, ToolCallStart) or _kind(part) != self._kind
 
-    def _begin(self, part: Part) -> dict[str, Any]:
+    def _begin(self, part: Part) -> ContentBlock:
         """Begin a block; return it without its text."""
         self._kind = _kind(part)
         self._index += 1
         if self._kind == "text":
-            return {"type": "text", "text": ""}
+            return TextBlock("")
         if self._kind == "thinking":
-            return {"type": "thinking", "thinking": "", "signature": ""}
+            return ThinkingBlock("", "")
         self._calls = True
         name = part.name if isinstance(part, ToolCallStart) else ""
-        return {"type": "tool_use", "id": self._form.new_call_id("toolu_"), "name": name, "input": {}}
+        return ToolUseBlock(self._form.new_call_id("toolu_"), name, {})
 
     def _close(self) -> bytes:
         """Write the end of the last block. Thinking is signed with the message's id, which nobody checks."""
         if self._index < 0:
             return b""
         signed = self._delta(b'"signature_delta","signature"', self._id) if self._kind == "thinking" else b""
-        return signed + _event("content_block_stop", index=self._index)
+        return signed + named(ContentBlockStop(self._index))
 
     def _finish(self, reason: str | None, stopped_by: str | int | None) -> None:
         """Note why the output ended: `stopped_by` a stop string, or the id of a token."""
         if reason == "length":
-            self._end["stop_reason"] = "model_context_window_exceeded" if self._cut else "max_tokens"
+            self._stop_reason = "model_context_window_exceeded" if self._cut else "max_tokens"
         elif isinstance(stopped_by, str):
-            self._end = {"stop_reason": "stop_sequence", "stop_sequence": stopped_by}
+            self._stop_reason, self._stop_sequence = "stop_sequence", stopped_by
         else:
-            self._end["stop_reason"] = "tool_use" if self._calls else "end_turn"
+            self._stop_reason = "tool_use" if self._calls else "end_turn"
 
-    def _message(self, content: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "type": "message",
-            "role": "assistant",
-            "model": self._model,
-            "content": content,
-            **self._end,
-            "usage": usage_object(usage),
-        }
+    def _message(self, content: list[ContentBlock], usage: Usage) -> Message:
+        return Message(
+            id=self._id,
+            role="assistant",
+            model=self._model,
+            content=content,
+            stop_reason=self._stop_reason,
+            stop_sequence=self._stop_sequence,
+            usage=usage_object(usage),
+        )
 
 
-def usage_object(usage: Usage) -> dict[str, Any]:
+def usage_object(usage: Usage) -> MessageUsage:
     """Write token counts. Those of the prompt are either read from the cache, or computed."""
-    return {
-        "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.num_cached_tokens,
-        "output_tokens": usage.num_output_tokens,
-        "output_tokens_details": {"thinking_tokens": usage.num_reasoning_tokens},
-    }
+    return MessageUsage(
+        input_tokens=usage.num_prompt_tokens - usage.num_cached_tokens,
+        cache_creation_input_tokens=0,
+        cache_read_input_tokens=usage.num_cached_tokens,
+        output_tokens=usage.num_output_tokens,
+        output_tokens_details=ThinkingTokens(usage.num_reasoning_tokens),
+    )
 
 
 def _kind(part: Part) -> str:
@@ -183,7 +199,3 @@ def _object(arguments: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {"arguments": arguments}
-
-
-def _event(kind: str, **fields: Any) -> bytes:
-    return named(kind, {"type": kind, **fields})

@@ -12,7 +12,6 @@ from pypto_serving.api.errors import ANTHROPIC_ID_HEADER
 from pypto_serving.api.openai.body import BodySource
 from pypto_serving.api.openai.tokenize import answer_read
 from pypto_serving.api.respond import respond
-from pypto_serving.api.service import Service
 
 PING_S = 10.0
 """A stream that is silent for so long sends `ping`."""
@@ -20,10 +19,8 @@ PING_S = 10.0
 
 async def create_message(request: Request) -> Response:
     """Answer a conversation."""
-    service: Service = request.app.state.service
     reading: BodySource = request.app.state.reading
     body = await reading.read(request, "messages")
-    service.warn_ignored(body.ignored.names)
     wanted = body.generation(f"msg_{uuid.uuid4().hex}")
     cut = wanted.prompts[0].max_tokens != body.params.max_tokens
     form = MessageFormat(wanted.id, body.model, body.new_parser, request.state.request_id, cut)

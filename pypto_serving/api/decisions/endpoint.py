@@ -11,14 +11,11 @@ from starlette.responses import Response
 from pypto_serving.api.decisions.answers import decide
 from pypto_serving.api.openai.body import BodySource
 from pypto_serving.api.respond import respond_whole
-from pypto_serving.api.service import Service
 
 
 async def create_decision(request: Request) -> Response:
     """Answer questions about an input with probabilities."""
-    service: Service = request.app.state.service
     reading: BodySource = request.app.state.reading
     body = await reading.read(request, "decisions")
-    service.warn_ignored(body.ignored.names)
     wanted = body.generation(f"decision-{uuid.uuid4().hex}")
     return await respond_whole(request, wanted, partial(decide, body.model, body.asked), body.headers())

@@ -19,7 +19,6 @@ async def create_chat_completion(request: Request) -> Response:
     service: Service = request.app.state.service
     reading: BodySource = request.app.state.reading
     body = await reading.read(request, "chat")
-    service.warn_ignored(body.ignored.names)
     wanted = body.generation(f"chatcmpl-{uuid.uuid4().hex}")
     head = Head.of(service, wanted, body.model, body.shown)
     form = ChatFormat(head) if body.new_parser is None else ParsedChatFormat(head, body.new_parser)

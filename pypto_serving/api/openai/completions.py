@@ -20,7 +20,6 @@ async def create_completion(request: Request) -> Response:
     service: Service = request.app.state.service
     reading: BodySource = request.app.state.reading
     body = await reading.read(request, "completions")
-    service.warn_ignored(body.ignored.names)
     wanted = body.generation(f"cmpl-{uuid.uuid4().hex}")
     head = Head.of(service, wanted, body.model, body.shown)
     form = EchoFormat(head) if body.shown.echo else CompletionFormat(head)

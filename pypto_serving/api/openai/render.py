@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from pypto_serving.api.generation.request import GenerationRequest
 from pypto_serving.api.openai.body import BodySource, Generating, ReadBody, check_num_answered
-from pypto_serving.api.service import Service
 from pypto_serving.errors import RequestError
 
 IDS_AT_ONCE = 1 << 14
@@ -34,10 +33,8 @@ async def render_chat_completion(request: Request) -> Response:
 
 
 async def _render(request: Request, endpoint: Generating, prefix: str, field: str) -> tuple[ReadBody, list[bytes]]:
-    service: Service = request.app.state.service
     reading: BodySource = request.app.state.reading
     body = await reading.read(request, endpoint)
-    service.warn_ignored(body.ignored.names)
     wanted = body.generation(f"{prefix}-{uuid.uuid4().hex}")
     check_num_answered(sum(len(prompt.token_ids) for prompt in wanted.prompts), field)
     return body, await asyncio.to_thread(_write_all, body, wanted, field)

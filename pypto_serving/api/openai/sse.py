@@ -32,9 +32,9 @@ def one_line(event: bytes) -> bytes:
     return event.replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
 
 
-def named(kind: str, event: object) -> bytes:
-    """Write a server-sent event with a name."""
-    return f"event: {kind}\ndata: ".encode() + one_line(encode(event)) + b"\n\n"
+def named(event: msgspec.Struct) -> bytes:
+    """Write a server-sent event that is named by the type of its data."""
+    return f"event: {event.__struct_config__.tag}\ndata: ".encode() + one_line(encode(event)) + b"\n\n"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pypto_serving.api.openai.body import Answering, BodySource
-from pypto_serving.api.service import Service
 
 
 async def tokenize(request: Request) -> Response:
@@ -21,8 +20,6 @@ async def detokenize(request: Request) -> Response:
 
 async def answer_read(request: Request, endpoint: Answering) -> Response:
     """Answer as the reader of the body says."""
-    service: Service = request.app.state.service
     reading: BodySource = request.app.state.reading
     answered = await reading.answer(request, endpoint)
-    service.warn_ignored(answered.ignored.names)
     return Response(answered.content, 200, answered.ignored.header(), "application/json")

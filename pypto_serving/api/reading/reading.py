@@ -44,10 +44,19 @@ class Reading:
     for QUICK_S of CPU time at most.
     """
 
-    def __init__(self, reader: BodyReader, require_admission: Callable[[int], None]) -> None:
-        """`require_admission` raises if so many requests would not be admitted now: then none of them is read."""
+    def __init__(
+        self,
+        reader: BodyReader,
+        require_admission: Callable[[int], None],
+        warn_ignored: Callable[[list[str]], None],
+    ) -> None:
+        """`require_admission` raises if so many requests would not be admitted now: then none of them is read.
+
+        `warn_ignored` is told of unknown fields.
+        """
         self._here = reader
         self._require_admission = require_admission
+        self._warn_ignored = warn_ignored
         config, serving = reader.prompter.config, reader.serving
         self._quick = BodyProcess(config, serving)
         self._slow = BodyProcess(config, serving)
@@ -61,6 +70,7 @@ class Reading:
         with telling_when_parsed(request):
             read = await self._read(request, endpoint, prepare)
             assert isinstance(read, ReadBody)
+            self._warn_ignored(read.ignored.names)
             return await self._with_checked_guide(request, read)
 
     async def answer(self, request: Request, endpoint: Answering) -> Answered:
@@ -68,6 +78,7 @@ class Reading:
         with telling_when_parsed(request):
             answered = await self._read(request, endpoint)
             assert isinstance(answered, Answered)
+            self._warn_ignored(answered.ignored.names)
             return answered
 
     async def _read(self, request: Request, endpoint: Endpoint, prepare: Prepare | None = None) -> ReadBody | Answered:

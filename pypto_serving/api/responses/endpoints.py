@@ -17,8 +17,8 @@ from pypto_serving.api.respond import respond
 from pypto_serving.api.responses.answers import ResponseObject
 from pypto_serving.api.responses.format import ResponseFormat
 from pypto_serving.api.responses.responses_body import with_earlier
+from pypto_serving.api.responses.schemas import MAX_ID_CHARS
 from pypto_serving.api.responses.store import MAX_RESPONSE_BYTES, Kept, ResponseStore
-from pypto_serving.api.service import Service
 from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
 
@@ -33,11 +33,9 @@ class _Previous(msgspec.Struct):
 
 async def create_response(request: Request) -> Response:
     """Answer items."""
-    service: Service = request.app.state.service
     reading: BodySource = request.app.state.reading
     store, key = _store(request), _key(request)
     body = await reading.read(request, "responses", lambda raw: with_earlier(raw, _earlier(store, key, raw)))
-    service.warn_ignored(body.ignored.names)
     repeated = body.repeated
     assert repeated is not None
     wanted = body.generation(f"resp_{uuid.uuid4().hex}")
@@ -103,7 +101,9 @@ def _earlier(store: ResponseStore, key: bytes | None, raw: bytearray) -> bytes:
         name = msgspec.json.decode(raw, type=_Previous).previous_response_id
     except (msgspec.DecodeError, RecursionError):
         return b""  # the reader says what is wrong
-    return store.get(key, name, _FIELD).history if isinstance(name, str) else b""
+    if not isinstance(name, str) or len(name) > MAX_ID_CHARS:
+        return b""  # likewise
+    return store.get(key, name, _FIELD).history
 
 
 def _listed(item: dict[str, Any]) -> dict[str, Any]:

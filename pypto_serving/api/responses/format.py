@@ -54,7 +54,7 @@ class ResponseFormat:
         self._base: dict[str, Any] = begun | repeated
         self._tools = callable_tools(repeated["tools"])
         self._form = form or OutputFormat()
-        self._parser = None if form is None else form()
+        self._parser = self._form()
         self._on_done = on_done
         self._opened = False
         self._number = 0
@@ -125,8 +125,6 @@ class ResponseFormat:
         return written
 
     def _parts(self, text: str, ends: bool) -> Sequence[Part]:
-        if self._parser is None:
-            return [TextPart("content", text)] if text else []
         parts = self._parser.push(text)
         return parts + self._parser.finish() if ends else parts
 
@@ -214,7 +212,7 @@ class ResponseFormat:
 
     def _event(self, event: events.Event) -> bytes:
         self._number += 1
-        return named(str(event.__struct_config__.tag), event)
+        return named(event)
 
     def _object(self, usage: Usage | None) -> ResponseObject:
         return ResponseObject(

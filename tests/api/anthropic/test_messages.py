@@ -476,7 +476,8 @@ def test_any_output_makes_events_in_order(pieces: list[str], form: OutputFormat 
     output = Output(0)
     for delta in deltas:
         output.add(delta)
-    whole = MessageFormat("msg_1", "tiny", form, "r", False).response([output], usage)
+    written_whole = MessageFormat("msg_1", "tiny", form, "r", False).response([output], usage)
+    whole = msgspec.to_builtins(written_whole)
     streamed = MessageFormat("msg_1", "tiny", form, "r", False)
     written = streamed.opening(usage) + b"".join(map(streamed.writer, deltas)) + streamed.closing(usage)
     assert len(written.splitlines()) == written.count(b"\n"), "each event has its lines and no others"
