@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from typing import Any
 
-import pytest
-import yaml
+import kubernetes_validate
 
 from pypto_serving.api.status import PROBES
 from pypto_serving.setup.defaults import DEFAULTS
 from tests.deploy.commands import check_command
+from tests.deploy.conftest import kustomized
 from tests.deploy.files import DEPLOY, only, read_yaml
 
 END_S = 15
@@ -54,23 +52,13 @@ def test_compose_has_all_that_it_names() -> None:
     assert any(f":{folder}/" in volume for volume in compose["services"]["grafana"]["volumes"])
 
 
-def manifests() -> dict[str, Any]:
-    """The manifests as kubectl makes them, or as they are written where there is none."""
-    if shutil.which("kubectl") is None:
-        text = "\n---\n".join((DEPLOY / "kubernetes" / name).read_text() for name in KUBERNETES)
-    else:
-        command = ["kubectl", "kustomize", str(DEPLOY / "kubernetes")]
-        text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
-    return {each["kind"]: each for each in yaml.safe_load_all(text)}
-
-
 def test_kustomize_makes_the_manifests_that_are_there() -> None:
     assert read_yaml("kubernetes/kustomization.yaml")["resources"] == list(KUBERNETES)
-    assert set(manifests()) == {"Deployment", "Service"}
+    assert {each["kind"] for each in kustomized()} == {"Deployment", "Service"}
 
 
-def test_a_pod_drains_before_it_is_killed() -> None:
-    pod = manifests()["Deployment"]["spec"]["template"]["spec"]
+def test_a_pod_drains_before_it_is_killed(manifests: dict[str, Any]) -> None:
+    pod = manifests["Deployment"]["spec"]["template"]["spec"]
     (server,) = pod["containers"]
     check_command(server["args"])
     drain_s = float(value_of(server["args"], "--drain-timeout", DEFAULTS["drain_timeout"]))
@@ -79,8 +67,8 @@ def test_a_pod_drains_before_it_is_killed() -> None:
     assert value_of(server["args"], "--host") == "0.0.0.0"
 
 
-def test_probes_ask_what_needs_no_key() -> None:
-    (server,) = manifests()["Deployment"]["spec"]["template"]["spec"]["containers"]
+def test_probes_ask_what_needs_no_key(manifests: dict[str, Any]) -> None:
+    (server,) = manifests["Deployment"]["spec"]["template"]["spec"]["containers"]
     (port,) = server["ports"]
     asked = {name: server[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")}
     assert {name: probe["path"] for name, probe in asked.items()} == {
@@ -90,12 +78,12 @@ def test_probes_ask_what_needs_no_key() -> None:
     }
     assert {probe["path"] for probe in asked.values()} <= PROBES
     assert {probe["port"] for probe in asked.values()} == {port["name"]} and port["containerPort"] == DEFAULTS["port"]
-    (exposed,) = manifests()["Service"]["spec"]["ports"]
+    (exposed,) = manifests["Service"]["spec"]["ports"]
     assert exposed["targetPort"] == port["name"]
 
 
-def test_a_pod_can_read_its_key_and_write_its_cache() -> None:
-    pod = manifests()["Deployment"]["spec"]["template"]["spec"]
+def test_a_pod_can_read_its_key_and_write_its_cache(manifests: dict[str, Any]) -> None:
+    pod = manifests["Deployment"]["spec"]["template"]["spec"]
     (server,) = pod["containers"]
     assert pod["securityContext"]["runAsUser"] == pod["securityContext"]["fsGroup"] == int(only("USER"))
     mounts = {mount["name"]: mount["mountPath"] for mount in server["volumeMounts"]}
@@ -104,18 +92,16 @@ def test_a_pod_can_read_its_key_and_write_its_cache() -> None:
     assert mounts["cache"] == only("WORKDIR") + "/.cache"
 
 
-def test_the_operator_scrapes_pods_with_the_key_that_they_have() -> None:
+def test_the_operator_scrapes_pods_with_the_key_that_they_have(manifests: dict[str, Any]) -> None:
     monitor = read_yaml("kubernetes/podmonitor.yaml")
-    pods = manifests()["Deployment"]["spec"]["template"]
+    pods = manifests["Deployment"]["spec"]["template"]
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-    if shutil.which("kubectl") is not None:  # which adds the labels
-        assert monitor["spec"]["selector"]["matchLabels"].items() <= pods["metadata"]["labels"].items()
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= pods["metadata"]["labels"].items()
     assert [port["name"] for port in pods["spec"]["containers"][0]["ports"]] == [endpoint["port"]]
     (keys,) = [volume["secret"] for volume in pods["spec"]["volumes"] if "secret" in volume]
     assert endpoint["authorization"]["credentials"]["name"] == keys["secretName"]
 
 
-def test_the_manifests_match_the_schemas_of_kubernetes() -> None:
-    validating = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate (pip)")
-    for manifest in manifests().values():
-        validating.validate(manifest, "1.34", strict=True)
+def test_the_manifests_match_the_schemas_of_kubernetes(manifests: dict[str, Any]) -> None:
+    for manifest in manifests.values():
+        kubernetes_validate.validate(manifest, "1.34", strict=True)

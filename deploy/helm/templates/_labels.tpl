@@ -1,0 +1,3 @@
+{{- define "labels" -}}
+{app.kubernetes.io/name: {{ .Chart.Name }}, app.kubernetes.io/instance: {{ .Release.Name | quote }}}
+{{- end }}
