@@ -14,9 +14,9 @@ import msgspec
 
 from pypto_serving.errors import PyptoError
 from pypto_serving.ipc import FRAME_BYTES, ChildFault, ChildProgress, SocketChannel
+from pypto_serving.types.config import FaultConfig
 from pypto_serving.types.hosts import FromHost, HostBeat
 
-SILENT_BEATS = 10
 LINGER_S = 1.0
 MOST_BYTES = 1 << 20
 """Longest message of another host."""
@@ -54,11 +54,11 @@ class Control:
     """Owns the control connection to the other host, and a thread that beats and listens.
 
     `pipe` can be read from when there is something new. When the other host has closed the connection, or was silent
-    for SILENT_BEATS heartbeats, `gone` says so.
+    for too long, `gone` says so.
     """
 
-    def __init__(self, channel: HostChannel, heartbeat_s: float) -> None:
-        self._channel, self._heartbeat_s = channel, heartbeat_s
+    def __init__(self, channel: HostChannel, faults: FaultConfig) -> None:
+        self._channel, self._faults = channel, faults
         self._inbox: deque[ChildProgress | ChildFault] = deque()
         self._outbox: deque[msgspec.Struct] = deque()
         self.pipe, self._wake = (os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2))
@@ -93,7 +93,7 @@ class Control:
         while not self.gone and not self._closing:
             if time.monotonic() >= beat_s:
                 self._channel.send(HostBeat())
-                beat_s = time.monotonic() + self._heartbeat_s
+                beat_s = time.monotonic() + self._faults.heartbeat_s
             poller.register(self._channel.socket, self._channel.events)
             poller.poll(max(1, (beat_s - time.monotonic()) * 1000))
             self._send()
@@ -112,8 +112,8 @@ class Control:
                 self._ring()
         if self._channel.gone:
             return "closed the connection"
-        if time.monotonic() - self._heard_s > SILENT_BEATS * self._heartbeat_s:
-            return f"was silent for {SILENT_BEATS * self._heartbeat_s:.0f} s"
+        if time.monotonic() - self._heard_s > self._faults.silent_s:
+            return f"was silent for {self._faults.silent_s:.0f} s"
         return ""
 
     def _send(self) -> None:

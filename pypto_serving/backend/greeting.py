@@ -149,7 +149,7 @@ def _read(end: socket.socket, size: int, deadline_s: float, first: bytes = b"") 
         data += more
         if data[: len(first)] != first[: len(data)]:
             raise GreetingError(
-                f"what listens there says {data!r}, so it is no serving host of this version; give the --join-address "
-                "of one"
+                f"what listens there says {data!r}, so it is no serving host of this version; give the option "
+                "join-address of one"
             )
     return data

@@ -87,7 +87,7 @@ def _serve(join: HostJoin, secret: bytes, channel: HostChannel, start: HostStart
     deadline_s = time.monotonic() + GREETING_S
     for name, (_, rank) in topology.connections.items():
         links[rank][name] = _connected(join, secret, Purpose(name, start.life), deadline_s)
-    control = Control(channel, start.config.faults.heartbeat_s)
+    control = Control(channel, start.config.faults)
     ranks, memory, members = topology.on_host(1), SharedMemory.create(), Followers()
     members.add("the serving host", control, ready=True)
     try:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from pypto_serving.backend.base import Progress
-from pypto_serving.backend.control import SILENT_BEATS, Control, DamageError, HostChannel
+from pypto_serving.backend.control import Control, DamageError, HostChannel
 from pypto_serving.backend.greeting import (
     CONTROL,
     GREETING_S,
@@ -71,7 +71,7 @@ def await_host(config: EngineConfig, files: Mapping[str, bytes], progress: Progr
     network takes the address along.
     """
     faults = config.faults
-    waiting_s = max(GREETING_S, faults.step_timeout_s - SILENT_BEATS * faults.heartbeat_s)
+    waiting_s = max(GREETING_S, faults.step_timeout_s - faults.silent_s)
     deadline_s, address = time.monotonic() + waiting_s, config.join_address
     door = _open(address, read_secret(config.join_secret_file), deadline_s if again else 0.0, progress)
     log.info("another host may join at %s within %.0f s", address, waiting_s)
@@ -129,7 +129,7 @@ def _let_in(config: EngineConfig, arrival: Arrival, door: Door, files: Mapping[s
             other.end.close()
         if found.keys() == wanted:
             links = {name: end.detach() for name, end in found.items()}
-            return Joined(f"host {hello.name} at {arrival.name}", Control(channel, config.faults.heartbeat_s), links)
+            return Joined(f"host {hello.name} at {arrival.name}", Control(channel, config.faults), links)
     for end in found.values():
         end.close()
     return None

@@ -39,7 +39,6 @@ from pypto_serving.util import counted
 
 log = logging.getLogger(__name__)
 
-SILENT_BEATS = 10
 START_PATIENCE_S = 30.0
 """Time that a core may take to import its modules, beyond that of silence."""
 STOP_PATIENCE_S = 8.0
@@ -165,16 +164,16 @@ class AsyncEngine:
             self._replacing = asyncio.get_running_loop().create_task(self._replace_core())
 
     async def _watch(self, child: Child) -> None:
-        """Kill a core that has sent nothing for SILENT_BEATS heartbeats; its death is then handled like any other.
+        """Kill a core that has sent nothing for `silent_s`; its death is then handled like any other.
 
         A late tick means that this process was held up itself. Then the silence proves nothing.
         """
-        beat_s = self.config.faults.heartbeat_s
+        beat_s, silent_s = self.config.faults.heartbeat_s, self.config.faults.silent_s
         while True:
             slept_s = -time.monotonic()
             await asyncio.sleep(beat_s)
             slept_s += time.monotonic()
-            if slept_s < 2 * beat_s and time.monotonic() - self._heard_s > SILENT_BEATS * beat_s:
+            if slept_s < 2 * beat_s and time.monotonic() - self._heard_s > silent_s:
                 log.error("the engine core is silent for %.0f s; ending it", time.monotonic() - self._heard_s)
                 child.process.kill()
                 return
@@ -371,7 +370,7 @@ class AsyncEngine:
         age_s = max(0.0, now_s - stats.last_step_s) if stats.last_step_s else 0.0
         if self._dead is not None:
             return Health(False, "dead", str(self._dead), age_s)
-        if now_s - self._heard_s > SILENT_BEATS * faults.heartbeat_s:
+        if now_s - self._heard_s > faults.silent_s:
             return Health(False, "silent", f"the engine core is silent for {now_s - self._heard_s:.0f} s", age_s)
         if self.ready is None or not stats.ready:
             return Health(False, "loading", "no worker is ready", age_s)

@@ -22,7 +22,6 @@ from pypto_serving.types.tier import Tier, TransferReport, Transfers
 
 log = logging.getLogger(__name__)
 
-SILENT_BEATS = 10
 HELD_UP_BEATS = 3
 STOP_PATIENCE_S = 1.0
 RANK_PATIENCE_S = 60.0
@@ -84,7 +83,7 @@ class ProcessExecutor:
     A worker is lost when:
 
     - its control pipe closes;
-    - it is idle and silent for SILENT_BEATS heartbeats;
+    - it is idle and silent for `silent_s`;
     - a step takes longer than `step_timeout_s`;
     - loading shows no progress for `load_timeout_s`;
     - the core has it replaced.
@@ -194,7 +193,7 @@ class ProcessExecutor:
             running_s = self._now_s - max(self._sent_s[0], self._heard_s)
             if running_s > faults.step_timeout_s:
                 return f"a step took more than {faults.step_timeout_s:.0f} s"
-        elif self._up and silent_s > SILENT_BEATS * faults.heartbeat_s:
+        elif self._up and silent_s > faults.silent_s:
             return f"it was silent for {silent_s:.1f} s"
         return None
 

@@ -33,10 +33,14 @@ def default_of(struct: type[msgspec.Struct], name: str) -> Any:
     return defaults[name]
 
 
+SILENT_BEATS = 10
+"""Heartbeats that a dead process has missed."""
+
+
 class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
     """When the parts of a replica count as dead, and how often they are started again. Times in seconds.
 
-    heartbeat_s: how often an idle process sends a heartbeat; it is dead after ten missed ones.
+    heartbeat_s: how often an idle process sends a heartbeat; it is dead after SILENT_BEATS missed ones.
     step_timeout_s: longest step, and longest time without a completed step while work waits.
     load_timeout_s: longest time without progress while loading.
     transfer_timeout_s: longest transfer between tiers, beside the time that its bytes take in a slow one.
@@ -53,6 +57,11 @@ class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_deaths: int = 30
     deaths_window_s: float = 600.0
     respawn_delay_s: float = 0.1
+
+    @property
+    def silent_s(self) -> float:
+        """Return how long a process or host may send nothing: SILENT_BEATS heartbeats."""
+        return SILENT_BEATS * self.heartbeat_s
 
 
 class UnmetError(ConfigError):

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from pypto_serving.engine.executor import SILENT_BEATS, ChildProgress, Event, ProcessExecutor, WorkerDown
-from pypto_serving.types.config import FaultConfig
+from pypto_serving.engine.executor import ChildProgress, Event, ProcessExecutor, WorkerDown
+from pypto_serving.types.config import SILENT_BEATS, FaultConfig
 from pypto_serving.types.step import WorkerHello
 from tests.simulation import null_config
 

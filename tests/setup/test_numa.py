@@ -76,7 +76,7 @@ def test_a_node_whose_memory_a_cpuset_forbids_has_none(tmp_path: Path) -> None:
     assert read_nodes(EIGHT, root) == (NumaNode(1, tuple(EIGHT)),)
 
 
-@pytest.mark.parametrize("online", [None, "", "nonsense"])
+@pytest.mark.parametrize("online", [None, "", "nonsense", "0-x,x-3"])
 def test_a_system_that_tells_of_no_nodes_is_one(tmp_path: Path, online: str | None) -> None:
     if online is not None:
         make_nodes(tmp_path, {}, online=online, has_memory="")

@@ -44,6 +44,7 @@ def test_one_rank_by_default() -> None:
     assert resolved.engine.topology == Topology() and resolved.ranks == ()
     assert resolved.engine.placement(0) == Placement(num_threads=4)
     assert setting(resolved, "tensor-parallel-size") == (1, "default")
+    assert setting(resolved, "join-secret-file") == (SECRET_VARIABLE, "default")
 
 
 def test_ranks_are_placed_on_nodes() -> None:
@@ -240,6 +241,14 @@ def test_logits_of_ranks(topology: Topology, logits: list[int]) -> None:
     assert [(more - less) // MIB for more, less in zip(with_logits, without, strict=True)] == logits
     leads = MIB + LEADER_BYTES - RANK_BYTES
     assert [size - min(without) for size in without] == [leads] + [0] * (len(ranks) - 1)
+
+
+def test_each_rank_has_tables_of_positions_and_the_leader_rows() -> None:
+    ranks = Topology(tensor=2).ranks
+    sizes, without = (
+        [w.num_bytes(rank, DENSE) for rank in ranks] for w in (workspace(position_bytes=MIB), workspace(row_bytes=0))
+    )
+    assert [more - less for more, less in zip(sizes, without, strict=True)] == [2 * MIB, MIB]
 
 
 def test_rows_of_a_pipeline_sample_in_different_steps() -> None:
