@@ -443,10 +443,10 @@ def run_schedule(oracle: Oracle, schedule: Schedule, disk: Path) -> Counter[str]
     tiers = oracle.tiers(schedule.tiers, disk)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(positions, "CHECKPOINT_TOKENS", oracle.subject.interval)
-        counts, unanswered = _live(oracle, schedule, rng, tiers, [])
+        counts, unanswered = _live(oracle, schedule, rng, tiers, [], ends=not schedule.restarts)
         if schedule.restarts:
             counts = Counter({f"before a restart: {name}": count for name, count in counts.items()})
-            counts += _live(oracle, schedule, rng, tiers, unanswered)[0]
+            counts += _live(oracle, schedule, rng, tiers, unanswered, ends=True)[0]
     return counts
 
 
@@ -456,10 +456,11 @@ def _live(
     rng: random.Random,
     tiers: tuple[TierConfig, ...],
     unanswered: list[Unanswered],
+    ends: bool,
 ) -> tuple[Counter[str], list[Unanswered]]:
-    """One life of a replica, to the end of all requests or, before a restart, to some point. Returns what is left.
+    """One life of a replica. If it `ends`, all requests do, else it is over at some point. Returns what is left.
 
-    With draft layers, one that lives to the end goes on until drafts were accepted and rejected.
+    With draft layers, one that ends goes on until drafts were accepted and rejected.
     """
     config = oracle.config(rng, tiers, most=1.2 if schedule.crowded else 1.6)
     simulation = Simulation(config, make_program=oracle.make_program)
@@ -472,7 +473,6 @@ def _live(
     for each in unanswered:
         client.send(*each)
     client.send_some(oracle.subject.requests)
-    ends = not schedule.restarts or bool(unanswered)
     if ends:
         simulation.run()
         while config.drafts_in_model and not (simulation.accepted.total() and simulation.rejected.total()):
