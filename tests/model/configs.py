@@ -1,4 +1,4 @@
-"""Contents of config.json: a dense Qwen3 and one with experts."""
+"""Contents of config.json: of a dense Qwen3 and of one with experts, and the shape of Qwen3-14B."""
 
 from __future__ import annotations
 
@@ -6,6 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+QWEN3_14B: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000,
+}
 RELEASED = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",

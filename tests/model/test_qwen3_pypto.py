@@ -19,20 +19,10 @@ from pypto_serving.model.registry import load_config
 from pypto_serving.model.tensors import StoredTensors
 from pypto_serving.types.step import BackendTraits
 from tests.checkpoints import make_checkpoint
+from tests.model.configs import QWEN3_14B
 from tests.model.recorded import Recorded
 from tests.simulation import Simulation, in_pages, null_config
 
-QWEN3_14B: dict[str, Any] = {
-    "vocab_size": 151936,
-    "hidden_size": 5120,
-    "intermediate_size": 17408,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1000000,
-}
 L, H, KVH, D, INNER, V, MAX = 40, 5120, 1024, 128, 17408, 152064, 4096
 WEIGHTS = {
     "input_rms_weight": ("float32", (L, H)),

@@ -16,7 +16,7 @@ from pypto_serving.errors import ConfigError
 from pypto_serving.model.contract import StageName
 from pypto_serving.model.qwen3.config import Qwen3Config
 from pypto_serving.model.qwen3.pypto import Qwen3Contract
-from tests.model.test_qwen3_pypto import QWEN3_14B
+from tests.model.configs import QWEN3_14B
 
 LIBRARY = importlib.util.find_spec("contract")
 CONTRACT = Qwen3Contract(Qwen3Config.from_json(QWEN3_14B, "config.json"), "2026-08", 4096, 512)

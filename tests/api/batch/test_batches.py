@@ -87,8 +87,8 @@ def test_a_batch(start: Start, tmp_path: Path) -> None:
         ('{"custom_id": "b"}', "no request"),
         (line("a"), "like that of an earlier line"),
         (line(""), "between 1 and 512"),
-        (line("b", CHAT), "there is no POST /v1/chat/completions"),
-        ({**line("b"), "method": "GET"}, "there is no GET"),
+        (line("b", CHAT), "url is '/v1/chat/completions', but must be /v1/completions"),
+        ({**line("b"), "method": "GET"}, "method is 'GET', but must be 'POST'"),
         ({**line("b"), "body": []}, "no request"),
         (line("b", stream=True), "stream is not available"),
         (line("b", prompt="x" * 5000), "more than 4000 bytes"),
@@ -460,8 +460,8 @@ def test_without_a_folder_there_are_no_batches(start: Start) -> None:
 
 def test_batches_ask_for_no_batches(start: Start, tmp_path: Path) -> None:
     direct = Direct(start(batch_dir=str(tmp_path)).app)
-    assert direct.knows(COMPLETIONS) and direct.knows("/v1/messages")
-    assert not any(map(direct.knows, ("/v1/files", "/v1/batches", "/v1/batches/{batch_id}/cancel", "/tokenize")))
+    assert {COMPLETIONS, "/v1/messages"} <= direct.paths
+    assert direct.paths.isdisjoint(("/v1/files", "/v1/batches", "/v1/batches/{batch_id}/cancel", "/tokenize"))
 
 
 def test_answers_are_as_described(start: Start, tmp_path: Path) -> None:
