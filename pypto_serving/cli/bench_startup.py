@@ -54,7 +54,7 @@ def _measure(arguments: list[str]) -> dict[str, float]:
                 said = server.stderr.read().strip() or "it said nothing"
                 raise PyptoError(f"the server did not start: {said.splitlines()[-1]}") from None
             ready_s = time.perf_counter() - started_s
-            stream = ChatClient(url, key_in(os.environ)).stream(model, [{"role": "user", "content": "Hello"}], {})
+            stream = ChatClient(url, key_in(os.environ)).stream_text(model, "Hello", {})
             next(stream, None)
             answered_s = time.perf_counter() - started_s
             stream.close()

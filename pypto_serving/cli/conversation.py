@@ -115,8 +115,10 @@ class Conversation:
             case "/set":
                 option, _, value = rest.partition(" ")
                 self._set(option, value.strip())
-            case _:
+            case "/help":
                 typer.echo(HELP, err=True)
+            case _:
+                typer.echo(f"error: there is no command {name}; there are:\n{HELP}", err=True)
 
     def _forget_last(self) -> str:
         """Forget the last message of the user with its answer, and return it; "" if there is none."""

@@ -79,6 +79,13 @@ def test_options_are_set_shown_and_refused(capsys: pytest.CaptureFixture[str]) -
     assert sampling["temperature"] == 0.7
 
 
+def test_a_command_that_is_none_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    talk("/help")
+    commands = capsys.readouterr().err
+    talk("/histroy")
+    assert capsys.readouterr().err == "error: there is no command /histroy; there are:\n" + commands
+
+
 def test_statistics_are_shown_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     talk("one", "/stats", "two")
     (line,) = capsys.readouterr().err.splitlines()

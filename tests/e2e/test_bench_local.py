@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from pypto_serving.setup.locate import BUNDLED
 
 pytestmark = pytest.mark.e2e
 
@@ -54,6 +57,15 @@ def test_startup(tmp_path: Path) -> None:
     file = tmp_path / "r.json"
     found = result(file, "startup", "--runs", "2", "--output-json", file, "--", "--max-model-len", "256")
     assert len(found) == 2 and all(0 < times["ready_s"] < times["answered_s"] for times in found)
+
+
+def test_a_model_without_chats_starts_too(tmp_path: Path) -> None:
+    folder = shutil.copytree(BUNDLED, tmp_path / "base")
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    del tokenizer["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    done = bench("startup", "--runs", "1", "--", folder, "--max-model-len", "256")
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_server_that_does_not_start_is_said() -> None:
