@@ -77,7 +77,7 @@ def create_app(engine: EngineClient, serving: ServingConfig, memory: MemoryPlan 
         )
     if service.tracing is not None:
         app.add_middleware(Traced, tracing=service.tracing)
-    paths = Paths(route.path_format for route in app.routes)  # type: ignore[attr-defined]
+    paths = Paths(route.path_format for route in (*ROUTES, *BATCH_ROUTES))
     app.add_middleware(
         RequestScope,
         count=service.metrics.count_response,
@@ -100,6 +100,9 @@ async def _answer_lost(request: Request, error: HTTPException) -> Response:
     if methods:
         message = f"{asked} is not allowed here; use {one_of(methods)}"
         return ApiError(405, message, "method_not_allowed", headers=(("allow", ", ".join(methods)),)).response()
+    if any(route.matches(request.scope)[0] is not Match.NONE for route in BATCH_ROUTES):
+        message = f"{asked} is off; start the server with --batch-dir DIR to keep files and batches"
+        return ApiError(404, message, "unknown_url").response()
     known = [f"{name} {route.path_format}" for route in app.routes if route.include_in_schema for name in route.methods]
     message = f"{asked} does not exist; there are {', '.join(known)} and GET /openapi.json"
     return ApiError(404, message, "unknown_url").response()

@@ -59,7 +59,7 @@ async def _run(resolved: Resolved, serving: ServingConfig, source: Path, target:
     engine = make_engine(resolved.engines)
     app = create_app(engine, serving)
     direct = Direct(app)
-    limits = Limits(MAX_REQUESTS, serving.max_body_bytes, direct.knows)
+    limits = Limits(MAX_REQUESTS, serving.max_body_bytes, direct.paths)
     count = _check(source, limits)
     output = _open(target)
     left_out = len(output.answered)

@@ -124,6 +124,12 @@ def test_an_unknown_model_is_a_404_that_lists_the_names(server: RunningServer) -
     assert server.post(PATH, {"prompt": "a", "model": "tiny-alias"}).json()["model"] == "tiny-alias"
 
 
+@pytest.mark.parametrize("path", ["/v1/files", "/files/file-1", "//v1/batches"])
+def test_what_needs_a_folder_says_so(server: RunningServer, path: str) -> None:
+    error = error_of(server.http.get(path), 404)
+    assert error["message"].endswith(" is off; start the server with --batch-dir DIR to keep files and batches")
+
+
 def test_routes_that_do_not_exist(server: RunningServer) -> None:
     error = error_of(server.post("/v1/embeddings", {}), 404)
     assert error["message"].startswith("POST /v1/embeddings does not exist; there are POST /v1/completions, ")

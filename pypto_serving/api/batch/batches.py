@@ -20,6 +20,7 @@ from pypto_serving.api.batch.running import Output, Run
 from pypto_serving.api.batch.schemas import BatchBody
 from pypto_serving.api.batch.store import MAX_BATCHES, Store, occupy
 from pypto_serving.errors import ConfigError, RequestError
+from pypto_serving.util import brief, one_of
 
 logger = logging.getLogger("pypto_serving.api")
 
@@ -76,8 +77,8 @@ class Batches:
 
     def create(self, store: Store, body: BatchBody) -> Batch:
         """Store a batch, to be run in its turn. Raises RequestError."""
-        if not self._direct.knows(body.endpoint):
-            message = f"endpoint is {body.endpoint[:100]!r}, which is not available in batches"
+        if body.endpoint not in self._direct.paths:
+            message = f"endpoint is {brief(body.endpoint)}, but must be {one_of(sorted(self._direct.paths))}"
             raise RequestError(message, param="endpoint")
         store.file(body.input_file_id)
         store.require_room()
@@ -148,7 +149,7 @@ class Batches:
         batch = store.batch(batch_id)
         if batch.status == "cancelling":  # when a server was killed
             store.save(replace(batch, status="cancelled", cancelled_at=_now()))
-        limits = Limits(MAX_REQUESTS, self._max_line_bytes, lambda url: url == batch.endpoint)
+        limits = Limits(MAX_REQUESTS, self._max_line_bytes, {batch.endpoint})
         source = store.content(batch.input_file_id)
         if batch.status == "validating":
             found = await asyncio.to_thread(check, source, limits)

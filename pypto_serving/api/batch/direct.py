@@ -28,7 +28,10 @@ class Answer(NamedTuple):
 
 
 class Direct:
-    """Call endpoints. They read bodies, admit, trace and answer requests as they do for clients."""
+    """Call endpoints. They read bodies, admit, trace and answer requests as they do for clients.
+
+    `paths` are those that requests of a batch may ask for.
+    """
 
     def __init__(self, app: Starlette) -> None:
         bare = copy.copy(app)
@@ -37,17 +40,13 @@ class Direct:
         if tracing is not None:
             bare.user_middleware.insert(0, Middleware(Traced, tracing=tracing))
         self._app = app
-        self._paths = {
+        self.paths = {
             route.path
             for route in app.routes
             if isinstance(route, Route) and "POST" in (route.methods or ()) and route.path.startswith(VERSION + "/")
-            if not route.path.startswith(NOT_FOR_BATCHES)
+            if not route.path.startswith(NOT_FOR_BATCHES) and not route.param_convertors
         }
         self._handle = bare.build_middleware_stack()
-
-    def knows(self, path: str) -> bool:
-        """Return whether requests of a batch may ask for `path`."""
-        return path in self._paths
 
     async def post(self, path: str, body: bytes | memoryview, left: asyncio.Event, owner: bytes = b"") -> Answer:
         """Return the answer to a request of `owner`, which stands for a key that the application does not check.

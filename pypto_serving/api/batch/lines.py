@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from pypto_serving.api.batch.direct import Answer
+from pypto_serving.util import brief, one_of
 
 MAX_ID_CHARS = 512
 _BEGINNING = b'{"id":"batch_req_'
@@ -49,11 +50,11 @@ class Found(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What a file may have. `knows` tells whether a request may ask for a path."""
+    """What a file may have; `urls` are what its requests may ask for."""
 
     max_requests: int
     max_line_bytes: int
-    knows: Callable[[str], bool]
+    urls: Collection[str]
 
 
 class _Body(msgspec.Struct):
@@ -131,6 +132,8 @@ def _problem(line: bytes, seen: set[bytes], limits: Limits) -> str:
         return f"custom_id is {request.custom_id[:MAX_ID_CHARS]!r} like that of an earlier line; give each its own"
     if not 0 < len(request.custom_id) <= MAX_ID_CHARS:
         return f"custom_id has {len(request.custom_id)} characters, but must have between 1 and {MAX_ID_CHARS}"
-    if request.method != "POST" or not limits.knows(request.url):
-        return f"there is no {request.method[:20]} {request.url[:200]} for batches"
+    if request.method != "POST":
+        return f"method is {brief(request.method)}, but must be 'POST'"
+    if request.url not in limits.urls:
+        return f"url is {brief(request.url)}, but must be {one_of(sorted(limits.urls))}"
     return "stream is not available in batches; leave it out" if body.stream else ""
