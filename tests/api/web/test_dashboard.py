@@ -172,6 +172,31 @@ def test_it_says_that_the_server_is_gone(open_page: OpenPage) -> None:
     page.complaints = [each for each in page.complaints if "CONNECTION" not in each]
 
 
+def test_requests_far_apart_are_drawn_side_by_side(working: Server, open_page: OpenPage) -> None:
+    page = open_page(working.url + "/dashboard")
+    page.wait("document.querySelector('#state').textContent === 'ready'")
+    asked = [
+        [1000, 1000.5, 1001, 1002],
+        [1001, 1001, 1001.5, 1003],
+        [5000, 5000, 5000.5, 5001],
+        [9000, 9000, 9000, 9000],
+    ]
+    drawn = page.run(
+        f"""import('/web/panels.js').then(({{requests, withoutIdle}}) => {{
+            const asked = {asked};
+            const counts = {{prompt_tokens: 1, output_tokens: 1, cached_tokens: 0}};
+            const finished = asked.map((timeline, i) => ({{id: `${{i}}`, reason: 'stop', ...counts, timeline}}));
+            document.body.replaceChildren(requests(finished));
+            const tracks = [...document.querySelectorAll('.track')].reverse();
+            return {{moved: withoutIdle(asked), note: document.querySelector('.muted').textContent,
+                     starts: tracks.map(t => t.firstChild?.style.insetInlineStart ?? null)}};
+        }})"""
+    )
+    assert drawn["moved"] == [[0, 0.5, 1, 2], [1, 1, 1.5, 3], [3, 3, 3.5, 4], [4, 4, 4, 4]]
+    assert drawn["starts"] == ["min(0%, 100% - 2px)", "min(25%, 100% - 2px)", "min(75%, 100% - 2px)", None]
+    assert drawn["note"].endswith(" with requests")
+
+
 def test_history_of_the_page(working: Server, open_page: OpenPage) -> None:
     page = open_page(working.url + "/dashboard")
     found = page.run(

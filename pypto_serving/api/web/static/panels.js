@@ -19,25 +19,39 @@ function table(caption, head, rows) {
 /** A piece of a bar, `share` of its length long. */
 function piece(name, start, share, title) {
   const element = h("span", { class: `piece ${name}`, title });
-  element.style.insetInlineStart = `${100 * start}%`;
+  element.style.insetInlineStart = `min(${100 * start}%, 100% - 2px)`;
   element.style.inlineSize = `max(2px, ${100 * share}%)`;
   return element;
+}
+
+/** Timelines on one axis from 0, without the time in which there was no request. */
+export function withoutIdle(timelines) {
+  const moved = new Map();
+  let idle = 0;
+  let end = 0;
+  for (const timeline of [...timelines].sort((a, b) => a[0] - b[0])) {
+    idle += Math.max(0, timeline[0] - end);
+    end = Math.max(end, timeline[3]);
+    moved.set(timeline, timeline.map((at) => at - idle));
+  }
+  return timelines.map((timeline) => moved.get(timeline));
 }
 
 /** The latest requests, each as its time in the queue, in prefill and in decode, on one axis. */
 export function requests(finished) {
   const shown = finished.slice(-SHOWN_REQUESTS).reverse();
-  const start = Math.min(...shown.map(({ timeline }) => timeline[0]));
-  const span = Math.max(...shown.map(({ timeline }) => timeline[3])) - start || 1;
+  const timelines = withoutIdle(shown.map(({ timeline }) => timeline));
+  const span = Math.max(...timelines.map((timeline) => timeline[3])) || 1;
   const legend = h("ul", { class: "legend" }, ["queue", "prefill", "decode"].map((part) => h("li", {}, h("span", { class: `key ${part}` }), part)));
-  const rows = shown.map(({ id, reason, prompt_tokens: prompt, output_tokens: output, cached_tokens: cached, timeline }) => {
+  const rows = shown.map(({ id, reason, prompt_tokens: prompt, output_tokens: output, cached_tokens: cached }, row) => {
+    const timeline = timelines[row];
     const parts = ["queue", "prefill", "decode"].map((name, i) => ({ name, start: timeline[i], long: Math.max(0, timeline[i + 1] - timeline[i]) }));
-    const bar = h("div", { class: "track" }, parts.filter(({ long }) => long > 0).map(({ name, start: from, long }) => piece(name, (from - start) / span, long / span, `${name} ${time(long)}`)));
+    const bar = h("div", { class: "track" }, parts.filter(({ long }) => long > 0).map(({ name, start: from, long }) => piece(name, from / span, long / span, `${name} ${time(long)}`)));
     return [h("code", { title: id }, id.slice(0, 16)), bar, short(prompt), short(cached), short(output), ...parts.map(({ long }) => time(long)), reason];
   });
   const head = ["Request", "Timeline", "Prompt", "Cached", "Output", "Queue", "Prefill", "Decode", "End"];
   const content = shown.length ? [legend, table("Recent requests", head, rows)] : [h("p", { class: "muted" }, "No request has ended yet.")];
-  return card("Recent requests", shown.length ? `${time(span)} from the first to the last` : "", content);
+  return card("Recent requests", shown.length ? `${time(span)} with requests` : "", content);
 }
 
 /** What a replica's memory is for, tier by tier. */
