@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -52,7 +53,7 @@ def throughput(
         "tokens_per_second": (num_input + num_output) / elapsed_s,
         "output_tokens_per_second": num_output / elapsed_s,
     }
-    _report(result)
+    _report(result, seconds=("elapsed_time",))
     write_output(output_json, result)
 
 
@@ -78,7 +79,7 @@ def latency(
     counted = taken[num_iters_warmup:]
     shares = {f"p{percentile:g}": float(np.percentile(counted, percentile)) for percentile in PERCENTILES}
     result = {"avg_latency": float(np.mean(counted)), "median_latency": float(np.median(counted)), **shares}
-    _report(result)
+    _report(result, seconds=result)
     write_output(output_json, result | {"latencies": counted})
 
 
@@ -101,6 +102,7 @@ def _timed(llm: LLM, prompts: list[Any], output_len: int) -> float:
     return time.perf_counter() - started_s
 
 
-def _report(result: dict[str, float]) -> None:
+def _report(result: dict[str, float], seconds: Collection[str]) -> None:
     for name, value in result.items():
-        typer.echo(f"{name.replace('_', ' ') + ':':<28}{value:>12.6g}")
+        unit = " (s)" if name in seconds else ""
+        typer.echo(f"{name.replace('_', ' ') + unit + ':':<28}{value:>12.6g}")

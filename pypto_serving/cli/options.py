@@ -57,7 +57,6 @@ class Flag(NamedTuple):
 _CPU = BACKEND_DEFAULTS["cpu"]
 FLAGS = (
     Flag("model", MODEL, "MODEL", "The same as the argument MODEL.", "the bundled one"),
-    Flag("served_model_name", MODEL, "NAME", "Name that clients use; may repeat.", "the model's name"),
     Flag("chat_template", MODEL, "FILE", "Jinja file that replaces the model's own chat template.", "the model's own"),
     Flag(
         "tool_call_parser",
@@ -86,6 +85,7 @@ FLAGS = (
     ),
     Flag("max_model_len", MODEL, "TOKENS", "Maximum length of prompt plus output.", "the longest that fits"),
     Flag("seed", MODEL, "N", "Seed of requests that bring none."),
+    Flag("served_model_name", SERVER, "NAME", "Name that requests use; may repeat.", "the model's name"),
     Flag("host", SERVER, "HOST", "Address to listen on."),
     Flag("port", SERVER, "PORT", "Port to listen on; 0 takes a free one."),
     Flag("uds", SERVER, "PATH", "Unix socket to listen on, in place of host and port."),

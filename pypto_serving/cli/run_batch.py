@@ -27,7 +27,7 @@ MAX_REQUESTS, MAX_SHOWN = 1_000_000, 5
 
 
 @app.command(cls=HelpCommand)
-@takes_options(*ENGINE_PANELS, also=["otlp_traces_endpoint"])
+@takes_options(*ENGINE_PANELS, also=["served_model_name", "otlp_traces_endpoint"])
 def run_batch(
     options: Options,
     input_file: Annotated[Path, typer.Option("-i", "--input-file", metavar="FILE", help="Requests, one JSON a line.")],

@@ -114,6 +114,14 @@ def test_help_cuts_no_option_at_80_columns(capsys: pytest.CaptureFixture[str], m
         assert {name for name in names if name.startswith("--")} <= shown, path
 
 
+@pytest.mark.parametrize(
+    ("command", "has"), [(["serve"], True), (["run-batch"], True), (["chat"], False), (["bench", "latency"], False)]
+)
+def test_names_are_for_what_answers_requests(capsys: pytest.CaptureFixture[str], command: list[str], has: bool) -> None:
+    code, out, _ = run(capsys, *command, "--help")
+    assert (code, "--served-model-name" in out) == (0, has)
+
+
 def test_every_option_has_a_flag() -> None:
     from pypto_serving.cli.options import FLAGS
 

@@ -26,6 +26,7 @@ def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def result(file: Path, *arguments: str | Path) -> Any:
     done = bench(*arguments)
     assert done.returncode == 0, done.stderr
+    assert " (s)" in done.stdout
     return json.loads(file.read_text())
 
 

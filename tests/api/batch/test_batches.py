@@ -460,8 +460,9 @@ def test_without_a_folder_there_are_no_batches(start: Start) -> None:
 
 def test_batches_ask_for_no_batches(start: Start, tmp_path: Path) -> None:
     direct = Direct(start(batch_dir=str(tmp_path)).app)
-    assert {COMPLETIONS, "/v1/messages"} <= direct.paths
-    assert direct.paths.isdisjoint(("/v1/files", "/v1/batches", "/v1/batches/{batch_id}/cancel", "/tokenize"))
+    assert direct.paths > {COMPLETIONS, "/v1/messages", "/v1/responses"}
+    others = {"/v1/files", "/v1/batches", "/v1/batches/{batch_id}/cancel", "/v1/responses/{response_id}/cancel"}
+    assert not direct.paths & (others | {"/tokenize"})
 
 
 def test_answers_are_as_described(start: Start, tmp_path: Path) -> None:
