@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from pypto_serving.backend.npu.chips import Chips
 from pypto_serving.backend.npu.runtime import Runtime, SharedTensor
-from pypto_serving.errors import ConfigError
+from pypto_serving.errors import EXIT_CRASH, ConfigError
 from pypto_serving.model.contract import Argument, Contract, StageName, bind, of_role
 from pypto_serving.types.arrays import Array, UInt8Array
 from pypto_serving.types.kv import Spans
@@ -55,11 +56,16 @@ class Device:
         self._worker = runtime.prepare(list(programs.values()))
 
     def close(self) -> None:
-        """End the chip processes; after a dispatch that failed, leave that to the keeper: they may not answer."""
-        if not self._failed:
-            self._chips.closing = True
-            with self._lock:
-                self._worker.close()
+        """End the chip processes.
+
+        After a dispatch that failed they may not answer, and the runtime would wait for them at the exit. So this
+        process ends at once, and the keeper ends them.
+        """
+        if self._failed:
+            os._exit(EXIT_CRASH)
+        self._chips.closing = True
+        with self._lock:
+            self._worker.close()
 
     def upload(self, argument: Argument, shape: tuple[int, ...], pieces: Iterable[Array]) -> None:
         """Allocate a weight or a cache, and fill it with pieces along dimension 0. Raises ConfigError."""
