@@ -19,6 +19,9 @@ BUILT_FROM := pyproject.toml constraints.txt $(wildcard csrc/*)
 FAST := not e2e and not golden and not soak
 PARALLEL := -n 3 --dist worksteal
 
+# Tests start hundreds of processes; where bytecode is not kept, each compiles all sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help serve lint check test test-npu soak bench build wheel clean
 
