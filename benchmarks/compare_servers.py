@@ -16,6 +16,8 @@ from pathlib import Path
 
 import compare_machine as machine
 
+from pypto_serving.worker.ahead import AHEAD_TOKENS
+
 START_S = 600.0
 STOP_S = 60.0
 
@@ -125,10 +127,10 @@ class Server:
     def memory(self) -> dict[str, int]:
         """Return bytes: summed peaks, resident now with each page once, and resident without keys and values.
 
-        Of an arena allocated on first use, the bytes of `kv_tokens` are subtracted, but at most the growth since the
-        server was ready.
+        Of an arena allocated on first use, the bytes of `kv_tokens` and of those for which a worker takes memory ahead
+        are subtracted, but at most the growth since the server was ready.
         """
-        seen, used = machine.memory(self.pid), self.launch.kv_token_bytes * self.kv_tokens
+        seen, used = machine.memory(self.pid), self.launch.kv_token_bytes * (self.kv_tokens + AHEAD_TOKENS)
         held = min(used, max(0, seen.resident - self._ready_bytes)) + self.launch.kv_bytes
         return {"peak": seen.peak, "resident": seen.resident, "without_kv": seen.resident - held}
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -175,7 +176,7 @@ def main(
         load = every[name]
         options = f"--spec-method {load.method} --spec-tokens {most[load.method]}"
         with ExitStack() as stack:
-            command = f"pypto-serving serve {load.model}"
+            command = f"{sys.executable} -m pypto_serving serve {load.model}"
             clients = [stack.enter_context(served(each)) for each in (command, f"{command} {options}")]
             for count in dict.fromkeys((1, at_once)):
                 print(row(name, count, load, clients, rounds), flush=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pypto_serving.kernels.constants import GATE_HALF, INDEXER_TOKENS, PANEL
-from pypto_serving.kernels.engine import Engine, hashes, zeros
+from pypto_serving.kernels.engine import Engine, hashes, populate, zeros
 from pypto_serving.kernels.forms import (
     BF16,
     INT8,
@@ -82,6 +82,7 @@ __all__ = [
     "pack_rounded",
     "packed_form",
     "planned_form",
+    "populate",
     "round_int4",
     "runnable",
     "strips_for",

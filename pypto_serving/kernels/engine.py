@@ -69,6 +69,15 @@ def zeros(dtype: Any, *shape: int) -> Array:
     return _POOL.zeros(dtype, *shape)
 
 
+def populate(memory: NDArray[np.uint8]) -> bool:
+    """Let the system provide the pages of `memory` now and not when they are first written. What stands there stays.
+
+    Return whether it did: it needs Linux 5.14, and memory that is free.
+    """
+    lib = library()
+    return lib is not None and bool(lib.populate(memory, memory.nbytes))
+
+
 def hashes(array: Array) -> NDArray[np.uint64]:
     """Hash each piece of `array` in this thread. Any change of its bytes changes a hash."""
     lib = library()

@@ -212,7 +212,7 @@ class WorkerHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class WorkerBeat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
-    """The heartbeat of an idle worker, every `heartbeat_s`."""
+    """The heartbeat of an idle worker, at least every `heartbeat_s`."""
 
     epoch: int
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from pypto_serving.backend import BACKENDS
 from pypto_serving.backend.base import Backend, Program
+from pypto_serving.backend.memory import HostBlocks
 from pypto_serving.ipc import Parent, SocketChannel, run_child
 from pypto_serving.logs import configure as configure_logs
 from pypto_serving.store.base import Store
@@ -20,6 +21,7 @@ from pypto_serving.types.model import default_model_name
 from pypto_serving.types.start import WorkerStart
 from pypto_serving.types.step import ToWorker
 from pypto_serving.types.tier import Tier, TierInventory, Transfers
+from pypto_serving.worker.ahead import MemoryAhead
 from pypto_serving.worker.loop import serve
 from pypto_serving.worker.runner import PlanExecutor, Runner, hello
 from pypto_serving.worker.transfer import Mover, TransferServer
@@ -38,14 +40,22 @@ def run(parent: Parent[WorkerStart], wrap: Wrap = lambda runner: runner) -> None
     program = backend.prepare(parent.progress)
     backend.watch(parent.fault)
     backend.pin_main_thread()
-    runner = wrap(Runner(program, buffers, config.vocab_size, config.num_drafts, config.model, ngram=config.ngram))
+    own_runner = Runner(program, buffers, config.vocab_size, config.num_drafts, config.model, ngram=config.ngram)
+    runner, ahead = wrap(own_runner), memory_ahead(config, program, own_runner)
     stores = open_stores(program, start)
     greeting = hello(program, start.epoch, time.monotonic() - started_s, inventories(stores, start.left_out))
     channel: SocketChannel[ToWorker] = SocketChannel(socket.socket(fileno=start.channel), ToWorker)
     own: SocketChannel[Transfers] = SocketChannel(socket.socket(fileno=start.transfers), Transfers)
     transfers = TransferServer(own, Mover(program.memory, stores), start.epoch)
-    serve(channel, greeting, runner, start.config.faults.heartbeat_s, transfers.step_done)
+    serve(channel, greeting, runner, start.config.faults.heartbeat_s, transfers.step_done, ahead)
     transfers.close()
+
+
+def memory_ahead(config: EngineConfig, program: Program, runner: Runner) -> Callable[[], bool]:
+    """Return what provides memory ahead of its use, if this process may: it would lie on the NUMA node it runs on."""
+    if isinstance(program.memory, HostBlocks) and len({place.node for place in config.placements}) <= 1:
+        return MemoryAhead(program.memory.arenas, program.groups, runner.batch.tables)
+    return lambda: False
 
 
 def open_stores(program: Program, start: WorkerStart) -> dict[Tier, Store]:

@@ -8,6 +8,9 @@ from pypto_serving.ipc import Channel
 from pypto_serving.types.step import StopWorker, ToWorker, WorkerBeat, WorkerHello
 from pypto_serving.worker.runner import PlanExecutor
 
+QUIET_S = 0.02
+"""How long no message must come for the worker to be idle."""
+
 
 def serve(
     channel: Channel[ToWorker],
@@ -15,22 +18,32 @@ def serve(
     runner: PlanExecutor,
     heartbeat_s: float,
     step_done: Callable[[int], None] = lambda step_id: None,
+    idle: Callable[[], bool] = lambda: False,
 ) -> None:
     """Send `hello`, then execute plans in order until told to stop. Call `step_done` after each step.
 
-    Collect a step when the program can hold no more, or when no message waits.
+    Collect a step when the program can hold no more, or when no message waits. While there is nothing to do, call
+    `idle`, which does some of what can wait, until it returns False: that nothing is left until the next step.
     """
+    more = True
 
     def finish() -> None:
         result = runner.collect()
         channel.send(result)
         step_done(result.step_id)
 
+    def wait_s() -> float:
+        if runner.num_in_flight:
+            return 0.0
+        return min(QUIET_S, heartbeat_s) if more else heartbeat_s
+
     channel.send(hello)
-    while not isinstance(message := channel.receive(0.0 if runner.num_in_flight else heartbeat_s), StopWorker):
+    while not isinstance(message := channel.receive(wait_s()), StopWorker):
         if message is not None:
             runner.submit(message)
+            more = True
         elif not runner.num_in_flight:
+            more = more and idle()
             channel.send(WorkerBeat(hello.epoch))
         if runner.num_in_flight and (message is None or runner.is_full):
             finish()
