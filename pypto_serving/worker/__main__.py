@@ -47,7 +47,8 @@ def run(parent: Parent[WorkerStart], wrap: Wrap = lambda runner: runner) -> None
     channel: SocketChannel[ToWorker] = SocketChannel(socket.socket(fileno=start.channel), ToWorker)
     own: SocketChannel[Transfers] = SocketChannel(socket.socket(fileno=start.transfers), Transfers)
     transfers = TransferServer(own, Mover(program.memory, stores), start.epoch)
-    serve(channel, greeting, runner, start.config.faults.heartbeat_s, transfers.step_done, ahead)
+    heartbeat_s = start.config.faults.heartbeat_s
+    serve(channel, greeting, runner, heartbeat_s, transfers.step_done, lambda: transfers.is_busy or ahead())
     transfers.close()
 
 

@@ -12,8 +12,8 @@ from pypto_serving.worker.tables import RowTables
 
 AHEAD_TOKENS = 8192
 """Tokens for whose blocks there is memory behind those that rows have had."""
-PIECE_BYTES = 32 << 20
-"""Memory that is asked for at once: a request that comes meanwhile waits for it."""
+PIECE_BYTES = 4 << 20
+"""Memory that is asked for at once: a request that comes meanwhile waits for it, or its loads."""
 
 
 class MemoryAhead:

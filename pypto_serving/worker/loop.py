@@ -8,8 +8,8 @@ from pypto_serving.ipc import Channel
 from pypto_serving.types.step import StopWorker, ToWorker, WorkerBeat, WorkerHello
 from pypto_serving.worker.runner import PlanExecutor
 
-QUIET_S = 0.02
-"""How long no message must come for the worker to be idle."""
+QUIET_S, PAUSE_S = 0.25, 0.005
+"""How long no message must come for the worker to be idle, and to go on with what can wait."""
 
 
 def serve(
@@ -25,7 +25,7 @@ def serve(
     Collect a step when the program can hold no more, or when no message waits. While there is nothing to do, call
     `idle`, which does some of what can wait, until it returns False: that nothing is left until the next step.
     """
-    more = True
+    more, quiet_s = True, QUIET_S
 
     def finish() -> None:
         result = runner.collect()
@@ -35,15 +35,15 @@ def serve(
     def wait_s() -> float:
         if runner.num_in_flight:
             return 0.0
-        return min(QUIET_S, heartbeat_s) if more else heartbeat_s
+        return min(quiet_s, heartbeat_s) if more else heartbeat_s
 
     channel.send(hello)
     while not isinstance(message := channel.receive(wait_s()), StopWorker):
         if message is not None:
             runner.submit(message)
-            more = True
+            more, quiet_s = True, QUIET_S
         elif not runner.num_in_flight:
-            more = more and idle()
+            more, quiet_s = more and idle(), PAUSE_S
             channel.send(WorkerBeat(hello.epoch))
         if runner.num_in_flight and (message is None or runner.is_full):
             finish()

@@ -146,10 +146,16 @@ class TransferServer:
         self._completed_step = 0
         self._waiting: deque[tuple[int, TransferJob]] = deque()
         self._done: deque[TransferDone] = deque()
+        self._num_jobs = 0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="transfers", daemon=True)
         self._thread.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there are transfers that were not reported yet."""
+        return self._num_jobs > 0
 
     def step_done(self, step_id: int) -> None:
         """Record a completed step and start loads that waited for it. The worker's main thread calls this."""
@@ -176,6 +182,7 @@ class TransferServer:
             self._report()
 
     def _take(self, message: Transfers) -> None:
+        self._num_jobs += len(message.jobs)
         for job in message.jobs:
             if job.kind == "load":
                 self._waiting.append((message.after_step, job))
@@ -202,6 +209,7 @@ class TransferServer:
         done = []
         while self._done:
             done.append(self._done.popleft())
+        self._num_jobs -= len(done)
         if done:
             self._channel.send(TransferReport(self._epoch, done))
         self._channel.flush()

@@ -49,10 +49,14 @@ def test_a_restarted_server_and_a_second_one_find_blocks_on_disk(tmp_path: Path)
         assert not any(cached["disk"] for _, cached in first)
     with Server(*options) as server, Server(*options) as second:
         for reader in (server, second):
+            loads = 0
             for prompt, (text, _) in zip(prompts, first, strict=True):
                 again, cached = complete(reader, prompt)
                 assert again == text
-                assert cached["disk"] == (len(prompt) - 1) // 32 * 32
+                assert cached["disk"] in (0, (len(prompt) - 1) // 32 * 32)
+                loads += cached["disk"] > 0
+            too_slow = reader.metric("pypto:kv_tier_refused_fills_total")  # such a model may compute faster than a disk
+            assert 0 < loads >= len(prompts) - too_slow
         assert server.metric("pypto:kv_tier_writable") == 1
         assert second.metric("pypto:kv_tier_writable") == 0
         assert complete(server, prompts[0] + [65] * 200)[0]

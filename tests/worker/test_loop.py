@@ -8,7 +8,7 @@ from typing import Any
 from pypto_serving.backend.base import StepBuffers
 from pypto_serving.backend.null.program import NullProgram
 from pypto_serving.types.step import StepPlan, StepResult, StopWorker, WorkerBeat
-from pypto_serving.worker.loop import QUIET_S, serve
+from pypto_serving.worker.loop import PAUSE_S, QUIET_S, serve
 from pypto_serving.worker.runner import Runner, hello
 from tests.simulation import VOCAB_SIZE, null_config
 
@@ -52,7 +52,7 @@ def plan(step_id: int) -> StepPlan:
 def test_what_can_wait_is_done_while_nothing_comes_and_again_after_a_step() -> None:
     core, left = run([None, None, None, plan(1), None, None, None, StopWorker()], [True, False, True, False])
     assert left == 0
-    assert core.waits == [QUIET_S, QUIET_S, BEAT_S, BEAT_S, QUIET_S, QUIET_S, BEAT_S, BEAT_S]
+    assert core.waits == [QUIET_S, PAUSE_S, BEAT_S, BEAT_S, QUIET_S, PAUSE_S, BEAT_S, BEAT_S]
     kinds = [type(message) for message in core.sent[1:]]
     assert kinds == [WorkerBeat, WorkerBeat, WorkerBeat, StepResult, WorkerBeat, WorkerBeat, WorkerBeat]
 
