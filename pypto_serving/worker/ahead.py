@@ -21,7 +21,7 @@ class MemoryAhead:
 
     The system zeroes a page when it is first written, and a virtual machine may first have to ask its host for it; a
     step that fills new blocks would wait for that. Blocks are used in order of their ids, so memory is needed behind
-    the highest one. A server that is used little takes little more than it needs.
+    the highest one, and a server takes no more than that beside what it uses.
     """
 
     def __init__(
