@@ -24,7 +24,8 @@ def configure(process: str, level: str, form: LogFormat) -> None:
     """Write the lines of this process from `level` on, in which it is named `process`; warnings of Python too."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines(process) if form == "json" else TextLines(process))
-    logging.basicConfig(level=level.upper(), handlers=[handler])
+    logging.root.handlers = [handler]  # those of a process that this one is a copy of write no more
+    logging.root.setLevel(level.upper())
     logging.captureWarnings(True)
 
 

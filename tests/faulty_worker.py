@@ -13,14 +13,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from typing import Any
 
 from pypto_serving.backend import ranks
-from pypto_serving.ipc import Child, Parent
+from pypto_serving.processes import Child, Parent, start_copy
 from pypto_serving.store.host import HostStore
 from pypto_serving.types.start import WorkerStart
 from pypto_serving.types.step import StepPlan, StepResult
@@ -93,7 +92,7 @@ def hang(*arguments: Any) -> Any:
 
 def lost_child(*arguments: Any, **options: Any) -> Child:
     """Start a child, and kill it at once."""
-    child = Child(*arguments, **options)
+    child = start_copy(*arguments, **options)
     child.process.kill()
     return child
 
@@ -104,13 +103,13 @@ def done_at_once(job_id: int, done: bytes, elapsed_s: float, writable: bool) -> 
 
 
 def main() -> None:
-    parent = Parent(int(sys.argv[1]), WorkerStart)
+    parent = Parent.of_module(WorkerStart)
     options = parent.start.config.backend_options
     point, step = options.get("faults", {}).get(str(parent.start.epoch), ["", 0])
     if point == "load":
         os.kill(os.getpid(), signal.SIGKILL)
     if point == "rank":
-        ranks.Child = lost_child  # type: ignore[attr-defined,assignment]
+        ranks.start_copy = lost_child  # type: ignore[attr-defined]
     if point == "leave":
         subprocess.Popen(["sleep", "1000"], pass_fds=parent.start.descendants, start_new_session=True)
     if options.get("stalled") == parent.start.epoch:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
-from pypto_serving.ipc import die_with_parent
+from pypto_serving.processes import die_with_parent
 
 SAYINGS: dict[str, Callable[[], bytes]] = {
     "silent": lambda: b"",

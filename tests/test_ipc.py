@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import select
-import signal
-import socket
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pypto_serving.ipc import FRAME_BYTES, Child, Parent, SocketChannel
+from pypto_serving.ipc import FRAME_BYTES, SocketChannel
 
 
 class Text(msgspec.Struct, frozen=True, tag="text"):
@@ -121,36 +117,3 @@ def test_lingering_sends_what_waits_or_gives_up(pair: Pair) -> None:
 def test_an_end_is_no_descriptor_of_other_children(pair: Pair) -> None:
     near, far = pair
     assert not near.socket.get_inheritable() and not far.socket.get_inheritable()
-
-
-def test_a_child_imports_nothing_from_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "stray.py").write_text("")
-    monkeypatch.chdir(tmp_path)
-    child = Child("stray", Text("start"))
-    assert child.end(patience_s=30) == 1
-    assert "No module named stray" in capfd.readouterr().err
-
-
-def test_a_child_outlives_terminal_signals_from_its_first_line_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    raises = "for number in (signal.SIGINT, signal.SIGTERM): os.kill(os.getpid(), number)\n"
-    lines = f"import os, signal, sys\n{raises}from pypto_serving.ipc import Parent\nfrom tests.test_ipc import Text\n"
-    (tmp_path / "raising.py").write_text(f"{lines}Parent(int(sys.argv[1]), Text)\n{raises}sys.exit(7)\n")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[1]}")
-    child = Child("raising", Text("start"))
-    assert (child.end(patience_s=30), capfd.readouterr().err) == (7, "")
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
-
-
-@pytest.mark.parametrize("sent", [b"", b'{"text": "x'])
-def test_a_child_whose_parent_ends_before_it_starts_ends_in_silence(sent: bytes) -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.sendall(sent)
-        ours.shutdown(socket.SHUT_WR)
-        with pytest.raises(SystemExit) as ended:
-            Parent(os.dup(theirs.fileno()), Text)
-    assert ended.value.code is None

@@ -13,7 +13,8 @@ from contextlib import suppress
 import msgspec
 
 from pypto_serving.errors import PyptoError
-from pypto_serving.ipc import FRAME_BYTES, ChildFault, ChildProgress, SocketChannel
+from pypto_serving.ipc import FRAME_BYTES, SocketChannel
+from pypto_serving.processes import ChildFault, ChildProgress
 from pypto_serving.types.config import FaultConfig
 from pypto_serving.types.hosts import FromHost, HostBeat
 

@@ -9,7 +9,8 @@ from typing import Any
 from pypto_serving.backend.base import Backend, Fault, Progress, StepBuffers
 from pypto_serving.backend.hosts import Joined, await_host
 from pypto_serving.backend.native import NativeLoader, NativeProgram
-from pypto_serving.backend.ranks import Followers, Shared
+from pypto_serving.backend.ranks import Followers
+from pypto_serving.backend.shared_steps import Shared
 from pypto_serving.backend.split_blocks import SplitBlocks
 from pypto_serving.backend.torch_ranks import TorchRanks
 from pypto_serving.errors import ConfigError, ModelError
@@ -91,8 +92,8 @@ class CpuBackend(Backend):
             memory = SplitBlocks(
                 model.arenas, loader.kv_spans(0), loader.kv_spans(1), blocks, self.config.faults.step_timeout_s
             )
-        engine, ranks = loader.engine, (self._shared, self._followers)
-        return NativeProgram(model, self.config, identity, engine, peers, *ranks, memory)
+        blame = None if self._followers is None else self._followers.blame
+        return NativeProgram(model, self.config, identity, loader.engine, peers, self._shared, blame, memory)
 
     def _prepare_torch(self, progress: Progress) -> Any:
         try:

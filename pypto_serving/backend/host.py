@@ -17,13 +17,14 @@ import msgspec
 from pypto_serving.backend.control import Control, HostChannel
 from pypto_serving.backend.greeting import CONTROL, GREETING_S, GreetingError, Purpose, connect
 from pypto_serving.backend.hosts import program_version
-from pypto_serving.backend.ranks import READY, Followers, RankError
+from pypto_serving.backend.rank import READY
+from pypto_serving.backend.ranks import Followers, RankError
 from pypto_serving.errors import ConfigError, PyptoError
-from pypto_serving.ipc import ChildFault, ChildProgress, Parent, run_child
 from pypto_serving.kernels import SharedMemory
 from pypto_serving.logs import configure as configure_logs
 from pypto_serving.model.fingerprint import file_digests
 from pypto_serving.parallel.placement import Placement, place_ranks
+from pypto_serving.processes import ChildFault, ChildProgress, Parent, run_child
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.hosts import JOINED, HostHello, HostStart, read_secret
 from pypto_serving.types.start import HostJoin

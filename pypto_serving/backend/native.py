@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 from pypto_serving.backend.base import Draft, Progress, SamplingInputs, StepInputs, StepOutput
 from pypto_serving.backend.memory import HostBlocks
-from pypto_serving.backend.ranks import Followers, Shared, step_arrays
+from pypto_serving.backend.shared_steps import Shared, step_arrays
 from pypto_serving.backend.split_blocks import merged
 from pypto_serving.errors import ConfigError
 from pypto_serving.kernels import Engine, NativeSampler, Peers, RanksGone, Recording
@@ -90,8 +91,8 @@ class _Step(NamedTuple):
 class NativeProgram:
     """A model on the CPU kernels. Owns its arenas and weights. Implements Program.
 
-    With `shared`, it leads the ranks that replay the steps it publishes there; `followers` watches their processes.
-    `memory` is that of the arenas.
+    With `shared`, it leads the ranks that replay the steps it publishes there, and raises with `blame` the error of one
+    that ended. `memory` is that of the arenas.
     """
 
     def __init__(
@@ -102,14 +103,14 @@ class NativeProgram:
         engine: Engine,
         peers: Peers,
         shared: Shared | None = None,
-        followers: Followers | None = None,
+        blame: Callable[[], NoReturn] | None = None,
         memory: HostBlocks | None = None,
     ) -> None:
         self.model, self.sampler = model, NativeSampler(engine)
         self.groups, self.num_blocks, self.limits = config.groups, config.num_blocks, config.limits
         self.fingerprint = fingerprint
         self.memory = memory or HostBlocks(model.arenas)
-        self._shared, self._followers, self._peers = shared, followers, peers
+        self._shared, self._blame, self._peers = shared, blame, peers
         self.draft: Draft | None = self._draft if config.drafts_in_model else None
         self._held: deque[_Step | None] = deque()
         self._begun = 0
@@ -131,7 +132,7 @@ class NativeProgram:
             slot = 0 if self._shared is None else self._shared.publish(inputs)
             step.replay(*step_arrays(inputs), slot=slot)
         except RanksGone:
-            self._blame()
+            self._give_up()
         self._begun += 1
         return _Step(self._begun, slot, len(inputs.logits_rows))
 
@@ -148,8 +149,8 @@ class NativeProgram:
         try:
             return self._peers.await_logits(self.model.logits, step.slot, step.number)[: step.num_logits]
         except RanksGone:
-            self._blame()
+            self._give_up()
 
-    def _blame(self) -> NoReturn:
-        assert self._followers is not None
-        self._followers.blame()
+    def _give_up(self) -> NoReturn:
+        assert self._blame is not None
+        self._blame()

@@ -1,17 +1,18 @@
-"""Run a rank that follows a leader: `python -m pypto_serving.backend.rank FD`. FD is its end of the control pipe."""
+"""What the process of a rank does that follows a leader."""
 
 from __future__ import annotations
 
-import sys
-
 from pypto_serving.backend.base import Progress
 from pypto_serving.backend.native import NativeLoader
-from pypto_serving.backend.ranks import READY, Shared
+from pypto_serving.backend.shared_steps import Shared
 from pypto_serving.backend.split_blocks import serve_blocks
-from pypto_serving.ipc import Parent, run_child
 from pypto_serving.kernels import SharedMemory
 from pypto_serving.logs import configure as configure_logs
+from pypto_serving.processes import Parent
 from pypto_serving.types.start import RankStart
+
+READY = "ready"
+"""The phase that a rank reports when it can follow."""
 
 
 def run(parent: Parent[RankStart]) -> None:
@@ -39,7 +40,3 @@ def _follow(start: RankStart, progress: Progress) -> None:
     loader.engine.pin_caller()
     progress(READY, 1, 1)
     shared.follow(model.step, model.draft_step)
-
-
-if __name__ == "__main__":
-    sys.exit(run_child(run, RankStart))

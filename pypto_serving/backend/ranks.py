@@ -1,8 +1,8 @@
-"""The ranks of one program on this host: what they share, and how the first one starts and watches the others.
+"""The processes of ranks on this host: how the first one starts and watches the others.
 
-The leader is the worker. The others are its children (`rank.py`), or those of the process that another host runs
-(`host.py`): they load their parts of the model at the same time, then replay the steps that the leader publishes. When
-one ends, the leader ends; when the leader ends, all do.
+The leader is the worker. The others are copies of it (`rank.py`), or of the process that another host runs (`host.py`):
+they load their parts of the model at the same time, then replay the steps that the leader publishes. When one ends, the
+leader ends; when the leader ends, all do.
 """
 
 from __future__ import annotations
@@ -14,31 +14,19 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from pypto_serving.backend.base import Fault, Progress, StepBuffers, StepInputs
+from pypto_serving.backend import rank as rank_process
+from pypto_serving.backend.base import Fault, Progress
 from pypto_serving.backend.control import Control
+from pypto_serving.backend.rank import READY
 from pypto_serving.errors import EXIT_OK, FINAL_ERRORS, PyptoError
-from pypto_serving.ipc import Child, ChildFault
-from pypto_serving.kernels import (
-    Board,
-    Courier,
-    Extent,
-    Link,
-    Links,
-    Mirrored,
-    Mirrors,
-    Peers,
-    RanksGone,
-    Recording,
-    SharedMemory,
-)
-from pypto_serving.kernels.recording import StepArrays
+from pypto_serving.kernels import RanksGone
 from pypto_serving.parallel.topology import Rank
+from pypto_serving.processes import Child, ChildFault, start_copy
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.start import RankStart
 
-MODULE = "pypto_serving.backend.rank"
-LOADING, READY = "weights", "ready"
-"""Phases: the one in which all ranks load, and what a rank reports when it can follow."""
+LOADING = "weights"
+"""The phase in which all ranks load."""
 
 PATIENCE_S, BLAME_S = 1.0, 3.0
 """How long a process that is gone may take to end; and how long it takes at most to learn which one was the first."""
@@ -48,80 +36,6 @@ PER_MILLE = 1000
 
 class RankError(PyptoError):
     """A rank that ended, without saying why."""
-
-
-class SharedBuffers:
-    """Owns a rank's mapping of the buffers of steps, which are the first that all ranks allocate in `memory`."""
-
-    def __init__(self, config: EngineConfig, memory: SharedMemory) -> None:
-        self.memory, count = memory, range(config.num_buffers)
-        self.buffers = [StepBuffers.in_host_memory(config.groups, config.limits, memory.zeros) for _ in count]
-        self._places = {_address(buffers): place for place, buffers in enumerate(self.buffers)}
-
-    def place(self, inputs: StepInputs) -> int:
-        """Return the index of those `buffers` in which the arrays of a step lie."""
-        return self._places[_address(inputs)]
-
-
-class Shared(SharedBuffers):
-    """Owns a rank's mappings of what all ranks share; each of them allocates the same, in the same order."""
-
-    def __init__(self, config: EngineConfig, rank: Rank, memory: SharedMemory) -> None:
-        super().__init__(config, memory)
-        self._board, self._rank = Board(memory), rank
-        self._most_tokens, self._patience_s = config.max_num_batched_tokens, config.faults.step_timeout_s
-        self._steps: tuple[Link, list[Mirrors]] | Courier | None = None
-
-    def connect(self, links: Mapping[str, int]) -> Peers:
-        """Take over the rank's connections to the other host, by name, and return what it shares with all ranks."""
-        ends = {name: Link(fd, self._patience_s) for name, fd in links.items() if name != "blocks"}
-        if (steps := ends.get("steps")) is not None:
-            mirrors = [_mirrored(buffers) for buffers in self.buffers]
-            if self._rank.leads:
-                self._steps = steps, [Mirrors(arrays) for arrays in mirrors]
-            else:
-                arrays = Mirrors([mirrored for arrays in mirrors for mirrored in arrays])
-                self._steps = Courier(steps, arrays, len(mirrors), self._board.memory, publishes=True)
-        return Peers(self._rank, self.memory, len(self.buffers), Links(**ends), self._most_tokens)
-
-    def publish(self, inputs: StepInputs) -> int:
-        """Let all ranks compute a step, whose arrays lie in one of `buffers`; return its index.
-
-        Raises RanksGone where the other host cannot be told.
-        """
-        place = self.place(inputs)
-        counts = (len(inputs.token_ids), len(inputs.context_lens), len(inputs.logits_rows))
-        if isinstance(self._steps, tuple):
-            link, mirrors = self._steps
-            if not link.send_step(mirrors[place], place, *counts):
-                raise RanksGone
-        self._board.publish(place, *counts)
-        return place
-
-    def follow(self, step: Recording, drafting: Recording | None) -> None:
-        """Replay `step` for every step that the leader publishes, and `drafting` where draft layers are asked."""
-        self._board.follow(step, [step_arrays(each) for each in self.buffers], drafting)
-
-
-def step_arrays(step: StepBuffers | StepInputs) -> StepArrays:
-    """Return the arrays of a step in the order that recordings take them."""
-    arrays = (step.token_ids, step.positions, step.query_start, step.context_lens, step.logits_rows)
-    return (*arrays, step.slot_mapping, step.block_tables)
-
-
-def _mirrored(buffers: StepBuffers) -> list[Mirrored]:
-    """Return those arrays of a step that ranks read."""
-    extents = {
-        Extent.TOKENS: (buffers.token_ids, buffers.positions, *buffers.slot_mapping),
-        Extent.ROWS: (buffers.context_lens, *buffers.block_tables),
-        Extent.EDGES: (buffers.query_start,),
-        Extent.LOGITS: (buffers.logits_rows,),
-    }
-    return [Mirrored(array, extent, len(array)) for extent, arrays in extents.items() for array in arrays]
-
-
-def _address(arrays: StepBuffers | StepInputs) -> int:
-    return int(arrays.token_ids.ctypes.data)
 
 
 class Followers:
@@ -151,12 +65,12 @@ class Followers:
         Raises RankError where the system cannot.
         """
         for rank in ranks:
-            own = links.get(rank.index, {})
-            start = RankStart(config, rank.index, memory, dict(own))
+            own, name = links.get(rank.index, {}), f"rank {rank.index}"
+            start, shared = RankStart(config, rank.index, memory, dict(own)), (memory, *own.values(), *descendants)
             try:
-                self.add(f"rank {rank.index}", Child(MODULE, start, shared=(memory, *own.values(), *descendants)))
+                self.add(name, start_copy(rank_process.run, start, shared, name))
             except OSError as error:
-                raise RankError(f"rank {rank.index} cannot be started ({error})") from None
+                raise RankError(f"{name} cannot be started ({error})") from None
             for fd in own.values():
                 os.close(fd)
 

@@ -8,7 +8,8 @@ import struct
 from collections.abc import Iterator
 
 from pypto_serving.backend.base import Progress, StepInputs
-from pypto_serving.backend.ranks import Followers, SharedBuffers
+from pypto_serving.backend.ranks import Followers
+from pypto_serving.backend.shared_steps import SharedBuffers
 from pypto_serving.kernels import RanksGone, SharedMemory
 from pypto_serving.types.config import EngineConfig
 

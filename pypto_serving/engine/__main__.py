@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from pypto_serving.engine.core import EngineCore
 from pypto_serving.engine.executor import ProcessExecutor
-from pypto_serving.ipc import Parent, SocketChannel, run_child
+from pypto_serving.ipc import SocketChannel
 from pypto_serving.logs import configure as configure_logs
+from pypto_serving.processes import Parent, run_child
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import ToCore
 from pypto_serving.types.start import CoreStart

@@ -15,7 +15,8 @@ from pypto_serving.engine.deaths import Deaths
 from pypto_serving.engine.queued_tokens import QueuedTokens
 from pypto_serving.engine.stream import OutputStream
 from pypto_serving.errors import EXIT_ENGINE, EngineDeadError, PyptoError, QueueFullError, UnavailableError
-from pypto_serving.ipc import Child, ChildFault, Descendants, SocketChannel
+from pypto_serving.ipc import SocketChannel
+from pypto_serving.processes import Child, ChildFault, Descendants, start_module
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import (
     AbortRequests,
@@ -95,7 +96,7 @@ class AsyncEngine:
         self._workers_ended.clear()
         start = CoreStart(self.config, end.fileno(), self._descendants.end.fileno(), self.stats.epoch > 0)
         try:
-            self._child = Child("pypto_serving.engine", start, end, self._descendants.end)
+            self._child = start_module("pypto_serving.engine", start, end, self._descendants.end)
         except OSError as error:
             self._die(f"the engine core cannot be started: {error}", EXIT_ENGINE)
             return

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from pypto_serving.engine.executor import Event, Executor, GaveUp, WorkerDown
 from pypto_serving.errors import ConfigError
-from pypto_serving.ipc import Channel, ChildProgress
+from pypto_serving.ipc import Channel
 from pypto_serving.kv.events import EventLog
 from pypto_serving.kv.manager import KVCacheManager
 from pypto_serving.logs import of_request
+from pypto_serving.processes import ChildProgress
 from pypto_serving.sched.scheduler import Scheduler
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import (

@@ -14,7 +14,8 @@ import msgspec
 
 from pypto_serving.engine.deaths import Deaths
 from pypto_serving.errors import EXIT_ENGINE, EXIT_MODEL, EXIT_USAGE
-from pypto_serving.ipc import Child, ChildFault, ChildProgress, Descendants, SocketChannel
+from pypto_serving.ipc import SocketChannel
+from pypto_serving.processes import Child, ChildFault, ChildProgress, Descendants, start_module
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.start import WorkerStart
 from pypto_serving.types.step import FromWorker, StepPlan, StepResult, StopWorker, WorkerHello
@@ -141,7 +142,7 @@ class ProcessExecutor:
         lives = (self.epoch, self._respawned or self.epoch > 1)
         start = WorkerStart(self.config, channel, transfers, memory.fd, descendants, *lives, self._left_out)
         shared = (*memory.shared, *self._inherited)
-        self._child = Child(self.config.worker_module, start, *ends, shared=shared, leads=True)
+        self._child = start_module(self.config.worker_module, start, *ends, shared=shared, leads=True)
         self._heard_s = self._now_s
         log.info("worker %d started, pid %d", self.epoch, self._child.pid)
 

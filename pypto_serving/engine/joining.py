@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from pypto_serving.errors import FINAL_ERRORS
-from pypto_serving.ipc import Child, ChildFault
+from pypto_serving.processes import Child, ChildFault, start_module
 from pypto_serving.types.hosts import JOINED
 from pypto_serving.types.start import HostJoin
 
@@ -21,7 +21,7 @@ AGAIN_S = 1.0
 def join_again(start: HostJoin, joined: Callable[[], None]) -> None:
     """Join for one life after the other, calling `joined` in each. Raises ConfigError or ModelError."""
     while True:
-        child = Child(MODULE, start)
+        child = start_module(MODULE, start)
         try:
             fault = _live(child, joined)
         finally:

@@ -22,7 +22,8 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from pypto_serving.errors import EXIT_ENGINE, EXIT_OK
-from pypto_serving.ipc import Parent, SocketChannel
+from pypto_serving.ipc import SocketChannel
+from pypto_serving.processes import Parent
 
 T = TypeVar("T")
 
@@ -117,7 +118,7 @@ def serve(channel: SocketChannel[PoolRequest], pool: Any, memory: int) -> None:
 
 
 def main() -> int:
-    parent: Parent[PoolStart] = Parent(int(sys.argv[1]), PoolStart)
+    parent = Parent.of_module(PoolStart)
     start = parent.start
     os.dup2(2, 1)  # stdout belongs to the server's ready line
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")

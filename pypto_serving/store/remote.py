@@ -17,7 +17,8 @@ from typing import Literal
 
 import numpy as np
 
-from pypto_serving.ipc import Child, ChildFault, SocketChannel
+from pypto_serving.ipc import SocketChannel
+from pypto_serving.processes import ChildFault, start_module
 from pypto_serving.store.base import Piece
 from pypto_serving.store.checksum import DIGEST_BYTES, digest
 from pypto_serving.store.mooncake import PoolAddress, PoolReply, PoolRequest, PoolStart, await_message
@@ -99,7 +100,7 @@ class PoolProcess:
     def __init__(self, address: PoolAddress, lanes: Sequence[Lane], memory: int, num_bytes: int, now_s: float) -> None:
         pairs = [SocketChannel.pair(PoolReply) for _ in lanes]
         start = PoolStart(address, tuple(end.fileno() for _, end in pairs), memory, num_bytes)
-        self._child = Child("pypto_serving.store.mooncake", start, *(end for _, end in pairs), shared=(memory,))
+        self._child = start_module("pypto_serving.store.mooncake", start, *(end for _, end in pairs), shared=(memory,))
         self.channels = [channel for channel, _ in pairs]
         self.joined = False
         self._deadline_s = now_s + JOIN_TIMEOUT_S

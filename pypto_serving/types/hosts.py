@@ -7,7 +7,7 @@ import os
 import msgspec
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.ipc import ChildFault, ChildProgress
+from pypto_serving.processes import ChildFault, ChildProgress
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.util import counted, read_regular
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pypto_serving.backend import BACKENDS
 from pypto_serving.backend.base import Backend, Program
 from pypto_serving.backend.memory import HostBlocks
-from pypto_serving.ipc import Parent, SocketChannel, run_child
+from pypto_serving.ipc import SocketChannel
 from pypto_serving.logs import configure as configure_logs
+from pypto_serving.processes import Parent, run_child
 from pypto_serving.store.base import Store
 from pypto_serving.store.disk import open_disk
 from pypto_serving.store.host import HostStore

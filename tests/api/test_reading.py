@@ -33,7 +33,7 @@ from pypto_serving.api.reading.wire import Fault
 from pypto_serving.api.settings import load_serving_config
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import QueueFullError, RequestError, UnavailableError
-from pypto_serving.ipc import Child
+from pypto_serving.processes import Child
 from tests.api.bad_bodies import BAD_CHATS, BAD_COMPLETIONS, HELLO
 from tests.api.checkpoint import CHATML, write_checkpoint
 from tests.api.conftest import new_engine
@@ -292,15 +292,15 @@ def test_a_copy_that_is_killed_costs_no_request(checkpoint: Path, tokenizer: Tok
 def test_a_copy_ends_with_its_process_even_before_it_could_say_so() -> None:
     program = """
 import os, signal
-from pypto_serving.api.reading import loop
+from pypto_serving import processes
 
 def too_late():
     os.kill(parent, signal.SIGKILL)
     while os.getppid() == parent:
         pass
 
-parent, loop.die_with_parent = os.getpid(), too_late
-loop.wait(loop.copy(lambda: print("works alone", flush=True)))
+parent, processes.die_with_parent = os.getpid(), too_late
+processes.Copy(lambda: print("works alone", flush=True)).wait()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")

@@ -12,21 +12,21 @@ import pytest
 
 from pypto_serving.backend import ranks
 from pypto_serving.backend.ranks import Followers, RankError
-from pypto_serving.ipc import Child
+from pypto_serving.processes import Child, start_module
 from pypto_serving.types.start import HostJoin
 from tests.backend.ending import MODULE
 
 
 def rank(how: str, fd: int) -> Child:
     start = HostJoin(address=how, secret_file="", model="", cache_dir="", nodes=(), num_threads=fd)
-    return Child(MODULE, start, shared=(fd,))
+    return start_module(MODULE, start, shared=(fd,))
 
 
 def test_a_process_group_of_its_own_may_write_to_any_terminal() -> None:
     """Also to one that stops groups in the background which write (`stty tostop`)."""
     read, write = os.pipe()
     start = HostJoin(address="fails", secret_file="", model="", cache_dir="", nodes=(), num_threads=read)
-    child = Child(MODULE, start, shared=(read,), leads=True)
+    child = start_module(MODULE, start, shared=(read,), leads=True)
     select.select([child.pipe], [], [])
     status = Path(f"/proc/{child.pid}/status").read_text()
     ignored = int(re.findall(r"SigIgn:\s*([0-9a-f]+)", status)[0], 16)

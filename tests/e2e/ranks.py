@@ -16,7 +16,6 @@ import psutil
 
 from pypto_serving.api.generation.bad_words import encode_bad_words
 from pypto_serving.api.text.tokenizer import Tokenizer
-from pypto_serving.backend.ranks import MODULE
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.parallel.topology import Topology
 from pypto_serving.types.config import EngineConfig
@@ -114,7 +113,7 @@ def followers(leader: int) -> list[psutil.Process]:
 
 def follows(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-        return MODULE in process.cmdline()
+        return bool(process.name().startswith("rank "))
     return False
 
 

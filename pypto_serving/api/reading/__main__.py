@@ -16,8 +16,8 @@ from pypto_serving.api.reading.loop import limit_memory, run_copies
 from pypto_serving.api.reading.reader import BodyReader
 from pypto_serving.api.reading.wire import Refusal
 from pypto_serving.errors import EXIT_OK, PyptoError
-from pypto_serving.ipc import Parent
 from pypto_serving.logs import configure as configure_logs
+from pypto_serving.processes import Parent
 
 
 def answer(reader: BodyReader, kind: int, raw: bytes) -> ReadBody | Answered | Refusal:
@@ -29,7 +29,7 @@ def answer(reader: BodyReader, kind: int, raw: bytes) -> ReadBody | Answered | R
 
 
 def main() -> int:
-    start = Parent(int(sys.argv[1]), BodyStart, watches=False).start
+    start = Parent.of_module(BodyStart, watches=False).start
     configure_logs("reader", "error", start.config.log_format)  # the server says the rest
     limit_memory()
     reader = BodyReader(Prompter.load(start.config, start.serving), start.serving)

@@ -16,7 +16,7 @@ from pypto_serving.api.reading.loop import apart, limit_memory, run
 from pypto_serving.api.reading.wire import Compiles, GrammarStart, Refusal
 from pypto_serving.errors import EXIT_OK
 from pypto_serving.guidance import GrammarError
-from pypto_serving.ipc import Parent
+from pypto_serving.processes import Parent
 from pypto_serving.types.guide import Grammar
 
 WARMING = Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "string", "pattern": "^a"}}}')
@@ -34,7 +34,7 @@ def answer(kind: int, raw: bytes) -> Compiles | Refusal:
 
 
 def main() -> int:
-    start = Parent(int(sys.argv[1]), GrammarStart, watches=False).start
+    start = Parent.of_module(GrammarStart, watches=False).start
     limit_memory()
     schema_errors.checked(WARMING)
     run(start.channel, partial(apart, answer))

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from pypto_serving.api.reading.wire import HEAD, SIZE_BYTES, Busy, Ended, Fault, Refusal
-from pypto_serving.ipc import die_with_parent
+from pypto_serving.processes import Copy
 from pypto_serving.util import GIB, format_size
 
 MAX_BYTES = 2 * GIB
@@ -56,7 +56,7 @@ def run_copies(fd: int, answer: Answer) -> None:
     something else ended a copy, which may then not have read all of its task.
     """
     channel = open_channel(fd)
-    while (code := wait(copy(partial(answer_all, channel, partial(here, answer))))) in ENDED_BY_TASK:
+    while (code := Copy(partial(answer_all, channel, partial(here, answer))).wait()) in ENDED_BY_TASK:
         send(channel, msgspec.msgpack.encode(Ended(code)))
     if code:
         sys.exit(f"the copy of a reader ended with code {code}")
@@ -94,32 +94,11 @@ def apart(answer: Answer, kind: int, raw: bytes, allowed_s: float) -> bytes:
         reading, writing = os.pipe()
         with os.fdopen(reading, "rb") as answers:
             with os.fdopen(writing, "wb") as pipe:
-                pid = copy(say)
+                copy = Copy(say)
             said = answers.read()
     except OSError as error:
         return msgspec.msgpack.encode(Busy(str(error)))
-    return msgspec.msgpack.encode(Ended(code)) if (code := wait(pid)) else said
-
-
-def copy(work: Callable[[], None]) -> int:
-    """Do work in a copy of this process, which ends with it; return its id. Raises OSError."""
-    parent = os.getpid()
-    if pid := os.fork():
-        return pid
-    try:
-        die_with_parent()
-        if os.getppid() == parent:  # else it ended before the kernel knew
-            work()
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(1)
-
-
-def wait(pid: int) -> int:
-    """Wait for a copy to end; return its exit code."""
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return msgspec.msgpack.encode(Ended(code)) if (code := copy.wait()) else said
 
 
 def guarded(answer: Answer, kind: int, raw: bytes) -> msgspec.Struct:

@@ -14,7 +14,7 @@ import msgspec
 
 from pypto_serving.api.reading.wire import HEAD, SIZE_BYTES, Busy, Ended, Failure, Fault, Refusal, RefusedError
 from pypto_serving.errors import RequestError, RequestFailedError, UnavailableError
-from pypto_serving.ipc import Child
+from pypto_serving.processes import Child, start_module
 
 logger = logging.getLogger("pypto_serving.api")
 
@@ -143,7 +143,7 @@ class ReaderProcess(Generic[T]):
 
     async def _start(self) -> asyncio.StreamWriter:
         ours, theirs = socket.socketpair()
-        self._child = Child(self._module, self._start_of(theirs.fileno()), theirs, variables=ONE_THREAD)
+        self._child = start_module(self._module, self._start_of(theirs.fileno()), theirs, variables=ONE_THREAD)
         self._reap(self._child)
         self._input, output = await asyncio.open_unix_connection(sock=ours)
         try:

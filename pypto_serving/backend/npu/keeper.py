@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pypto_serving.ipc import ignore_terminal_signals
+from pypto_serving.processes import ignore_terminal_signals
 
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -10,7 +10,8 @@ import socket
 import sys
 
 from pypto_serving.errors import EXIT_OK
-from pypto_serving.ipc import Parent, SocketChannel
+from pypto_serving.ipc import SocketChannel
+from pypto_serving.processes import Parent
 from pypto_serving.worker.guiding.following import Following
 from pypto_serving.worker.guiding.walls import Walls
 from pypto_serving.worker.guiding.wire import GuideStart, SharedMasks, ToGuides
@@ -20,7 +21,7 @@ IDLE_S = 10.0
 
 
 def main() -> int:
-    parent: Parent[GuideStart] = Parent(int(sys.argv[1]), GuideStart)
+    parent = Parent.of_module(GuideStart)
     start = parent.start
     if start.cpus:
         os.sched_setaffinity(0, start.cpus)

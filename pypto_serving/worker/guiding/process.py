@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from pypto_serving.ipc import Child, SocketChannel
+from pypto_serving.ipc import SocketChannel
+from pypto_serving.processes import Child, start_module
 from pypto_serving.worker.guiding.wire import GuideAnswers, GuideStart, SharedMasks
 
 logger = logging.getLogger("pypto_serving.worker")
@@ -78,7 +79,7 @@ class GuideProcess:
         self._heard_s = time.monotonic()
         start = msgspec.structs.replace(self._start, channel=theirs.fileno())
         try:
-            self._child = Child("pypto_serving.worker.guiding", start, theirs, shared=(self._memory,))
+            self._child = start_module("pypto_serving.worker.guiding", start, theirs, shared=(self._memory,))
         except OSError as error:
             logger.error("a process that follows grammars cannot be started: %s", error)
         return channel

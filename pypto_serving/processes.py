@@ -1,0 +1,333 @@
+"""Children: processes that report over a control pipe, and end with the process that started them.
+
+A child is a module of its own, or a copy of its parent. Its control pipe closes at once when the other side is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+from typing import Generic, NoReturn, Protocol, TypeVar
+
+import msgspec
+
+from pypto_serving.errors import EXIT_OK, PyptoError
+
+T = TypeVar("T")
+
+TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Terminals and service managers send these to whole groups of processes; children leave them to their parent."""
+STDERR = 2
+
+
+class ChildProgress(msgspec.Struct, frozen=True, tag="progress"):
+    """A child has done `done` of `total` units of a phase of its start."""
+
+    phase: str
+    done: int
+    total: int
+
+
+class ChildFault(msgspec.Struct, frozen=True, tag="fault"):
+    """A child is about to end, because of an error."""
+
+    message: str
+    exit_code: int
+
+
+_CHILD_MESSAGES = msgspec.json.Decoder(ChildProgress | ChildFault)
+
+
+class Process(Protocol):
+    """A process that was started here: what subprocess.Popen and `Copy` have in common."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None:
+        """Return its exit code, or None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; return its exit code. Raises subprocess.TimeoutExpired."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
+class Child:
+    """A process, and our end of its control pipe: `start_module` and `start_copy` make them.
+
+    The child reports progress and faults over the pipe, and ends when the pipe closes. When the child is gone, our end
+    closes at once. Terminal signals never end it.
+    """
+
+    def __init__(self, process: Process, pipe: socket.socket) -> None:
+        self.process, self.pipe = process, pipe
+        self.pipe.setblocking(False)
+        self._buffer = b""
+        self.gone = False
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def messages(self) -> list[ChildProgress | ChildFault]:
+        """Return the messages since the last call; set `gone` at the end of the stream."""
+        while not self.gone:
+            try:
+                data = self.pipe.recv(1 << 16)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            self.gone = not data
+            self._buffer += data
+        *lines, self._buffer = self._buffer.split(b"\n")
+        return [_CHILD_MESSAGES.decode(line) for line in lines if line]
+
+    def end(self, patience_s: float) -> int:
+        """Wait `patience_s` for the child to end, then kill it; return its exit code."""
+        try:
+            code = self.process.wait(patience_s) if patience_s > 0 else None
+        except subprocess.TimeoutExpired:
+            code = None
+        if code is None:
+            self.process.kill()
+            code = self.process.wait()
+        self.pipe.close()
+        return code
+
+
+def start_module(
+    module: str,
+    start: msgspec.Struct,
+    *ends: socket.socket,
+    shared: tuple[int, ...] = (),
+    variables: Mapping[str, str] | None = None,
+    leads: bool = False,
+) -> Child:
+    """Start `python -P -m module`, never from the current folder; it reads `start` from its control pipe.
+
+    It inherits `ends`, which are closed here, and the file descriptors `shared`, all under the same numbers, and the
+    environment with `variables` added. Terminal signals wait until `Parent` ignores them. With `leads`, it leads a
+    process group, in which its own children are, unless they lead others. Raises OSError if it cannot be started.
+    """
+    pipe, theirs = socket.socketpair()
+    try:
+        with terminal_signals_held():
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, str(theirs.fileno())],
+                pass_fds=[theirs.fileno(), *(end.fileno() for end in ends), *shared],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **(variables or {})},
+                process_group=0 if leads else None,
+            )
+    except OSError:
+        pipe.close()
+        raise
+    finally:
+        for end in (theirs, *ends):
+            end.close()
+    with contextlib.suppress(OSError):
+        pipe.sendall(msgspec.json.encode(start) + b"\n")
+    return Child(process, pipe)
+
+
+def start_copy(run: Callable[[Parent[T]], None], start: T, shared: tuple[int, ...] = (), name: str = "") -> Child:
+    """Start a copy of this process, which is named `name` and does `run`. It has imported all that this one has.
+
+    Its only file descriptors are the standard ones and `shared`, and it has no thread of this process: what it is to
+    use must need none. Raises OSError if it cannot be started.
+    """
+    pipe, theirs = socket.socketpair()
+
+    def work() -> int:
+        name_process(name)
+        kept = sorted({STDERR, theirs.fileno(), *shared})
+        for low, high in pairwise([*kept, os.sysconf("SC_OPEN_MAX")]):
+            os.closerange(low + 1, high)
+        sys.stderr = sys.__stderr__
+        return report_end(run, Parent(theirs, start))
+
+    try:
+        return Child(Copy(work), pipe)
+    except OSError:
+        pipe.close()
+        raise
+    finally:
+        theirs.close()
+
+
+class Copy:
+    """A copy of this process (fork) that does `work`, and ends with it, or with the exit code that `work` returns."""
+
+    def __init__(self, work: Callable[[], int | None]) -> None:
+        """Raises OSError if it cannot be started."""
+        parent = os.getpid()
+        self.pid = os.fork() or _run_copy(parent, work)
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Return its exit code, or None while it runs."""
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; return its exit code. Raises subprocess.TimeoutExpired."""
+        if self._code is None:
+            if timeout is not None and not self._ends_within(timeout):
+                raise subprocess.TimeoutExpired("a copy", timeout)
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._code
+
+    def _ends_within(self, timeout: float) -> bool:
+        fd, poller = os.pidfd_open(self.pid), select.poll()
+        poller.register(fd, select.POLLIN)
+        try:
+            return bool(poller.poll(timeout * 1000))
+        finally:
+            os.close(fd)
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self._code is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def _run_copy(parent: int, work: Callable[[], int | None]) -> NoReturn:
+    """Do `work` in a process that `parent` forked just now."""
+    try:
+        die_with_parent()
+        if os.getppid() == parent:  # else it ended before the kernel knew
+            os._exit(work() or EXIT_OK)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+class Descendants:
+    """Tells when a child, and all processes that it started, have ended. They inherit `end`, which only has to be open.
+
+    `ours` can then be read from.
+    """
+
+    def __init__(self) -> None:
+        self.ours, self.end = socket.socketpair()
+
+    def ended(self) -> bool:
+        """Return True once all of them have ended."""
+        poller = select.poll()
+        poller.register(self.ours, select.POLLIN)
+        return bool(poller.poll(0))
+
+    def kill(self, group: int) -> None:
+        """Kill those that are left; all of them are in the process group `group`, so that it is still theirs."""
+        if not self.ended():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Stop watching."""
+        self.ours.close()
+
+
+class Parent(Generic[T]):
+    """The child's end of its control pipe. Ends this process when the parent does.
+
+    A process that is to do so while it has copies must have no thread that `watches`: the kernel ends them only as well
+    on Linux.
+    """
+
+    def __init__(self, pipe: socket.socket, start: T, watches: bool = True) -> None:
+        self._pipe, self.start = pipe, start
+        ignore_terminal_signals()
+        die_with_parent()
+        if watches:
+            threading.Thread(target=self._watch, name="parent-watch", daemon=True).start()
+
+    @classmethod
+    def of_module(cls, start_type: type[T], watches: bool = True) -> Parent[T]:
+        """Return the parent of a process that `start_module` started; `sys.argv` names the pipe."""
+        pipe = socket.socket(fileno=int(sys.argv[1]))
+        with pipe.makefile("rb") as stream:
+            if not (line := stream.readline()).endswith(b"\n"):
+                sys.exit()  # the parent ended meanwhile
+        return cls(pipe, msgspec.json.decode(line, type=start_type), watches)
+
+    def _watch(self) -> None:
+        with contextlib.suppress(OSError):
+            while self._pipe.recv(1):
+                pass
+        os._exit(0)
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        """Report that `done` of `total` units of a phase are done."""
+        self._say(ChildProgress(phase, done, total))
+
+    def fault(self, message: str, exit_code: int) -> None:
+        """Report the error that ends this process."""
+        self._say(ChildFault(message, exit_code))
+
+    def _say(self, message: msgspec.Struct) -> None:
+        with contextlib.suppress(OSError):
+            self._pipe.sendall(msgspec.json.encode(message) + b"\n")
+
+
+def run_child(run: Callable[[Parent[T]], None], start_type: type[T]) -> int:
+    """Run a process that `start_module` started; return its exit code. Report the error that ends it."""
+    return report_end(run, Parent.of_module(start_type))
+
+
+def report_end(run: Callable[[Parent[T]], None], parent: Parent[T]) -> int:
+    """Run a child; return its exit code. Report the error that ends it."""
+    try:
+        run(parent)
+    except PyptoError as error:
+        parent.fault(str(error), error.exit_code)
+        return error.exit_code
+    return EXIT_OK
+
+
+@contextlib.contextmanager
+def terminal_signals_held() -> Iterator[None]:
+    """Let terminal signals wait, in this thread and in processes that it starts meanwhile."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_terminal_signals() -> None:
+    """Ignore terminal signals, and forget those that wait. A process group in the background may write, too."""
+    for number in (*TERMINAL_SIGNALS, signal.SIGTTOU):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, TERMINAL_SIGNALS)
+
+
+def die_with_parent() -> None:
+    """On Linux, let the kernel kill this process, even if stopped or stuck, when its parent's thread ends."""
+    _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def name_process(name: str) -> None:
+    """On Linux, let tools show this process by a name of at most 15 bytes."""
+    _prctl(15, name.encode())  # PR_SET_NAME
+
+
+def _prctl(option: int, value: int | bytes) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value)
