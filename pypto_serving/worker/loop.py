@@ -23,9 +23,9 @@ def serve(
     """Send `hello`, then execute plans in order until told to stop. Call `step_done` after each step.
 
     Collect a step when the program can hold no more, or when no message waits. While there is nothing to do, call
-    `idle`, which does some of what can wait, until it returns False: that nothing is left until the next step.
+    `idle`, which does some of what can wait and returns whether more is left.
     """
-    more, quiet_s = True, QUIET_S
+    patience_s = QUIET_S
 
     def finish() -> None:
         result = runner.collect()
@@ -33,17 +33,15 @@ def serve(
         step_done(result.step_id)
 
     def wait_s() -> float:
-        if runner.num_in_flight:
-            return 0.0
-        return min(quiet_s, heartbeat_s) if more else heartbeat_s
+        return 0.0 if runner.num_in_flight else min(patience_s, heartbeat_s)
 
     channel.send(hello)
     while not isinstance(message := channel.receive(wait_s()), StopWorker):
         if message is not None:
             runner.submit(message)
-            more, quiet_s = True, QUIET_S
+            patience_s = QUIET_S
         elif not runner.num_in_flight:
-            more, quiet_s = more and idle(), PAUSE_S
+            patience_s = PAUSE_S if idle() else heartbeat_s
             channel.send(WorkerBeat(hello.epoch))
         if runner.num_in_flight and (message is None or runner.is_full):
             finish()
