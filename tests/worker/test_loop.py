@@ -50,7 +50,8 @@ def plan(step_id: int) -> StepPlan:
 
 
 def test_what_can_wait_is_done_while_nothing_comes_and_again_after_a_step() -> None:
-    core, left = run([None, None, None, plan(1), None, None, None, StopWorker()], [True, False, False, True, False, False])
+    pieces = [True, False, False, True, False, False]
+    core, left = run([None, None, None, plan(1), None, None, None, StopWorker()], pieces)
     assert left == 0
     assert core.waits == [QUIET_S, PAUSE_S, BEAT_S, BEAT_S, QUIET_S, PAUSE_S, BEAT_S, BEAT_S]
     kinds = [type(message) for message in core.sent[1:]]
