@@ -9,6 +9,7 @@ from typing import Any
 from pypto_serving.backend.base import Backend, Fault, Progress, StepBuffers
 from pypto_serving.backend.hosts import Joined, await_host
 from pypto_serving.backend.native import NativeLoader, NativeProgram
+from pypto_serving.backend.rank import run as run_rank
 from pypto_serving.backend.ranks import Followers
 from pypto_serving.backend.shared_steps import Shared
 from pypto_serving.backend.split_blocks import SplitBlocks
@@ -70,7 +71,7 @@ class CpuBackend(Backend):
         ranks, links = self.config.topology.on_host(0)[1:], defaultdict[int, dict[str, int]](dict)
         for name, fd in joined.links.items() if joined else ():
             links[self.config.topology.connections[name][0]][name] = fd
-        self._followers.start(self.config, ranks, self._shared.memory.fd, links, self.descendants)
+        self._followers.start(run_rank, self.config, ranks, self._shared.memory.fd, links, self.descendants)
         report = self._followers.reporting(progress)
         program = self._prepare_native(report, self._shared.connect(links[0]), links[0].get("blocks"))
         self._followers.await_ready(progress)
@@ -102,5 +103,5 @@ class CpuBackend(Backend):
             raise ConfigError(f"torch cannot be imported ({error}); install it again") from None
         if self._torch_ranks is not None:
             self._followers = self._torch_ranks.followers
-            self._torch_ranks.start(self.config, self.descendants)
+            self._torch_ranks.start(run_rank, self.config, self.descendants)
         return cpu_torch.prepare(self.config, progress, self._torch_ranks)

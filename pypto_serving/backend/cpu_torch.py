@@ -22,8 +22,7 @@ from torch.distributed import ProcessGroup
 from pypto_serving.backend.base import Draft, Progress, SamplingInputs, StepInputs, StepOutput
 from pypto_serving.backend.memory import HostBlocks
 from pypto_serving.backend.native import check_groups
-from pypto_serving.backend.rank import READY
-from pypto_serving.backend.shared_steps import SharedBuffers
+from pypto_serving.backend.shared_steps import READY, SharedBuffers
 from pypto_serving.backend.torch_ranks import Leader, TorchRanks
 from pypto_serving.kernels import RanksGone, SharedMemory
 from pypto_serving.model.comm import Comm, join_group

@@ -17,8 +17,9 @@ import msgspec
 from pypto_serving.backend.control import Control, HostChannel
 from pypto_serving.backend.greeting import CONTROL, GREETING_S, GreetingError, Purpose, connect
 from pypto_serving.backend.hosts import program_version
-from pypto_serving.backend.rank import READY
+from pypto_serving.backend.rank import run as run_rank
 from pypto_serving.backend.ranks import Followers, RankError
+from pypto_serving.backend.shared_steps import READY
 from pypto_serving.errors import ConfigError, PyptoError
 from pypto_serving.kernels import SharedMemory
 from pypto_serving.logs import configure as configure_logs
@@ -92,7 +93,7 @@ def _serve(join: HostJoin, secret: bytes, channel: HostChannel, start: HostStart
     ranks, memory, members = topology.on_host(1), SharedMemory.create(), Followers()
     members.add("the serving host", control, ready=True)
     try:
-        members.start(_localized(start.config, join), ranks, memory.fd, links)
+        members.start(run_rank, _localized(start.config, join), ranks, memory.fd, links)
         members.await_ready(lambda *progress: control.send(ChildProgress(*progress)))
         control.send(ChildProgress(READY, 1, 1))
         parent.progress(JOINED, 1, 1)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from pypto_serving.backend.base import Progress
 from pypto_serving.backend.native import NativeLoader
-from pypto_serving.backend.shared_steps import Shared
+from pypto_serving.backend.shared_steps import READY, Shared
 from pypto_serving.backend.split_blocks import serve_blocks
 from pypto_serving.kernels import SharedMemory
 from pypto_serving.logs import configure as configure_logs
 from pypto_serving.processes import Parent
 from pypto_serving.types.start import RankStart
-
-READY = "ready"
-"""The phase that a rank reports when it can follow."""
 
 
 def run(parent: Parent[RankStart]) -> None:

@@ -11,17 +11,16 @@ import os
 import select
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
-from pypto_serving.backend import rank as rank_process
 from pypto_serving.backend.base import Fault, Progress
 from pypto_serving.backend.control import Control
-from pypto_serving.backend.rank import READY
+from pypto_serving.backend.shared_steps import READY
 from pypto_serving.errors import EXIT_OK, FINAL_ERRORS, PyptoError
 from pypto_serving.kernels import RanksGone
 from pypto_serving.parallel.topology import Rank
-from pypto_serving.processes import Child, ChildFault, start_copy
+from pypto_serving.processes import Child, ChildFault, Parent, start_copy
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.start import RankStart
 
@@ -54,21 +53,23 @@ class Followers:
 
     def start(
         self,
+        run: Callable[[Parent[RankStart]], None],
         config: EngineConfig,
         ranks: Sequence[Rank],
         memory: int,
         links: Mapping[int, Mapping[str, int]],
         descendants: tuple[int, ...] = (),
     ) -> None:
-        """Start ranks with their connections, which are closed here; they inherit `memory` and `descendants` too.
+        """Let copies of this process `run` ranks with their connections, which are closed here.
 
+        They inherit `memory` and `descendants` too.
         Raises RankError where the system cannot.
         """
         for rank in ranks:
             own, name = links.get(rank.index, {}), f"rank {rank.index}"
             start, shared = RankStart(config, rank.index, memory, dict(own)), (memory, *own.values(), *descendants)
             try:
-                self.add(name, start_copy(rank_process.run, start, shared, name))
+                self.add(name, start_copy(run, start, shared, name))
             except OSError as error:
                 raise RankError(f"{name} cannot be started ({error})") from None
             for fd in own.values():

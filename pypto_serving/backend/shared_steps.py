@@ -22,6 +22,9 @@ from pypto_serving.kernels.recording import StepArrays
 from pypto_serving.parallel.topology import Rank
 from pypto_serving.types.config import EngineConfig
 
+READY = "ready"
+"""The phase that a rank reports when it can follow."""
+
 
 class SharedBuffers:
     """Owns a rank's mapping of the buffers of steps, which are the first that all ranks allocate in `memory`."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from pypto_serving.backend.base import Progress, StepInputs
 from pypto_serving.backend.ranks import Followers
 from pypto_serving.backend.shared_steps import SharedBuffers
 from pypto_serving.kernels import RanksGone, SharedMemory
+from pypto_serving.processes import Parent
 from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.start import RankStart
 
 _STEP = struct.Struct("=4i")
 """A step: which of the shared buffers its arrays begin, and its numbers of tokens, rows and logits."""
@@ -32,14 +34,16 @@ class TorchRanks(SharedBuffers):
         self.store = os.memfd_create("pypto-addresses")
         self._sockets: list[socket.socket] = []
 
-    def start(self, config: EngineConfig, descendants: tuple[int, ...]) -> None:
+    def start(
+        self, run: Callable[[Parent[RankStart]], None], config: EngineConfig, descendants: tuple[int, ...]
+    ) -> None:
         """Start all ranks but the leader. Raises RankError where the system cannot."""
         ranks, links = config.topology.ranks[1:], {}
         for rank in ranks:
             ours, theirs = socket.socketpair()
             self._sockets.append(ours)
             links[rank.index] = {"steps": theirs.detach(), "store": os.dup(self.store)}
-        self.followers.start(config, ranks, self.memory.fd, links, descendants)
+        self.followers.start(run, config, ranks, self.memory.fd, links, descendants)
 
     def gather(self, progress: Progress) -> None:
         """Wait until all have loaded, and let them join the group. Raises what they report, or RanksGone."""
