@@ -15,8 +15,8 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Generic, NoReturn, Protocol, TypeVar
 
 import msgspec
@@ -153,9 +153,7 @@ def start_copy(run: Callable[[Parent[T]], None], start: T, shared: tuple[int, ..
 
     def work() -> int:
         name_process(name)
-        kept = sorted({STDERR, theirs.fileno(), *shared})
-        for low, high in pairwise([*kept, os.sysconf("SC_OPEN_MAX")]):
-            os.closerange(low + 1, high)
+        close_all_but({theirs.fileno(), *shared})
         sys.stderr = sys.__stderr__
         return report_end(run, Parent(theirs, start))
 
@@ -206,6 +204,14 @@ class Copy:
             os.kill(self.pid, signal.SIGKILL)
 
 
+def close_all_but(kept: Collection[int]) -> None:
+    """Close all file descriptors of this process but the standard ones and these."""
+    for path in list(Path("/proc/self/fd").iterdir()):
+        if (fd := int(path.name)) > STDERR and fd not in kept:
+            with contextlib.suppress(OSError):  # the one that was read to find them
+                os.close(fd)
+
+
 def _run_copy(parent: int, work: Callable[[], int | None]) -> NoReturn:
     """Do `work` in a process that `parent` forked just now."""
     try:
@@ -247,8 +253,8 @@ class Descendants:
 class Parent(Generic[T]):
     """The child's end of its control pipe. Ends this process when the parent does.
 
-    A process that is to do so while it has copies must have no thread that `watches`: the kernel ends them only as well
-    on Linux.
+    A thread `watches` the pipe; on Linux the kernel ends this process as well. One that makes copies while it serves
+    has no such thread.
     """
 
     def __init__(self, pipe: socket.socket, start: T, watches: bool = True) -> None:
