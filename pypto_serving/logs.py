@@ -24,8 +24,10 @@ def configure(process: str, level: str, form: LogFormat) -> None:
     """Write the lines of this process from `level` on, in which it is named `process`; warnings of Python too."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines(process) if form == "json" else TextLines(process))
-    logging.root.handlers = [handler]  # those of a process that this one is a copy of write no more
-    logging.root.setLevel(level.upper())
+    for earlier in logging.root.handlers[:]:
+        if isinstance(earlier.formatter, TextLines | JsonLines):  # of the process that this one is a copy of
+            logging.root.removeHandler(earlier)
+    logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(True)
 
 

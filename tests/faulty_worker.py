@@ -1,11 +1,12 @@
 """A worker that fails on purpose: `python -m tests.faulty_worker FD`.
 
 `backend_options["faults"]` maps an epoch (as a string) to [point, nth step]. The worker is killed while loading
-("load"), loses a rank that loads ("rank"), or has a process like a rank that stays behind ("leave"). At that step of
-that life it is killed before computing ("before") or between sampling and sending ("after"), stops answering ("hang"),
-raises ("raise"), or from then on takes long to end ("linger"). `backend_options["poison"]` names a token id that kills
-every step that computes it, `backend_options["stalled"]` an epoch whose loads from host memory hang. With
-`backend_options["instant"]`, transfers say that they took no time, so that none is refused for its measured speed.
+("load"), loses a rank that loads ("rank") or has it stopped ("stop"), or has a process like a rank that stays behind
+("leave"). At that step of that life it is killed before computing ("before") or between sampling and sending ("after"),
+stops answering ("hang"), raises ("raise"), or from then on takes long to end ("linger"). `backend_options["poison"]`
+names a token id that kills every step that computes it, `backend_options["stalled"]` an epoch whose loads from host
+memory hang. With `backend_options["instant"]`, transfers say that they took no time, so that none is refused for its
+measured speed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import threading
 import time
 from collections import deque
+from functools import partial
 from typing import Any
 
 from pypto_serving.backend import ranks
@@ -30,6 +32,8 @@ from pypto_serving.worker.__main__ import run
 from pypto_serving.worker.runner import Runner
 
 LINGER_S = 2.0
+RANK_SIGNALS = {"rank": signal.SIGKILL, "stop": signal.SIGSTOP}
+"""What ranks get as soon as they are started."""
 
 
 class FaultyRunner:
@@ -90,10 +94,10 @@ def hang(*arguments: Any) -> Any:
     threading.Event().wait()
 
 
-def lost_child(*arguments: Any, **options: Any) -> Child:
-    """Start a child, and kill it at once."""
+def signalled_child(number: signal.Signals, *arguments: Any, **options: Any) -> Child:
+    """Start a child, and send it a signal at once."""
     child = start_copy(*arguments, **options)
-    child.process.kill()
+    os.kill(child.pid, number)
     return child
 
 
@@ -108,8 +112,8 @@ def main() -> None:
     point, step = options.get("faults", {}).get(str(parent.start.epoch), ["", 0])
     if point == "load":
         os.kill(os.getpid(), signal.SIGKILL)
-    if point == "rank":
-        ranks.start_copy = lost_child  # type: ignore[attr-defined]
+    if point in RANK_SIGNALS:
+        ranks.start_copy = partial(signalled_child, RANK_SIGNALS[point])  # type: ignore[attr-defined]
     if point == "leave":
         subprocess.Popen(["sleep", "1000"], pass_fds=parent.start.descendants, start_new_session=True)
     if options.get("stalled") == parent.start.epoch:

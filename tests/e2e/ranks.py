@@ -117,6 +117,12 @@ def follows(process: psutil.Process) -> bool:
     return False
 
 
+def is_stopped(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.status() == psutil.STATUS_STOPPED)
+    return False
+
+
 def assert_ended(processes: Collection[psutil.Process]) -> None:
     _, alive = psutil.wait_procs(processes, timeout=ENDED_S)
     assert not alive, f"left behind: {alive}"

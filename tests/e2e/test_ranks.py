@@ -30,6 +30,7 @@ from tests.e2e.ranks import (
     assert_ended,
     followers,
     hits,
+    is_stopped,
     make_drafting_checkpoint,
     rank_config,
     stop,
@@ -161,13 +162,15 @@ def test_a_rank_that_is_stopped_before_it_knows_its_leader(model: Path) -> None:
 
     async def scenario() -> None:
         faults = msgspec.structs.replace(QUICK_FAULTS, load_timeout_s=8.0)
-        engine = AsyncEngine(rank_config(model, TWO, {"faults": faults}))
+        options = {"faults": {"1": ["stop", 0]}}
+        changes = {"faults": faults, "worker_module": "tests.faulty_worker", "backend_options": options}
+        engine = AsyncEngine(rank_config(model, TWO, changes))
         await engine.start()
         try:
-            core = psutil.Process()
-            while not (starting := [p for child in core.children(recursive=True) for p in followers(child.pid)]):
+            starting: list[psutil.Process] = []
+            while not starting:
                 await asyncio.sleep(0)
-            starting[0].suspend()
+                starting = [process for process in psutil.Process().children(recursive=True) if is_stopped(process)]
             await asyncio.wait_for(engine.wait_ready(), RANK_PATIENCE_S)
             assert engine.stats.num_respawns == 1
             assert_ended(starting)
