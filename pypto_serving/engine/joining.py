@@ -7,7 +7,7 @@ import select
 import time
 from collections.abc import Callable
 
-from pypto_serving.errors import FINAL_ERRORS
+from pypto_serving.errors import FINAL_ERRORS, EngineDeadError
 from pypto_serving.processes import Child, ChildFault, start_module
 from pypto_serving.types.hosts import JOINED
 from pypto_serving.types.start import HostJoin
@@ -19,9 +19,15 @@ AGAIN_S = 1.0
 
 
 def join_again(start: HostJoin, joined: Callable[[], None]) -> None:
-    """Join for one life after the other, calling `joined` in each. Raises ConfigError or ModelError."""
+    """Join for one life after the other, calling `joined` in each.
+
+    Raises ConfigError or ModelError, and EngineDeadError where no process can be started.
+    """
     while True:
-        child = start_module(MODULE, start)
+        try:
+            child = start_module(MODULE, start)
+        except OSError as error:
+            raise EngineDeadError(f"the process that joins {start.address} cannot be started ({error})") from None
         try:
             fault = _live(child, joined)
         finally:
