@@ -14,7 +14,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Generic, NoReturn, Protocol, TypeVar
@@ -28,6 +30,8 @@ T = TypeVar("T")
 TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Terminals and service managers send these to whole groups of processes; children leave them to their parent."""
 STDERR = 2
+LOOK_S = 0.005
+"""How often to look whether a copy has ended, which is about to."""
 
 
 class ChildProgress(msgspec.Struct, frozen=True, tag="progress"):
@@ -172,7 +176,7 @@ class Copy:
     def __init__(self, work: Callable[[], int | None]) -> None:
         """Raises OSError if it cannot be started."""
         parent = os.getpid()
-        self.pid = os.fork() or _run_copy(parent, work)
+        self.pid = _fork() or _run_copy(parent, work)
         self._code: int | None = None
 
     def poll(self) -> int | None:
@@ -184,19 +188,16 @@ class Copy:
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its end; return its exit code. Raises subprocess.TimeoutExpired."""
-        if self._code is None:
-            if timeout is not None and not self._ends_within(timeout):
+        deadline_s = time.monotonic() + (timeout or 0.0)
+        while self._code is None:
+            ended, status = os.waitpid(self.pid, 0 if timeout is None else os.WNOHANG)
+            if ended:
+                self._code = os.waitstatus_to_exitcode(status)
+            elif timeout is not None and time.monotonic() >= deadline_s:
                 raise subprocess.TimeoutExpired("a copy", timeout)
-            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            else:
+                time.sleep(LOOK_S)
         return self._code
-
-    def _ends_within(self, timeout: float) -> bool:
-        fd, poller = os.pidfd_open(self.pid), select.poll()
-        poller.register(fd, select.POLLIN)
-        try:
-            return bool(poller.poll(timeout * 1000))
-        finally:
-            os.close(fd)
 
     def kill(self) -> None:
         """End it at once."""
@@ -212,6 +213,12 @@ def close_all_but(kept: Collection[int]) -> None:
                 os.close(fd)
 
 
+def _fork() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, none of which a copy needs
+        return os.fork()
+
+
 def _run_copy(parent: int, work: Callable[[], int | None]) -> NoReturn:
     """Do `work` in a process that `parent` forked just now."""
     try:
@@ -219,7 +226,8 @@ def _run_copy(parent: int, work: Callable[[], int | None]) -> NoReturn:
         if os.getppid() == parent:  # else it ended before the kernel knew
             os._exit(work() or EXIT_OK)
     except BaseException:
-        traceback.print_exc()
+        if sys.stderr is not None:  # else it would go to stdout
+            traceback.print_exc()
     finally:
         os._exit(1)
 

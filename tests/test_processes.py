@@ -113,6 +113,24 @@ print(start_copy(run, msgspec.Struct()).end(patience_s=30))
     assert done.stdout == "1\n" and "ValueError: on purpose" in done.stderr
 
 
+def test_without_stderr_a_copy_that_fails_says_nothing_on_stdout() -> None:
+    program = "from pypto_serving.processes import Copy; print(Copy(lambda: 1 // 0).wait())"
+    command = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-c", program]
+    assert subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout == "1\n"
+
+
+def test_the_end_of_a_copy_is_seen_without_a_free_descriptor() -> None:
+    program = """
+import resource
+from pypto_serving.processes import Copy
+
+copy = Copy(lambda: 7)
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+print(copy.wait(30))
+"""
+    assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True).stdout == "7\n"
+
+
 def test_a_copy_ends_when_its_pipe_closes_although_its_parent_goes_on() -> None:
     child = start_copy(lambda parent: threading.Event().wait() and None, Text(""))
     child.pipe.close()
