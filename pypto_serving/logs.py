@@ -24,10 +24,12 @@ def configure(process: str, level: str, form: LogFormat) -> None:
     """Write the lines of this process from `level` on, in which it is named `process`; warnings of Python too."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines(process) if form == "json" else TextLines(process))
-    for earlier in logging.root.handlers[:]:
-        if isinstance(earlier.formatter, TextLines | JsonLines):  # of the process that this one is a copy of
-            logging.root.removeHandler(earlier)
-    logging.basicConfig(level=level.upper(), handlers=[handler])
+    earlier = [each for each in logging.root.handlers if isinstance(each.formatter, TextLines | JsonLines)]
+    for each in earlier:  # of the process that this one is a copy of
+        logging.root.removeHandler(each)
+    if earlier or not logging.root.handlers:  # else the program around this one has its own
+        logging.root.addHandler(handler)
+        logging.root.setLevel(level.upper())
     logging.captureWarnings(True)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import select
 import signal
@@ -147,7 +148,7 @@ def start_module(
     return Child(process, pipe)
 
 
-def start_copy(run: Callable[[Parent[T]], None], start: T, shared: tuple[int, ...] = (), name: str = "") -> Child:
+def start_copy(run: Callable[[Parent[T]], None], start: T, shared: tuple[int, ...], name: str) -> Child:
     """Start a copy of this process, which is named `name` and does `run`. It has imported all that this one has.
 
     Its only file descriptors are the standard ones and `shared`, and it has no thread of this process: what it is to
@@ -156,13 +157,15 @@ def start_copy(run: Callable[[Parent[T]], None], start: T, shared: tuple[int, ..
     pipe, theirs = socket.socketpair()
 
     def work() -> int:
+        gc.freeze()  # garbage of this process might close numbers that are the copy's own files by then
         name_process(name)
         close_all_but({theirs.fileno(), *shared})
-        sys.stderr = sys.__stderr__
+        sys.stderr = sys.__stderr__  # a test runner's is a file of its own
         return report_end(run, Parent(theirs, start))
 
     try:
-        return Child(Copy(work), pipe)
+        with terminal_signals_held():
+            return Child(Copy(work), pipe)
     except OSError:
         pipe.close()
         raise
@@ -171,7 +174,10 @@ def start_copy(run: Callable[[Parent[T]], None], start: T, shared: tuple[int, ..
 
 
 class Copy:
-    """A copy of this process (fork) that does `work`, and ends with it, or with the exit code that `work` returns."""
+    """A copy of this process (fork) that does `work`, and ends with it, or with the exit code that `work` returns.
+
+    Use it from one thread.
+    """
 
     def __init__(self, work: Callable[[], int | None]) -> None:
         """Raises OSError if it cannot be started."""
@@ -215,7 +221,7 @@ def close_all_but(kept: Collection[int]) -> None:
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, none of which a copy needs
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns where there are threads
         return os.fork()
 
 

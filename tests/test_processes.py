@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 import msgspec
@@ -72,17 +74,14 @@ def await_end(child: Child) -> list[ChildProgress | ChildFault]:
 
 def test_a_copy_has_the_start_a_name_and_only_the_descriptors_that_it_is_to_share() -> None:
     def run(parent: Parent[Text]) -> None:
-        found = sorted(int(path.name) for path in Path("/proc/self/fd").iterdir())
-        name = Path("/proc/self/comm").read_text().strip()
-        parent.progress(f"{parent.start.text} {name}", read, max(found[:-1]))
-        parent.progress("descriptors", len(found) - 1, os.getppid())  # the last one is that of the list
+        listed = {int(path.name) for path in Path("/proc/self/fd").iterdir()}
+        there = [fd for fd in listed if Path(f"/proc/self/fd/{fd}").exists()]  # not the one of the list
+        parent.progress(parent.start.text, there.count(read), len(there))
+        parent.progress(Path("/proc/self/comm").read_text().strip(), 0, os.getppid())
 
     (read, write), own = os.pipe(), socket.socketpair()
     child = start_copy(run, Text("begin"), (read,), "rank 7")
-    first, second = await_end(child)
-    assert isinstance(first, ChildProgress) and isinstance(second, ChildProgress)
-    assert (first.phase, first.done) == ("begin rank 7", read)
-    assert (second.done, second.total) == (5, os.getpid())  # standard ones, `read`, and its pipe
+    assert await_end(child) == [ChildProgress("begin", 1, 5), ChildProgress("rank 7", 0, os.getpid())]
     assert child.end(patience_s=30) == EXIT_OK
     for end in own:
         end.close()
@@ -90,11 +89,38 @@ def test_a_copy_has_the_start_a_name_and_only_the_descriptors_that_it_is_to_shar
     os.close(write)
 
 
+def test_a_copy_outlives_terminal_signals_from_its_first_moment_on() -> None:
+    """Although its parent does not ignore them."""
+    for _ in range(20):
+        child = start_copy(lambda parent: parent.progress("lives", 1, 1), Text(""), (), "copy")
+        os.kill(child.pid, signal.SIGTERM)
+        assert await_end(child) == [ChildProgress("lives", 1, 1)]
+        assert child.end(patience_s=30) == EXIT_OK
+
+
+def test_garbage_of_its_parent_closes_no_file_of_a_copy() -> None:
+    def run(parent: Parent[Text]) -> None:
+        ends = [end for _ in range(50) for end in os.pipe()]  # the numbers of the garbage are among them
+        gc.collect()
+        parent.progress("open", sum(Path(f"/proc/self/fd/{end}").exists() for end in ends), len(ends))
+
+    gc.disable()
+    cycle: list[object] = [*socket.socketpair(), *socket.socketpair()]
+    cycle.append(cycle)
+    del cycle
+    child = start_copy(run, Text(""), (), "copy")
+    assert await_end(child) == [ChildProgress("open", 100, 100)]
+    assert child.end(patience_s=30) == EXIT_OK
+    gc.enable()
+    with warnings.catch_warnings(action="ignore"):
+        gc.collect()
+
+
 def test_a_copy_reports_the_error_that_ends_it() -> None:
     def run(parent: Parent[Text]) -> None:
         raise ModelError("no weights")
 
-    child = start_copy(run, Text(""))
+    child = start_copy(run, Text(""), (), "copy")
     assert await_end(child) == [ChildFault("no weights", EXIT_MODEL)]
     assert child.end(patience_s=30) == EXIT_MODEL
 
@@ -107,7 +133,7 @@ from pypto_serving.processes import start_copy
 def run(parent):
     raise ValueError("on purpose")
 
-print(start_copy(run, msgspec.Struct()).end(patience_s=30))
+print(start_copy(run, msgspec.Struct(), (), "copy").end(patience_s=30))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "1\n" and "ValueError: on purpose" in done.stderr
@@ -132,7 +158,7 @@ print(copy.wait(30))
 
 
 def test_a_copy_ends_when_its_pipe_closes_although_its_parent_goes_on() -> None:
-    child = start_copy(lambda parent: threading.Event().wait() and None, Text(""))
+    child = start_copy(lambda parent: threading.Event().wait() and None, Text(""), (), "copy")
     child.pipe.close()
     assert child.process.wait(30) == EXIT_OK
 
@@ -151,7 +177,7 @@ def test_the_end_of_a_copy_is_told_once_it_ended_and_again() -> None:
 
 
 def test_a_copy_is_killed_where_it_does_not_end() -> None:
-    child = start_copy(lambda parent: threading.Event().wait() and None, Text(""))
+    child = start_copy(lambda parent: threading.Event().wait() and None, Text(""), (), "copy")
     assert child.end(patience_s=0) == -signal.SIGKILL
 
 
@@ -175,7 +201,7 @@ def write():
 ended = threading.Event()
 writer = threading.Thread(target=write)
 writer.start()
-print([start_copy(run, msgspec.Struct()).end(patience_s=30) for _ in range(20)])
+print([start_copy(run, msgspec.Struct(), (), "copy").end(patience_s=30) for _ in range(20)])
 ended.set()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

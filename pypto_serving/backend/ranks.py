@@ -60,10 +60,10 @@ class Followers:
         links: Mapping[int, Mapping[str, int]],
         descendants: tuple[int, ...] = (),
     ) -> None:
-        """Let copies of this process `run` ranks with their connections, which are closed here.
+        """Start copies of this process that `run` one rank each.
 
-        They inherit `memory` and `descendants` too.
-        Raises RankError where the system cannot.
+        They inherit `memory`, `descendants` and their connections `links`, which are closed here. Raises RankError if
+        one cannot be started.
         """
         for rank in ranks:
             own, name = links.get(rank.index, {}), f"rank {rank.index}"

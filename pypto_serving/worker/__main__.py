@@ -49,7 +49,7 @@ def run(parent: Parent[WorkerStart], wrap: Wrap = lambda runner: runner) -> None
     own: SocketChannel[Transfers] = SocketChannel(socket.socket(fileno=start.transfers), Transfers)
     transfers = TransferServer(own, Mover(program.memory, stores), start.epoch)
     heartbeat_s = start.config.faults.heartbeat_s
-    serve(channel, greeting, runner, heartbeat_s, transfers.step_done, lambda: transfers.is_busy or ahead())
+    serve(channel, greeting, runner, heartbeat_s, transfers.step_done, lambda: not transfers.is_busy and ahead())
     transfers.close()
 
 

@@ -157,7 +157,7 @@ def test_a_rank_that_hangs_is_a_step_that_takes_too_long(model: Path, wanted: li
     assert run_engine(rank_config(model, TWO, {"faults": faults}), scenario) == wanted
 
 
-def test_a_rank_that_is_stopped_before_it_knows_its_leader(model: Path) -> None:
+def test_a_rank_that_is_stopped_while_it_starts(model: Path) -> None:
     """It ends with the leader, and the next group does not wait for it."""
 
     async def scenario() -> None:
