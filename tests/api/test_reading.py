@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +23,7 @@ import pytest
 
 from pypto_serving.api.openai.body import Endpoint, ReadBody
 from pypto_serving.api.openai.schemas import MAX_MESSAGES
-from pypto_serving.api.reading import bodies
+from pypto_serving.api.reading import bodies, loop
 from pypto_serving.api.reading.__main__ import answer
 from pypto_serving.api.reading.bodies import BodyProcess
 from pypto_serving.api.reading.loop import guarded
@@ -304,6 +305,14 @@ processes.Copy(lambda: print("works alone", flush=True)).wait()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
+
+
+def test_a_reader_that_starts_when_the_server_is_gone_ends_in_silence() -> None:
+    ours, theirs = socket.socketpair()
+    ours.close()
+    with pytest.raises(SystemExit) as ended:
+        loop.open_channel(theirs.detach())
+    assert ended.value.code is None
 
 
 def test_no_reader_starts_while_the_server_ends(checkpoint: Path, tokenizer: Tokenizer) -> None:

@@ -63,10 +63,13 @@ def run_copies(fd: int, answer: Answer) -> None:
 
 
 def open_channel(fd: int) -> BufferedRWPair:
-    """Say that this process can read now."""
-    channel = socket.socket(fileno=fd).makefile("rwb")
-    send(channel, b"")
-    return channel
+    """Say that this process can read now. Ends it if the other side is gone already."""
+    end = socket.socket(fileno=fd)
+    try:
+        end.sendall(bytes(SIZE_BYTES))
+    except BrokenPipeError:
+        sys.exit()
+    return end.makefile("rwb")
 
 
 def answer_all(channel: BufferedRWPair, read: Read) -> None:
