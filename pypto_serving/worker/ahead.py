@@ -20,8 +20,9 @@ class MemoryAhead:
     """Provides memory in `arenas`, uint8 [blocks, block_bytes] of each group, ahead of the block tables `tables`.
 
     The system zeroes a page when it is first written, and a virtual machine may first have to ask its host for it; a
-    step that fills new blocks would wait for that. Blocks are used in order of their ids, so memory is needed behind
-    the highest one, and a server takes no more than that beside what it uses.
+    step that fills new blocks would wait for that: on one such machine up to 15 % of prompt steps and 10 % of decodes.
+    Not beside steps, which need the CPU, nor beside transfers, whose speed is measured. Blocks are used in order of
+    their ids, so memory is needed behind the highest one, and a server takes no more than that beside what it uses.
     """
 
     def __init__(

