@@ -95,8 +95,8 @@ class Rope:
         """Compute the inverse frequencies, float32 [head_dim / 2].
 
         Every operation rounds to float32 in the order of `transformers`. An angle is a frequency times a position, so
-        one differing bit becomes a visible rotation at the end of a long sequence. With frequencies rounded once, logits
-        differed from those of `transformers` by up to 5e-4 instead of 1e-5.
+        one differing bit becomes a visible rotation at the end of a long sequence. With frequencies rounded once,
+        logits differed from those of `transformers` by up to 5e-4 instead of 1e-5.
 
         Dynamic NTK scaling in `transformers` follows the longest sequence of a batch. Here it follows `max_model_len`:
         a request's answer must not depend on other requests or on its own length.
