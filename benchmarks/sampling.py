@@ -15,7 +15,7 @@ import numpy as np
 from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.errors import ConfigError
 from pypto_serving.kernels import Engine, NativeSampler
-from pypto_serving.types.draws import DRAW, Sampler
+from pypto_serving.types.sampler import DRAW, Sampler
 
 CASES: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0},

@@ -24,7 +24,7 @@ import numpy as np
 from pypto_serving.backend.base import StepBuffers
 from pypto_serving.backend.native import NativeProgram
 from pypto_serving.engine.core import EngineCore
-from pypto_serving.engine.executor import Event
+from pypto_serving.engine.worker_process import WorkerEvent
 from pypto_serving.ipc import MemoryChannel
 from pypto_serving.kernels import Engine, Recording
 from pypto_serving.types.config import EngineConfig
@@ -99,8 +99,8 @@ class InlineWorker:
             self.ours.send(self.runner.collect())
         return time.perf_counter() - start_s
 
-    def poll(self, now_s: float) -> list[Event]:
-        events: list[Event] = []
+    def poll(self, now_s: float) -> list[WorkerEvent]:
+        events: list[WorkerEvent] = []
         while (message := self.core_end.receive()) is not None:
             events.append(message)
         return events

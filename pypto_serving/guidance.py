@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.errors import RequestError
-from pypto_serving.token_bytes import TokenBytes
+from pypto_serving.token_bytes import VocabularyBytes
 from pypto_serving.types.guide import Grammar
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Vocabulary:
 
         self._raw = Tokenizer.from_file(str(Path(model_dir) / "tokenizer.json"))
         self._raw.encode_special_tokens = True
-        bytes_of = TokenBytes(self._raw)
+        bytes_of = VocabularyBytes(self._raw)
         size = max(vocab_size, self._raw.get_vocab_size())
         self.tokens = [bytes_of.of(i) for i in range(size)]
         self.special_token_ids = [i for i, token in self._raw.get_added_tokens_decoder().items() if token.special]

@@ -1,4 +1,4 @@
-"""TokenBytes: the bytes that each token of a vocabulary stands for."""
+"""VocabularyBytes: the bytes that each token of a vocabulary stands for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class TokenBytes:
+class VocabularyBytes:
     """The UTF-8 bytes of tokens. Does not change, so any thread may use it."""
 
     def __init__(self, raw: tokenizers.Tokenizer) -> None:

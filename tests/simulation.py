@@ -15,17 +15,16 @@ from pypto_serving.backend.null.program import NullBackend
 from pypto_serving.backend.null.sampler import SAMPLER, logits_of
 from pypto_serving.backend.philox import uniforms
 from pypto_serving.engine.core import EngineCore
-from pypto_serving.engine.events import EventPublisher
-from pypto_serving.engine.executor import Event, HostMemory, WorkerDown
+from pypto_serving.engine.kv_events import KVEventPublisher
+from pypto_serving.engine.worker_process import HostMemory, WorkerDown, WorkerEvent
 from pypto_serving.ipc import MemoryChannel
 from pypto_serving.model.null.spec import plain_groups
 from pypto_serving.store.base import Store
 from pypto_serving.store.disk import open_disk
 from pypto_serving.store.host import HostStore
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.types.draws import DRAW
 from pypto_serving.types.kv import KVCacheGroupSpec
-from pypto_serving.types.prompt_logprobs import PromptLogprobs
+from pypto_serving.types.logprobs import PromptLogprobs
 from pypto_serving.types.request import (
     AbortRequests,
     AddRequests,
@@ -35,6 +34,7 @@ from pypto_serving.types.request import (
     ToCore,
     TokenLogprobs,
 )
+from pypto_serving.types.sampler import DRAW
 from pypto_serving.types.sampling import SamplingParams, adjusting
 from pypto_serving.types.step import BackendTraits, StepPlan, StepResult
 from pypto_serving.types.tier import Tier, TransferDone, TransferJob, TransferReport, Transfers
@@ -161,12 +161,12 @@ class InlineExecutor:
         self._replaced = False
         self.left_out: tuple[Tier, ...] = ()
 
-    def poll(self, now_s: float) -> list[Event]:
+    def poll(self, now_s: float) -> list[WorkerEvent]:
         if self._runner is None:
             return [self._start()]
         if self._replaced:
             return [self.kill()]
-        events: list[Event] = [self._move()] if self._moving else []
+        events: list[WorkerEvent] = [self._move()] if self._moving else []
         if self._sent and not self._runner.is_full:
             self._submitted.append(self._sent.pop(0))
             self._runner.submit(self._submitted[-1])
@@ -189,7 +189,7 @@ class InlineExecutor:
     def transfer(self, transfers: Transfers) -> None:
         self._moving += [(self.delay(), transfers.after_step, job) for job in transfers.jobs]
 
-    def _start(self) -> Event:
+    def _start(self) -> WorkerEvent:
         self.epoch += 1
         program = self._make_program(self.config)
         self.programs.append(program)
@@ -262,7 +262,7 @@ class Simulation:
     def __init__(
         self,
         config: EngineConfig,
-        publisher: EventPublisher | None = None,
+        publisher: KVEventPublisher | None = None,
         make_program: MakeProgram = null_program,
     ) -> None:
         self.config = config

@@ -22,8 +22,8 @@ from pypto_serving.backend.memory import BlockMemory
 from pypto_serving.types.adjustments import LogitAdjustments
 from pypto_serving.types.arrays import Array, Float32Array, Int32Array, UInt64Array
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.types.draws import Logprobs, Sampler
 from pypto_serving.types.kv import KVCacheGroupSpec
+from pypto_serving.types.sampler import Logprobs, Sampler
 from pypto_serving.types.step import BackendLimits
 
 Progress = Callable[[str, int, int], None]
@@ -77,7 +77,7 @@ class StepBuffers:
             positions=room(tokens),
             query_start=room(rows + 1),
             context_lens=room(rows),
-            logits_rows=room(rows * (1 + limits.traits.max_drafts) + limits.max_scored_tokens),
+            logits_rows=room(rows * (1 + limits.traits.max_drafts) + limits.max_prompt_logprobs),
             slot_mapping=tuple(room(tokens) for _ in groups),
             block_tables=tuple(room(rows, g.table_blocks(limits.max_model_len)) for g in groups),
             rows=room(rows),

@@ -16,7 +16,7 @@ from pypto_serving.errors import PyptoError
 from pypto_serving.ipc import FRAME_BYTES, SocketChannel
 from pypto_serving.processes import ChildFault, ChildProgress
 from pypto_serving.types.config import FaultConfig
-from pypto_serving.types.hosts import FromHost, HostBeat
+from pypto_serving.types.hosts import FromHost, HostHeartbeat
 
 LINGER_S = 1.0
 MOST_BYTES = 1 << 20
@@ -93,7 +93,7 @@ class Control:
         poller.register(self._wake, select.POLLIN)
         while not self.gone and not self._closing:
             if time.monotonic() >= beat_s:
-                self._channel.send(HostBeat())
+                self._channel.send(HostHeartbeat())
                 beat_s = time.monotonic() + self._faults.heartbeat_s
             poller.register(self._channel.socket, self._channel.events)
             poller.poll(max(1, (beat_s - time.monotonic()) * 1000))

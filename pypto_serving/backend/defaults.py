@@ -59,7 +59,7 @@ BACKEND_DEFAULTS: Mapping[str, BackendDefaults] = {
         target="pypto_serving.backend.npu.backend:NpuBackend",
         max_num_seqs=16,
         depth=2,
-        traits=BackendTraits(mixed_steps=False, padded_rows=(16,), page_tokens=128, scores_prompts=False),
+        traits=BackendTraits(mixed_steps=False, padded_rows=(16,), page_tokens=128, prompt_logprobs=False),
         platforms=("a2a3", "a5", "a5sim", "a2a3sim"),
         longest=4096,
         splits=("tensor",),

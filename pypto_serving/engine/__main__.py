@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from pypto_serving.engine.core import EngineCore
-from pypto_serving.engine.executor import ProcessExecutor
+from pypto_serving.engine.worker_process import WorkerProcess
 from pypto_serving.ipc import SocketChannel
 from pypto_serving.logs import configure as configure_logs
 from pypto_serving.processes import Parent, run_child
@@ -20,7 +20,7 @@ from pypto_serving.util import MonotonicClock
 FLUSH_S = 3.0
 """Longest time that a shutdown waits for stores to lower tiers."""
 if TYPE_CHECKING:
-    from pypto_serving.engine.events import EventPublisher
+    from pypto_serving.engine.kv_events import KVEventPublisher
 
 
 def run(parent: Parent[CoreStart]) -> None:
@@ -28,7 +28,7 @@ def run(parent: Parent[CoreStart]) -> None:
     start = parent.start
     configure_logs(start.config.process_name("core"), start.config.log_level, start.config.log_format)
     channel: SocketChannel[ToCore] = SocketChannel(socket.socket(fileno=start.channel), ToCore)
-    executor = ProcessExecutor(start.config, (start.descendants,), start.respawned)
+    executor = WorkerProcess(start.config, (start.descendants,), start.respawned)
     publisher = open_publisher(start.config)
     try:
         core = EngineCore(start.config, channel, executor, MonotonicClock(), publisher)
@@ -48,13 +48,13 @@ def run(parent: Parent[CoreStart]) -> None:
     channel.close(linger_s=1.0)
 
 
-def open_publisher(config: EngineConfig) -> EventPublisher | None:
+def open_publisher(config: EngineConfig) -> KVEventPublisher | None:
     """Return the publisher of KV events, or None if they are off. Import ZeroMQ only if they are on."""
     if not config.kv_events:
         return None
-    from pypto_serving.engine.events import EventPublisher
+    from pypto_serving.engine.kv_events import KVEventPublisher
 
-    return EventPublisher(config.groups, config.kv_events, config.kv_events_replay, config.replica)
+    return KVEventPublisher(config.groups, config.kv_events, config.kv_events_replay, config.replica)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from pypto_serving.engine.client import Health
-from pypto_serving.engine.deaths import Deaths
 from pypto_serving.engine.queued_tokens import QueuedTokens
+from pypto_serving.engine.respawns import RespawnLimit
 from pypto_serving.engine.stream import OutputStream
 from pypto_serving.errors import EXIT_ENGINE, EngineDeadError, PyptoError, QueueFullError, UnavailableError
 from pypto_serving.ipc import SocketChannel
@@ -51,7 +51,7 @@ class AsyncEngine:
     """Owns the engine core process and the streams of all requests in it. Lives in one event loop.
 
     When a core dies, its requests end with a 503. Another core starts once the old one's worker has ended too, which
-    holds memory, and the lock of the disk tier's folder. See `Deaths` for how often; totals go on.
+    holds memory, and the lock of the disk tier's folder. See `RespawnLimit` for how often; totals go on.
 
     It calls `on_milestone` with the first and the last output of each request, `on_worker_lost` when a worker died and
     its requests go on, and `on_lost` when all requests end with a core.
@@ -79,7 +79,7 @@ class AsyncEngine:
         self._stopping = False
         self._descendants: Descendants | None = None
         self._workers_ended = asyncio.Event()
-        self._deaths = Deaths("the engine core", MAX_CORE_RESPAWNS, config.faults)
+        self._deaths = RespawnLimit("the engine core", MAX_CORE_RESPAWNS, config.faults)
         self._past = StepStats()
         self._heard_s = time.monotonic()
         self._finish_times: list[float] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from pypto_serving.engine.executor import Event, Executor, GaveUp, WorkerDown
+from pypto_serving.engine.worker_process import Executor, GaveUp, WorkerDown, WorkerEvent
 from pypto_serving.errors import ConfigError
 from pypto_serving.ipc import Channel
 from pypto_serving.kv.events import EventLog
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 SHUTTING_DOWN = RequestFault(503, "unavailable", "the server is shutting down")
 if TYPE_CHECKING:
-    from pypto_serving.engine.events import EventPublisher
+    from pypto_serving.engine.kv_events import KVEventPublisher
 
 
 class EngineCore:
@@ -48,7 +48,7 @@ class EngineCore:
         api: Channel[ToCore],
         executor: Executor,
         clock: Clock,
-        publisher: EventPublisher | None = None,
+        publisher: KVEventPublisher | None = None,
     ) -> None:
         self.config = config
         events = None if publisher is None else EventLog()
@@ -108,7 +108,7 @@ class EngineCore:
             self._outputs += self.scheduler.fail_all(SHUTTING_DOWN, self._clock.now())
             self.stopping = True
 
-    def _handle(self, event: Event, now_s: float) -> None:
+    def _handle(self, event: WorkerEvent, now_s: float) -> None:
         if isinstance(event, ChildProgress):
             self._api.send(CoreProgress(event.phase, event.done, event.total))
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pypto_serving.types.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from pypto_serving.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from pypto_serving.types.tier import Tier
 
 Content = tuple[bytes, bytes, bool]

@@ -21,8 +21,8 @@ from pypto_serving.kv.sequence import SequenceState, on_device
 from pypto_serving.kv.settling import Settler
 from pypto_serving.kv.tiers import TierManager
 from pypto_serving.types.config import FaultConfig, default_of
-from pypto_serving.types.events import KVEvent
 from pypto_serving.types.kv import KVCacheGroupSpec
+from pypto_serving.types.kv_events import KVEvent
 from pypto_serving.types.stats import TierStats
 from pypto_serving.types.tier import StorePolicy, Tier, TierConfig, TierInventory, TransferDone, TransferJob
 

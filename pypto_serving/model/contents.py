@@ -19,7 +19,7 @@ from pypto_serving.model.checkpoint import (
     same_shape,
     weight_files,
 )
-from pypto_serving.types.model import Contents, IndexFacts, Source, StoredForm, StoredTensors
+from pypto_serving.types.model import Contents, IndexFacts, Source, StoredForm, TensorTotals
 
 Shape = tuple[int, ...]
 STORED_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -177,12 +177,12 @@ def _compare_size(index: IndexFacts, num_bytes: int) -> str:
     return f"index: its total_size is {odd} than these tensors take"
 
 
-def _count(tensors: Collection[Stored | StoredTensor]) -> tuple[StoredTensors, ...]:
+def _count(tensors: Collection[Stored | StoredTensor]) -> tuple[TensorTotals, ...]:
     """Count the tensors and bytes of each dtype, most bytes first."""
     counts, sizes = Counter(tensor.dtype for tensor in tensors), Counter[str]()
     for tensor in tensors:
         sizes[tensor.dtype] += tensor.num_bytes
-    return tuple(StoredTensors(dtype=dtype, count=counts[dtype], num_bytes=size) for dtype, size in sizes.most_common())
+    return tuple(TensorTotals(dtype=dtype, count=counts[dtype], num_bytes=size) for dtype, size in sizes.most_common())
 
 
 def _forms(inventory: Inventory, found: Mapping[str, Stored | StoredTensor]) -> tuple[StoredForm, ...]:

@@ -160,7 +160,7 @@ class Request:
             repetition_penalty=params.repetition_penalty,
             bad_words=tuple(map(pack_ids, params.bad_word_ids)),
             num_prompt_logprobs=-1 if scored is None else scored,
-            num_scored=self.prompt_len - 1 - self.num_unscored,
+            num_prompt_logprobs_sent=self.prompt_len - 1 - self.num_unscored,
             guide=params.guide,
             eos_ids=pack_ids(source.eos_token_ids) if params.guide is not None else b"",
             logprob_ids=pack_ids(params.logprob_token_ids),

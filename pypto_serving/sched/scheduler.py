@@ -43,8 +43,8 @@ class Scheduler:
         self._in_flight: deque[Step] = deque()
         self._num_planned = 0
         self._last_writer = 0
-        self._scored_tokens = config.limits.max_scored_tokens
-        self._drafted_tokens = config.limits.max_drafted_tokens
+        self._scored_tokens = config.limits.max_prompt_logprobs
+        self._drafted_tokens = config.limits.max_step_drafts
         self._lacks_blocks = False
         require_blocks(config, config.num_blocks)
 

@@ -47,7 +47,7 @@ def _beyond_program(params: SamplingParams, config: EngineConfig) -> RequestFaul
     if params.logprob_token_ids and config.traits.samples_on_device:
         message = "logprob_token_ids is given, but this device gives log-probabilities of the most likely tokens only"
         return RequestFault(400, "unsupported_logprobs", message)
-    if params.prompt_logprobs is not None and not config.limits.max_scored_tokens:
+    if params.prompt_logprobs is not None and not config.limits.max_prompt_logprobs:
         message = "prompt_logprobs, or echo with logprobs, is asked for, but this device gives none; leave it out"
         return RequestFault(400, "unsupported_prompt_logprobs", message)
     if not config.traits.adjusts_logits and (names := adjusting(params) + guiding(params)):

@@ -126,7 +126,7 @@ class MemoryPlanner:
     def rank_workspace(self, model_len: int) -> RankWorkspace:
         """Describe the workspace of each rank, where there are several."""
         limits = self._limits(model_len)
-        sampled = min(limits.max_logits - limits.max_scored_tokens, limits.max_num_batched_tokens)
+        sampled = min(limits.max_logits - limits.max_prompt_logprobs, limits.max_num_batched_tokens)
         sampled_bytes = 4 * self.model.vocab_size * ceil_div(sampled, limits.traits.stages)
         return RankWorkspace(
             torch=self.kernels == "torch",

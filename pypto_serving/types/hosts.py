@@ -32,11 +32,11 @@ class HostStart(msgspec.Struct, frozen=True, tag="start"):
     life: bytes
 
 
-class HostBeat(msgspec.Struct, frozen=True, tag="beat"):
+class HostHeartbeat(msgspec.Struct, frozen=True, tag="beat"):
     """The host is there."""
 
 
-FromHost = HostHello | HostStart | HostBeat | ChildProgress | ChildFault
+FromHost = HostHello | HostStart | HostHeartbeat | ChildProgress | ChildFault
 
 
 def read_secret(path: str) -> bytes:

@@ -14,7 +14,7 @@ SERVING_DTYPES = ("float32", "bfloat16")
 """Dtypes that weights, activations and KV are served in."""
 
 
-class StoredTensors(msgspec.Struct, frozen=True, kw_only=True):
+class TensorTotals(msgspec.Struct, frozen=True, kw_only=True):
     """Tensors of one dtype in a checkpoint's files."""
 
     dtype: str
@@ -59,7 +59,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     source: Source
-    tensors: tuple[StoredTensors, ...]
+    tensors: tuple[TensorTotals, ...]
     forms: tuple[StoredForm, ...]
     draft_tensors: int
     draft_bytes: int

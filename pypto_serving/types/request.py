@@ -9,7 +9,7 @@ from operator import attrgetter
 import msgspec
 from msgspec.structs import replace
 
-from pypto_serving.types.prompt_logprobs import PromptLogprobs
+from pypto_serving.types.logprobs import PromptLogprobs
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.stats import StepStats
 from pypto_serving.types.tier import Tier

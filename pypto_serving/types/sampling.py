@@ -362,8 +362,8 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     - If `logprob_ids` is not empty, log-probabilities of these tokens are returned, not of the most likely ones.
     - If `allowed_ids` is not empty, no other token can be chosen.
     - `bad_words` are token sequences that the output must not contain.
-    - `num_prompt_logprobs`: as `prompt_logprobs` of SamplingParams, -1 for none. The first `num_scored` of them were
-      delivered before.
+    - `num_prompt_logprobs`: as `prompt_logprobs` of SamplingParams, -1 for none. The first
+      `num_prompt_logprobs_sent` of them were delivered before.
     - `guide` says what the output must match, `eos_ids` which tokens end it; both are empty for most rows.
     """
 
@@ -384,7 +384,7 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     repetition_penalty: float = 1.0
     bad_words: tuple[bytes, ...] = ()
     num_prompt_logprobs: int = -1
-    num_scored: int = 0
+    num_prompt_logprobs_sent: int = 0
     guide: Guide | None = None
     eos_ids: bytes = b""
     logprob_ids: bytes = b""

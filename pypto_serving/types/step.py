@@ -10,7 +10,7 @@ import msgspec
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.types.kv import KVCacheGroupSpec
-from pypto_serving.types.prompt_logprobs import PromptLogprobs
+from pypto_serving.types.logprobs import PromptLogprobs
 from pypto_serving.types.sampling import MAX_LOGPROBS, RowSampling
 from pypto_serving.types.tier import TierInventory
 
@@ -97,7 +97,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
     `rows[i]` appended `counts[i]` of `token_ids`, row after row; empty `counts` means one each. A row in `faults` may
     have none. A row with a guide may have more than it sampled, or none: then its last token is computed again.
     `logprobs` has one entry per token of the rows that ask for them, in the order of `token_ids`; `prompt_logprobs` one
-    per row whose prompt tokens were scored. `num_drafts[i]` is how many drafts of `rows[i]` were verified, and
+    per row with more of them. `num_drafts[i]` is how many drafts of `rows[i]` were verified, and
     `num_accepted[i]` how many of them are among its tokens; empty if no row had any.
     """
 
@@ -116,11 +116,11 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
     sampling_s: float = 0.0
 
 
-SCORED_TOKENS = 128
-"""Most prompt tokens that a step scores, since the logits of each take memory."""
+MAX_PROMPT_LOGPROBS = 128
+"""Max prompt tokens of a step whose log-probabilities are returned, since the logits of each take memory."""
 
-DRAFTED_TOKENS = 128
-"""Most drafts that a step verifies, for the same reason."""
+MAX_STEP_DRAFTS = 128
+"""Max drafts that a step verifies, for the same reason."""
 
 
 class BackendTraits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -137,7 +137,7 @@ class BackendTraits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     | adjusts_logits    | a device that samples applies LogitAdjustments                                         |
     | max_drafts        | draft tokens that it verifies for a row in one step                                    |
     | stages            | steps that a pipeline computes at once; a row decodes in one of them at a time         |
-    | scores_prompts    | it gives logits of any token, not only of the last one of a row                        |
+    | prompt_logprobs    | it gives logits of any token, not only of the last one of a row                        |
     """
 
     mixed_steps: bool = True
@@ -149,7 +149,7 @@ class BackendTraits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     adjusts_logits: bool = True
     max_drafts: int = 0
     stages: int = 1
-    scores_prompts: bool = True
+    prompt_logprobs: bool = True
 
     def __post_init__(self) -> None:
         rows = self.padded_rows
@@ -171,21 +171,21 @@ class BackendLimits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     traits: BackendTraits = BackendTraits()
 
     @property
-    def max_scored_tokens(self) -> int:
+    def max_prompt_logprobs(self) -> int:
         """Most prompt tokens of a step whose log-probabilities are returned."""
-        if self.traits.samples_on_device or not self.traits.scores_prompts:
+        if self.traits.samples_on_device or not self.traits.prompt_logprobs:
             return 0
-        return max(self.traits.chunk_tokens, min(SCORED_TOKENS, self.max_num_batched_tokens))
+        return max(self.traits.chunk_tokens, min(MAX_PROMPT_LOGPROBS, self.max_num_batched_tokens))
 
     @property
     def max_logits(self) -> int:
-        """Most tokens of a step whose logits are computed: those that sample, with their drafts, and those scored."""
-        return self.max_num_seqs + self.max_drafted_tokens + self.max_scored_tokens
+        """Most tokens of a step whose logits are computed: those that sample, with their drafts, and prompt tokens."""
+        return self.max_num_seqs + self.max_step_drafts + self.max_prompt_logprobs
 
     @property
-    def max_drafted_tokens(self) -> int:
+    def max_step_drafts(self) -> int:
         """Most drafts of a step."""
-        return min(self.max_num_seqs * self.traits.max_drafts, DRAFTED_TOKENS)
+        return min(self.max_num_seqs * self.traits.max_drafts, MAX_STEP_DRAFTS)
 
     @property
     def held_steps(self) -> int:
@@ -211,10 +211,10 @@ class WorkerHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     tiers: tuple[TierInventory, ...] = ()
 
 
-class WorkerBeat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
+class WorkerHeartbeat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     """The heartbeat of an idle worker, at least every `heartbeat_s`."""
 
     epoch: int
 
 
-FromWorker = WorkerHello | StepResult | WorkerBeat
+FromWorker = WorkerHello | StepResult | WorkerHeartbeat

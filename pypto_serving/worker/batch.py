@@ -13,12 +13,12 @@ from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.step import BackendLimits, NewRow, StepPlan
 from pypto_serving.types.tokens import id_list, pack_ids, unpack_ids
-from pypto_serving.worker.draft.drafts import Drafts, MakeDrafter
+from pypto_serving.worker.draft.drafts import MakeDrafter, RowDrafts
 from pypto_serving.worker.guides import RowGuides
 from pypto_serving.worker.guiding.process import GuideProcess, MakeGuideProcess
-from pypto_serving.worker.layout import NONE, Layout, Part
+from pypto_serving.worker.layout import NONE, DispatchLayout, DispatchRows
+from pypto_serving.worker.prompt_logprobs import PromptLogprobRows, PromptSpan
 from pypto_serving.worker.sampler import RowSamplers
-from pypto_serving.worker.scoring import PromptScoring, Scored
 from pypto_serving.worker.tables import RowTables
 
 
@@ -30,7 +30,7 @@ class Dispatch(NamedTuple):
     num_drafts [n]: how many drafts are verified with it; None if no row has drafts.
     num_logprobs [n]: what a device must return of them, see SamplingInputs; empty if the host samples.
     lives [n]: the lives of the rows, to detect later that a row has a new request; None if no steps are held.
-    scored: the prompt tokens to score; their logits lie behind those of the rows that sample.
+    prompt_spans: prompt tokens whose logits follow those of the rows that sample.
     """
 
     inputs: StepInputs
@@ -40,7 +40,7 @@ class Dispatch(NamedTuple):
     num_drafts: Int32Array | None
     num_logprobs: Int32Array
     lives: Int32Array | None
-    scored: Sequence[Scored] = ()
+    prompt_spans: Sequence[PromptSpan] = ()
 
     def each_drafts(self) -> Int32Array:
         """Return `num_drafts` int32 [n], with zeros if it is None."""
@@ -90,20 +90,20 @@ class RowBatch:
         self.num_computed: Int32Array = np.zeros(rows, dtype=np.int32)
         self.ahead: Int32Array = np.zeros(rows, dtype=np.int32)
         self.samplers = RowSamplers(self.tokens, vocab_size, traits.max_drafts)
-        self.scoring = PromptScoring()
+        self.prompt_logprobs = PromptLogprobRows()
         self.log_ids = [""] * rows
         processes = partial(guide_process, model_dir, vocab_size, rows, traits.max_drafts)
         self.guides = RowGuides(processes, self.samplers.masks)
         self._lives: Int32Array = np.zeros(rows, dtype=np.int32)
         self._ones = pack_ids([1] * rows)
         self._every: Int32Array = np.arange(rows, dtype=np.int32)
-        layouts = [Layout(groups, each, traits.padded_rows) for each in buffers]
+        layouts = [DispatchLayout(groups, each, traits.padded_rows) for each in buffers]
         self._layouts, self._next_layout = layouts[: limits.held_dispatches], 0
         self._draft_layout = layouts[-1]
         self.tables = [RowTables(rows, list(each)) for each in zip(*(layout.copies for layout in layouts), strict=True)]
         self.drafts = None
         if make_drafter is not None:
-            self.drafts = Drafts(make_drafter, self.tokens, self._lay_out_drafts, self.samplers.draws)
+            self.drafts = RowDrafts(make_drafter, self.tokens, self._lay_out_drafts, self.samplers.draws)
 
     def pack(self, plan: StepPlan) -> list[Dispatch]:
         """Apply a plan's differences and lay out its tokens: in one dispatch, or in two if steps are split."""
@@ -111,7 +111,7 @@ class RowBatch:
             self.num_tokens[row] = 0
             self._lives[row] += 1
             self.samplers.clear(row)
-            self.scoring.clear(row)
+            self.prompt_logprobs.clear_row(row)
             self.guides.clear(row)
         fresh: list[list[Int32Array]] = [[] for _ in self._groups]
         for new in plan.new_rows:
@@ -137,7 +137,7 @@ class RowBatch:
         self.ahead[new.row] = 0
         self._lives[new.row] += 1
         self.samplers.set(new.row, new.sampling, new.prompt_len)
-        self.scoring.set(new.row, new.sampling, new.prompt_len)
+        self.prompt_logprobs.set_row(new.row, new.sampling, new.prompt_len)
         if self.drafts is not None:
             self.drafts.start(new.row)
         self.guides.clear(new.row)
@@ -184,12 +184,12 @@ class RowBatch:
         samples = self._every[: len(rows)]
         if ends.tobytes() != known.tobytes():
             samples = (ends == known).nonzero()[0].astype(np.int32)
-        scored = self.scoring.take(rows, computed, counts, self.tokens) if self.scoring else ()
+        spans = self.prompt_logprobs.take_spans(rows, computed, counts, self.tokens) if self.prompt_logprobs else ()
         if drafts is not None:
             drafts = self._draft(rows, known, drafts, samples, counts)
         if drafts is not None:
             counts = counts + drafts
-        part = Part(kind, rows, counts, computed, samples, drafts, pending, scored)
+        part = DispatchRows(kind, rows, counts, computed, samples, drafts, pending, spans)
         inputs = layout.fill(part, self.tokens, self.tables, fresh)
         self.num_computed[rows] = inputs.context_lens[: len(rows)]
         sampling, positions, own = rows, known, drafts
@@ -199,12 +199,12 @@ class RowBatch:
             self.ahead[sampling] += 1 if own is None else 1 + own
         lives = self._lives[sampling] if self._holds_steps else None
         logprobs = self.samplers.num_logprobs(sampling) if self._samples_on_device else NONE
-        return Dispatch(inputs, sampling, samples, positions, own, logprobs, lives, scored)
+        return Dispatch(inputs, sampling, samples, positions, own, logprobs, lives, spans)
 
     def _lay_out_drafts(self, rows: Int32Array, positions: Int32Array) -> StepInputs:
         """Lay out the token of each of `rows` [n] at `positions` [n], in the buffers of draft layers."""
         every = self._every[: len(rows)]
-        part = Part("decode", rows, np.ones_like(rows), positions, every, None, NONE, ())
+        part = DispatchRows("decode", rows, np.ones_like(rows), positions, every, None, NONE, ())
         return self._draft_layout.fill(part, self.tokens, self.tables, (NONE,) * len(self._groups))
 
     def _draft(

@@ -1,4 +1,4 @@
-"""Layout: write rows, tokens, slots and block tables of a dispatch into its buffers."""
+"""DispatchLayout: write rows, tokens, slots and block tables of a dispatch into its buffers."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import numpy as np
 from pypto_serving.backend.base import DispatchKind, StepBuffers, StepInputs
 from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.kv import KVCacheGroupSpec
-from pypto_serving.worker.scoring import Scored, logits_rows, num_logits
+from pypto_serving.worker.prompt_logprobs import PromptSpan, logits_rows, num_logits
 from pypto_serving.worker.tables import Lines, PackedTable, RowTables
 
 NONE: Int32Array = np.empty(0, dtype=np.int32)
 
 
-class Part(NamedTuple):
+class DispatchRows(NamedTuple):
     """The rows of a plan that go into one dispatch, all int32 [r].
 
     counts: tokens to compute, the drafts included; computed: the position of the first.
     drafts: how many of the last tokens are drafts; None if no row has drafts.
     samples: indices in [0, r) of the rows that sample; pending: of the rows whose last step is in flight.
-    scored: the prompt tokens to score.
+    prompt_spans: the prompt tokens whose log-probabilities are returned.
     """
 
     kind: DispatchKind
@@ -32,10 +32,10 @@ class Part(NamedTuple):
     samples: Int32Array
     drafts: Int32Array | None
     pending: Int32Array
-    scored: Sequence[Scored]
+    prompt_spans: Sequence[PromptSpan]
 
 
-class Layout:
+class DispatchLayout:
     """Owns one StepBuffers and its packed copies of the rows' block tables. Returns views of the buffers."""
 
     def __init__(self, groups: Sequence[KVCacheGroupSpec], buffers: StepBuffers, padded_rows: Sequence[int]) -> None:
@@ -47,7 +47,7 @@ class Layout:
         self._offsets: Int32Array = np.arange(len(buffers.token_ids), dtype=np.int32)
 
     def fill(
-        self, part: Part, tokens: Int32Array, tables: Sequence[RowTables], fresh: tuple[Int32Array, ...]
+        self, part: DispatchRows, tokens: Int32Array, tables: Sequence[RowTables], fresh: tuple[Int32Array, ...]
     ) -> StepInputs:
         """Lay out `part`. `tokens` [R, max_model_len] has the tokens of all rows."""
         buffers, rows, counts = self._buffers, part.rows, part.counts
@@ -69,12 +69,13 @@ class Layout:
             self._slots(g, table, owner, positions)
         padded = self._pad(part.kind, num_rows, num_tokens)
         num_tokens += padded - num_rows
+        find_rows = self._with_prompt_rows if part.prompt_spans else self._logits_rows
         return StepInputs(
             token_ids=buffers.token_ids[:num_tokens],
             positions=buffers.positions[:num_tokens],
             query_start=buffers.query_start[: padded + 1],
             context_lens=buffers.context_lens[:padded],
-            logits_rows=self._logits_rows(part, starts) if not part.scored else self._with_scored(part, starts),
+            logits_rows=find_rows(part, starts),
             slot_mapping=tuple(slots[:num_tokens] for slots in buffers.slot_mapping),
             block_tables=tuple(copy.pack(table, rows, padded) for copy, table in zip(self.copies, tables, strict=True)),
             fresh_blocks=fresh,
@@ -106,7 +107,7 @@ class Layout:
         buffers.query_start[num_rows + 1 : padded + 1] = np.arange(num_tokens + 1, tokens.stop + 1)
         return padded
 
-    def _logits_rows(self, part: Part, starts: Int32Array) -> Int32Array:
+    def _logits_rows(self, part: DispatchRows, starts: Int32Array) -> Int32Array:
         """Return the indices of tokens whose logits are needed: the last `1 + drafts` of each sampling row."""
         ends = starts[1:]
         if len(part.samples) < len(ends):
@@ -120,11 +121,11 @@ class Layout:
         np.add((ends - widths.cumsum()).repeat(widths), self._offsets[: len(found)], out=found)
         return found
 
-    def _with_scored(self, part: Part, starts: Int32Array) -> Int32Array:
-        """Return the indices of `_logits_rows`, then those of the tokens that score others."""
+    def _with_prompt_rows(self, part: DispatchRows, starts: Int32Array) -> Int32Array:
+        """Return the indices of `_logits_rows`, then those of the prompt spans."""
         sampling = len(self._logits_rows(part, starts))
-        found = self._buffers.logits_rows[: sampling + num_logits(part.scored)]
-        found[sampling:] = logits_rows(part.scored, starts)
+        found = self._buffers.logits_rows[: sampling + num_logits(part.prompt_spans)]
+        found[sampling:] = logits_rows(part.prompt_spans, starts)
         return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pypto_serving.ipc import Channel
-from pypto_serving.types.step import StopWorker, ToWorker, WorkerBeat, WorkerHello
+from pypto_serving.types.step import StopWorker, ToWorker, WorkerHeartbeat, WorkerHello
 from pypto_serving.worker.runner import PlanExecutor
 
 QUIET_S, PAUSE_S = 0.25, 0.005
@@ -42,7 +42,7 @@ def serve(
             patience_s = QUIET_S
         elif not runner.num_in_flight:
             patience_s = PAUSE_S if idle() else heartbeat_s
-            channel.send(WorkerBeat(hello.epoch))
+            channel.send(WorkerHeartbeat(hello.epoch))
         if runner.num_in_flight and (message is None or runner.is_full):
             finish()
     while runner.num_in_flight:

@@ -19,18 +19,18 @@ from pypto_serving.errors import ConfigError
 from pypto_serving.logs import of_request
 from pypto_serving.types.arrays import Float32Array
 from pypto_serving.types.drafts import NgramConfig
-from pypto_serving.types.draws import Sampler
+from pypto_serving.types.sampler import Sampler
 from pypto_serving.types.step import RowFault, RowLogprobs, RowPromptLogprobs, StepPlan, StepResult, WorkerHello
 from pypto_serving.types.tier import TierInventory
 from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.batch import Dispatch, RowBatch
-from pypto_serving.worker.choose import Chosen, from_device, from_logits, guided
 from pypto_serving.worker.draft.drafts import MakeDrafter
 from pypto_serving.worker.draft.model import ModelDrafter
 from pypto_serving.worker.draft.ngram import NgramDrafter
 from pypto_serving.worker.guides import Told
 from pypto_serving.worker.guiding.process import GuideProcess, MakeGuideProcess
-from pypto_serving.worker.scoring import num_logits, score
+from pypto_serving.worker.prompt_logprobs import compute_prompt_logprobs, num_logits
+from pypto_serving.worker.verify import DispatchResult, apply_guides, read_device_tokens, sample_and_verify
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def hello(program: Program, epoch: int, load_s: float, tiers: tuple[TierInventor
     )
 
 
-class _Step(msgspec.Struct, frozen=True):
+class _PendingStep(msgspec.Struct, frozen=True):
     plan: StepPlan
     dispatches: list[Dispatch]
     started_s: float
@@ -109,7 +109,7 @@ class Runner:
         self._on_device = program.limits.traits.samples_on_device
         self._submits_all = self._on_device or program.limits.traits.stages > 1
         self._held_steps = program.limits.held_steps
-        self._steps: deque[_Step] = deque()
+        self._steps: deque[_PendingStep] = deque()
         self._collected_s = 0.0
         make_drafter = None
         if num_drafts and not self._on_device:
@@ -130,12 +130,12 @@ class Runner:
         """Pack a plan and hand it to the program."""
         started_s = time.perf_counter()
         dispatches = self.batch.pack(plan)
-        step = _Step(plan, dispatches, started_s, time.perf_counter(), [])
+        step = _PendingStep(plan, dispatches, started_s, time.perf_counter(), [])
         for dispatch in dispatches if self._submits_all else dispatches[:1]:
             self._submit(step, dispatch)
         self._steps.append(step)
 
-    def _submit(self, step: _Step, dispatch: Dispatch) -> None:
+    def _submit(self, step: _PendingStep, dispatch: Dispatch) -> None:
         sampling = None
         if self._on_device:
             step.told.append(self.batch.guides.tell(dispatch.rows))
@@ -180,7 +180,7 @@ class Runner:
                 known = dispatch.lives is None or fault.row in rows
                 logger.error("%s", fault.message, extra=of_request(self.batch.log_ids[fault.row] if known else ""))
 
-    def _measure(self, step: _Step, elapsed_s: float) -> None:
+    def _measure(self, step: _PendingStep, elapsed_s: float) -> None:
         """Let drafts know how long a step of decodes alone took, once it was packed and was the oldest."""
         assert self.batch.drafts is not None
         if len(step.dispatches) == 1:
@@ -189,25 +189,25 @@ class Runner:
             if 0 < num_tokens == dispatch.inputs.query_start[dispatch.inputs.num_rows]:
                 self.batch.drafts.step_cost.measure(num_tokens, elapsed_s)
 
-    def _choose(self, dispatch: Dispatch, output: StepOutput, told: Told | None) -> Chosen:
+    def _choose(self, dispatch: Dispatch, output: StepOutput, told: Told | None) -> DispatchResult:
         if output.sampled is not None:
-            chosen = from_device(dispatch, output.sampled)
+            chosen = read_device_tokens(dispatch, output.sampled)
         else:
             assert output.logits is not None
             chosen = self._choose_here(dispatch, output.logits, told)
         if told is not None:
-            chosen = guided(dispatch, chosen, told)
+            chosen = apply_guides(dispatch, chosen, told)
             self.batch.guides.follow(dispatch.rows, told, chosen.each(len(dispatch.rows)), chosen.token_ids)
         return chosen
 
-    def _choose_here(self, dispatch: Dispatch, logits: Float32Array, told: Told | None) -> Chosen:
+    def _choose_here(self, dispatch: Dispatch, logits: Float32Array, told: Told | None) -> DispatchResult:
         """Sample on the host; score the prompt tokens whose logits come behind those of the rows that sample."""
         samplers, limits = self.batch.samplers, {} if told is None else told.limits
-        if not dispatch.scored:
-            return from_logits(dispatch, logits, samplers, self._sampler, limits)
-        sampling = len(logits) - num_logits(dispatch.scored)
-        chosen = from_logits(dispatch, logits[:sampling], samplers, self._sampler, limits)
-        found, faults = score(dispatch.scored, logits[sampling:], self._sampler)
+        if not dispatch.prompt_spans:
+            return sample_and_verify(dispatch, logits, samplers, self._sampler, limits)
+        sampling = len(logits) - num_logits(dispatch.prompt_spans)
+        chosen = sample_and_verify(dispatch, logits[:sampling], samplers, self._sampler, limits)
+        found, faults = compute_prompt_logprobs(dispatch.prompt_spans, logits[sampling:], self._sampler)
         return chosen._replace(prompt_logprobs=found, faults=chosen.faults + faults)
 
 
@@ -221,18 +221,18 @@ def _drafter_maker(program: Program, sampler: Sampler, ngram: NgramConfig | None
     return partial(ModelDrafter, program.draft, sampler, max_rows)
 
 
-def _result(step: _Step, found: list[tuple[Dispatch, Chosen]], times: StepTimes) -> StepResult:
+def _result(step: _PendingStep, found: list[tuple[Dispatch, DispatchResult]], times: StepTimes) -> StepResult:
     """Join the results of a step's dispatches."""
     rows, token_ids, counts, num_drafts, num_accepted = b"", b"", b"", b"", b""
     logprobs: list[RowLogprobs] = []
     faults: list[RowFault] = []
-    scored: list[RowPromptLogprobs] = []
+    prompt_logprobs: list[RowPromptLogprobs] = []
     for dispatch, chosen in found:
         rows += pack_ids(dispatch.rows)
         token_ids += pack_ids(chosen.token_ids)
         logprobs += chosen.logprobs
         faults += chosen.faults
-        scored += chosen.prompt_logprobs
+        prompt_logprobs += chosen.prompt_logprobs
     if any(chosen.counts is not None for _, chosen in found):
         counts = b"".join([pack_ids(chosen.each(len(dispatch.rows))) for dispatch, chosen in found])
     if any(dispatch.num_drafts is not None for dispatch, _ in found):
@@ -251,5 +251,5 @@ def _result(step: _Step, found: list[tuple[Dispatch, Chosen]], times: StepTimes)
         num_drafts=num_drafts,
         num_accepted=num_accepted,
         faults=faults,
-        prompt_logprobs=scored,
+        prompt_logprobs=prompt_logprobs,
     )

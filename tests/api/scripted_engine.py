@@ -13,9 +13,9 @@ import numpy as np
 from pypto_serving.engine.client import Health
 from pypto_serving.engine.stream import OutputStream
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.types.draws import Logprobs
 from pypto_serving.types.kv import FullSpec
 from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput, Timeline, TokenLogprobs
+from pypto_serving.types.sampler import Logprobs
 from pypto_serving.types.stats import StepStats
 from pypto_serving.types.tier import Tier
 from pypto_serving.types.tokens import pack_ids, unpack_ids

@@ -12,7 +12,7 @@ import pytest
 from pypto_serving.backend.rank import run
 from pypto_serving.backend.ranks import Followers
 from pypto_serving.engine.async_engine import AsyncEngine
-from pypto_serving.engine.executor import RANK_PATIENCE_S
+from pypto_serving.engine.worker_process import RANK_PATIENCE_S
 from pypto_serving.errors import ModelError
 from pypto_serving.kernels import SharedMemory
 from pypto_serving.parallel.topology import Topology

@@ -200,7 +200,7 @@ def test_a_new_life_trusts_no_cached_block() -> None:
 
 
 def test_the_replica_fails_its_requests_when_the_executor_gives_up() -> None:
-    from pypto_serving.engine.executor import GaveUp
+    from pypto_serving.engine.worker_process import GaveUp
 
     simulation = Simulation(null_config())
     request_id = simulation.add(prompt(10), max_tokens=30)

@@ -7,7 +7,7 @@ import functools
 import numpy as np
 
 from pypto_serving.kernels import Engine, NativeSampler
-from pypto_serving.types.draws import DRAW
+from pypto_serving.types.sampler import DRAW
 
 EDGES = (0.0, 1 - 2**-53, 0.5)
 

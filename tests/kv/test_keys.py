@@ -15,8 +15,8 @@ from pypto_serving.kv.events import EventLog
 from pypto_serving.kv.fetch import Fetch
 from pypto_serving.kv.manager import NO_MATCH, KVCacheManager, Match
 from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
-from pypto_serving.types.events import BlockStored
 from pypto_serving.types.kv import KVCacheGroupSpec, max_live_blocks
+from pypto_serving.types.kv_events import BlockStored
 from pypto_serving.types.tier import TierConfig, TierInventory
 from pypto_serving.types.tokens import pack_ids
 from pypto_serving.util import hash128

@@ -12,9 +12,7 @@ TWICE = {
     "Answer",
     "Buffers",
     "Choice",
-    "Cost",
     "DecoderLayer",
-    "Drafts",
     "Endpoint",
     "Experts",
     "Faults",
@@ -23,7 +21,6 @@ TWICE = {
     "Form",
     "KVGroup",
     "Lane",
-    "Layout",
     "Library",
     "Memory",
     "MoE",
@@ -39,9 +36,7 @@ TWICE = {
     "Shown",
     "Store",
     "Stored",
-    "StoredTensors",
     "Text",
-    "TokenBytes",
     "ToolCall",
     "Turns",
     "Usage",
@@ -52,7 +47,6 @@ TWICE = {
     "_History",
     "_Line",
     "_Row",
-    "_Step",
 }
 """Names that several classes still have."""
 

@@ -58,14 +58,14 @@ def test_any_cut_gives_the_same_values(
     """Prompts that follow each other's prefixes, with and without output, scored or not, killed once."""
     rng = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "SCORED_TOKENS", limit)
+        patch.setattr(step, "MAX_PROMPT_LOGPROBS", limit)
         simulation = simulation_of(
             traits=BackendTraits(chunk_tokens=chunk),
             max_num_batched_tokens=max(budget, chunk + 1) if chunked else 256,
             enable_chunked_prefill=chunked,
             num_blocks=40,
         )
-        most = simulation.config.limits.max_scored_tokens
+        most = simulation.config.limits.max_prompt_logprobs
         dies_at = rng.randrange(1, 20)
         simulation.executor.die_if = lambda plan: plan.step_id == dies_at
         for length in lengths:
@@ -88,7 +88,7 @@ def test_a_step_scores_no_more_than_its_logits_hold() -> None:
         simulation.add(prompt(300, seed=i), params=scoring())
     plain = simulation.add(prompt(300, seed=9))
     simulation.run()
-    most = simulation.config.limits.max_scored_tokens
+    most = simulation.config.limits.max_prompt_logprobs
     assert most == 128
     assert [sum(step_counts) for step_counts in counts(simulation)[:2]] == [128, 128]
     assert computed(simulation) == 4 * 300 + 7

@@ -156,7 +156,7 @@ def churn(simulation: Simulation, rng: random.Random, num_requests: int) -> Coun
     executor.delay = lambda: rng.choice((0, 0, 1, 3, 9))
     executor.die_if = lambda plan: rng.random() < 0.02 and executor.num_deaths < 2  # at the third a request fails
     for _ in range(num_requests):
-        params = random_params(rng, simulation.config.limits.max_scored_tokens > 0, vocab_size)
+        params = random_params(rng, simulation.config.limits.max_prompt_logprobs > 0, vocab_size)
         tokens = [token % vocab_size for token in prompt(rng)]
         request_id = simulation.add(tokens, params=params, seed=rng.getrandbits(60))
         for _ in range(rng.randrange(0, 12)):

@@ -29,7 +29,7 @@ def test_the_simulator_serves_where_there_is_no_device() -> None:
     assert setting(resolved, "max-model-len") == (4096, "the programs' longest sequence")
     assert [group.block_size for group in engine.groups] == [128]
     assert engine.max_num_seqs == 16 and engine.traits.padded_rows == (16,) and not engine.traits.mixed_steps
-    assert engine.limits.max_scored_tokens == 0
+    assert engine.limits.max_prompt_logprobs == 0
 
 
 def on_devices(**options: Any) -> Resolved:

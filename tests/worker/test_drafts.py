@@ -14,9 +14,9 @@ from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.drafts import NgramConfig
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import BackendTraits
-from pypto_serving.worker.draft.drafts import Drafts
+from pypto_serving.worker.draft.drafts import RowDrafts
 from pypto_serving.worker.draft.ngram import NgramDrafter
-from pypto_serving.worker.draft.pacing import Cost, paying_drafts
+from pypto_serving.worker.draft.pacing import StepCost, paying_drafts
 from tests.needs import needs_kernels
 from tests.simulation import Simulation, null_config
 
@@ -120,8 +120,8 @@ def test_odds_of_a_text_that_only_seems_to_repeat() -> None:
     assert 0.1 < odds < 0.45
 
 
-def measured(base_ms: float, token_ms: float, sizes: Sequence[int], noise: float = 0.0) -> Cost:
-    cost, rng = Cost(), random.Random(0)
+def measured(base_ms: float, token_ms: float, sizes: Sequence[int], noise: float = 0.0) -> StepCost:
+    cost, rng = StepCost(), random.Random(0)
     for i in range(300):
         size = sizes[i % len(sizes)]
         cost.measure(size, (base_ms + token_ms * size) / 1e3 * rng.gauss(1.0, noise))
@@ -135,7 +135,7 @@ def test_cost_is_what_was_measured() -> None:
 
 
 def test_cost_before_any_step_and_of_steps_of_one_size() -> None:
-    for cost in (Cost(), measured(20, 3, (4,))):
+    for cost in (StepCost(), measured(20, 3, (4,))):
         base_s, token_s = cost.seconds()
         assert base_s > 0 < token_s < base_s
 
@@ -208,7 +208,7 @@ def test_tokens_that_must_follow_are_drafts(
 ) -> None:
     """The drafter is not asked for them."""
     tokens, drafter, most = np.zeros((4, 20), np.int32), Fixed(odds), int32(3, 2)
-    drafts = Drafts(lambda *_: drafter, tokens, no_layout, no_draws)
+    drafts = RowDrafts(lambda *_: drafter, tokens, no_layout, no_draws)
     counts = drafts.write(int32(3, 1), int32(4, 6), most, 2, expected)
     assert drafter.asked == [0 if i in expected else count for i, count in enumerate((3, 2))]
     assert most.tolist() == [3, 2]

@@ -7,7 +7,7 @@ from typing import Any
 
 from pypto_serving.backend.base import StepBuffers
 from pypto_serving.backend.null.program import NullProgram
-from pypto_serving.types.step import StepPlan, StepResult, StopWorker, WorkerBeat
+from pypto_serving.types.step import StepPlan, StepResult, StopWorker, WorkerHeartbeat
 from pypto_serving.worker.loop import PAUSE_S, QUIET_S, serve
 from pypto_serving.worker.runner import Runner, hello
 from tests.simulation import VOCAB_SIZE, null_config
@@ -55,7 +55,7 @@ def test_what_can_wait_is_done_while_nothing_comes_and_again_after_a_step() -> N
     assert left == 0
     assert core.waits == [QUIET_S, PAUSE_S, BEAT_S, BEAT_S, QUIET_S, PAUSE_S, BEAT_S, BEAT_S]
     kinds = [type(message) for message in core.sent[1:]]
-    assert kinds == [WorkerBeat, WorkerBeat, WorkerBeat, StepResult, WorkerBeat, WorkerBeat, WorkerBeat]
+    assert kinds == [*[WorkerHeartbeat] * 3, StepResult, *[WorkerHeartbeat] * 3]
 
 
 def test_steps_that_follow_each_other_leave_no_time_for_it() -> None:

@@ -14,7 +14,7 @@ from tokenizers import processors
 
 from pypto_serving.api.text.files import has_tokenizer, load_special_tokens, read_optional_json
 from pypto_serving.errors import ModelError, RequestError
-from pypto_serving.token_bytes import TokenBytes
+from pypto_serving.token_bytes import VocabularyBytes
 from pypto_serving.util import read_regular
 
 REPLACEMENT = "\ufffd"
@@ -35,7 +35,7 @@ class Tokenizer:
         self.eos_token_id = self._named_id("eos_token")
         added = raw.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self._token_bytes = TokenBytes(raw)
+        self._token_bytes = VocabularyBytes(raw)
         decoder = raw.decoder.__getstate__() if raw.decoder is not None else b""
         self._joins_bytes = decoder != b"" and json.loads(decoder)["type"] == "ByteLevel"
         self.whole_text = functools.lru_cache(WHOLE_TEXTS)(self._whole_text)

@@ -29,7 +29,7 @@ from pypto_serving.model.contract import StageName, of_role, same_arguments
 from pypto_serving.model.fingerprint import checkpoint_state, program_fingerprint
 from pypto_serving.model.registry import CheckpointConfig, read_config
 from pypto_serving.model.tensors import StoredTensors
-from pypto_serving.types.draws import Sampler
+from pypto_serving.types.sampler import Sampler
 
 REPORT_S, MOST_REPORTS = 10.0, 180
 """How often, and how many times, compiling and preparing programs is reported to go on: half an hour in all."""

@@ -10,7 +10,7 @@ from pypto_serving.backend.npu.device import Device
 from pypto_serving.model.contract import Contract, StageName
 from pypto_serving.types.arrays import BFloat16Array, Float32Array
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.types.draws import Sampler
+from pypto_serving.types.sampler import Sampler
 
 
 class NpuProgram:

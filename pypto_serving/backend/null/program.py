@@ -22,7 +22,7 @@ from pypto_serving.backend.null.pages import Pages, Tokens
 from pypto_serving.backend.null.sampler import DeviceSampler, guess, logits_of
 from pypto_serving.types.arrays import BlockBytes, Float32Array, Int32Array
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.types.draws import Sampler
+from pypto_serving.types.sampler import Sampler
 from pypto_serving.util import hash128
 
 

@@ -14,7 +14,7 @@ from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.backend.philox import uniforms
 from pypto_serving.types.adjustments import LogitAdjustments
 from pypto_serving.types.arrays import Float32Array, Int32Array
-from pypto_serving.types.draws import Logprobs
+from pypto_serving.types.sampler import Logprobs
 
 SAMPLER = PlainSampler()
 

@@ -1,4 +1,4 @@
-"""Drafts: the drafts of a batch, from a Drafter, as many as pay."""
+"""RowDrafts: the drafts of a batch, from a Drafter, as many as pay."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pypto_serving.backend.base import Drafter
 from pypto_serving.types.arrays import Int32Array
 from pypto_serving.worker.draft.model import Draws, LayOut
-from pypto_serving.worker.draft.pacing import Cost, paying_drafts
+from pypto_serving.worker.draft.pacing import StepCost, paying_drafts
 
-MakeDrafter = Callable[[LayOut, Draws, Cost], Drafter]
+MakeDrafter = Callable[[LayOut, Draws, StepCost], Drafter]
 
 
-class Drafts:
+class RowDrafts:
     """Owns the drafter of a worker's rows, whose `tokens` [R, max_model_len] their owner keeps up to date."""
 
     def __init__(self, make: MakeDrafter, tokens: Int32Array, lay_out: LayOut, draws: Draws) -> None:
-        self.step_cost = Cost()
+        self.step_cost = StepCost()
         self._drafter = make(lay_out, draws, self.step_cost)
         self._tokens = tokens
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from pypto_serving.backend.base import Draft, Proposals, StepInputs
 from pypto_serving.types.arrays import Float32Array, Int32Array
 from pypto_serving.types.drafts import MAX_DRAFTS
-from pypto_serving.types.draws import Sampler
-from pypto_serving.worker.draft.pacing import Cost, paying_passes
+from pypto_serving.types.sampler import Sampler
+from pypto_serving.worker.draft.pacing import StepCost, paying_passes
 
 LayOut = Callable[[Int32Array, Int32Array], StepInputs]
 """Lays out the token of each of `rows` [n] at `positions` [n], behind all that are computed."""
@@ -73,12 +73,12 @@ class ModelDrafter:
         max_rows: int,
         lay_out: LayOut,
         draws: Draws,
-        steps: Cost,
+        steps: StepCost,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._draft, self._lay_out, self._clock = draft, lay_out, clock
         self._sampler, self._draws = sampler, draws
-        self._steps, self._passes = steps, Cost()
+        self._steps, self._passes = steps, StepCost()
         self._odds = Odds(max_rows)
         self._made: Int32Array = np.zeros(max_rows, np.int32)
         self._began: Int32Array = np.zeros(max_rows, np.int32)

@@ -18,7 +18,7 @@ MOST_LATE = 3.0
 """A step counts as at most this many times as long as expected."""
 
 
-class Cost:
+class StepCost:
     """Owns what steps of decodes, or passes of draft layers, cost: a + b * tokens seconds.
 
     Estimated from the last ones by weighted least squares.
@@ -56,7 +56,7 @@ class Cost:
         return seconds - slope * tokens, slope
 
 
-def paying_drafts(counts: Int32Array, odds: Float32Array, num_tokens: int, steps: Cost) -> Int32Array:
+def paying_drafts(counts: Int32Array, odds: Float32Array, num_tokens: int, steps: StepCost) -> Int32Array:
     """Return how many of the `counts` [n] drafts of each row pay, in a step of `num_tokens` other tokens.
 
     `odds` [n] are those of a draft to be right if all before it are. All n rows sample a token anyway.
@@ -79,7 +79,7 @@ def paying_drafts(counts: Int32Array, odds: Float32Array, num_tokens: int, steps
     return np.minimum(found, counts)
 
 
-def paying_passes(most: Int32Array, odds: Float32Array, steps: Cost, passes: Cost) -> Int32Array:
+def paying_passes(most: Int32Array, odds: Float32Array, steps: StepCost, passes: StepCost) -> Int32Array:
     """Return how many drafts of each of n rows pay, at most `most` [n], where each costs a pass of draft layers.
 
     All rows that have a j-th draft share the j-th pass. `odds` [n] are those of a draft to be right if all before it

@@ -31,9 +31,9 @@ from pypto_serving.model.registry import load_spec
 from pypto_serving.types.arrays import Float32Array
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.drafts import NgramConfig
-from pypto_serving.types.draws import DRAW
 from pypto_serving.types.kv import TailSpec, max_live_blocks, resume_step
 from pypto_serving.types.request import ClearCache
+from pypto_serving.types.sampler import DRAW
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import BackendTraits, NewRow, StepPlan
 from pypto_serving.types.tier import Tier, TierConfig, Transfers

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pypto_serving.engine.deaths import Deaths
+from pypto_serving.engine.respawns import RespawnLimit
 from pypto_serving.types.config import FaultConfig
 
 FAULTS = FaultConfig(max_deaths=5, deaths_window_s=100)
 
 
 def test_deaths_in_a_row_are_bounded() -> None:
-    deaths = Deaths("it", 2, FAULTS)
+    deaths = RespawnLimit("it", 2, FAULTS)
     assert [deaths.add(0), deaths.add(1)] == [None, None]
     assert deaths.add(2) == "it died 3 times without completing a step"
     deaths.progress()
@@ -17,7 +17,7 @@ def test_deaths_in_a_row_are_bounded() -> None:
 
 
 def test_deaths_within_a_window_are_bounded_whatever_happens_in_between() -> None:
-    deaths = Deaths("it", 2, FAULTS)
+    deaths = RespawnLimit("it", 2, FAULTS)
     for now_s in range(5):
         assert deaths.add(now_s) is None
         deaths.progress()
@@ -25,7 +25,7 @@ def test_deaths_within_a_window_are_bounded_whatever_happens_in_between() -> Non
 
 
 def test_rare_deaths_and_deaths_with_another_cause_do_not_add_up() -> None:
-    deaths = Deaths("it", 2, FAULTS)
+    deaths = RespawnLimit("it", 2, FAULTS)
     for i in range(40):
         assert deaths.add(25 * i) is None
         deaths.progress()

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from pypto_serving.engine import events as publisher_module
-from pypto_serving.engine.event_wire import ClearedMap, EventWriter, RemovedMap, StoredMap, block_hash, spec_kind
-from pypto_serving.engine.events import EventPublisher
+from pypto_serving.engine import kv_events as publisher_module
+from pypto_serving.engine.kv_event_wire import ClearedMap, KVEventWriter, RemovedMap, StoredMap, block_hash, spec_kind
+from pypto_serving.engine.kv_events import KVEventPublisher
 from pypto_serving.errors import ConfigError
 from pypto_serving.kv.events import EventLog
 from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
-from pypto_serving.types.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from pypto_serving.types.kv import FullSpec, WindowSpec
+from pypto_serving.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from pypto_serving.types.tier import Tier, TierConfig
 from tests.engine.event_reader import EventReader
 from tests.kv.groups import group
@@ -37,19 +37,19 @@ def stored(number: int, parent: int | None, first_token: int, tier: Tier = "devi
 
 
 @pytest.fixture
-def publisher() -> Iterator[EventPublisher]:
-    opened = EventPublisher(plain_groups(4), ANYWHERE, ANYWHERE)
+def publisher() -> Iterator[KVEventPublisher]:
+    opened = KVEventPublisher(plain_groups(4), ANYWHERE, ANYWHERE)
     yield opened
     opened.close()
 
 
-def settle(publisher: EventPublisher, reader: EventReader) -> None:
+def settle(publisher: KVEventPublisher, reader: EventReader) -> None:
     """Wait until all that was handed over is sent: a replay is served after it."""
     assert reader.replay(NEVER) == []
     assert not publisher._handed
 
 
-def join(publisher: EventPublisher, reader: EventReader) -> None:
+def join(publisher: KVEventPublisher, reader: EventReader) -> None:
     """Wait until the subscription has arrived, which only a first batch can tell."""
     while not reader.receive(timeout_ms=5):
         publisher.publish([AllBlocksCleared("device")], 0.0)
@@ -62,7 +62,7 @@ def join(publisher: EventPublisher, reader: EventReader) -> None:
 
 
 def test_blocks_of_one_sequence_are_one_map() -> None:
-    writer = EventWriter(plain_groups(4))
+    writer = KVEventWriter(plain_groups(4))
     events: list[KVEvent] = [stored(1, None, 0), stored(2, 1, 4), stored(3, 1, 8), stored(4, 3, 12)]
     first, second = writer.write(events)
     assert first == StoredMap([1, 2], None, list(range(8)), 4, None, "GPU", None, 0, "full_attention")
@@ -71,7 +71,7 @@ def test_blocks_of_one_sequence_are_one_map() -> None:
 
 
 def test_tiers_and_groups_are_kept_apart() -> None:
-    writer = EventWriter((group(FullSpec, 4), group(WindowSpec, 4, window=6)))
+    writer = KVEventWriter((group(FullSpec, 4), group(WindowSpec, 4, window=6)))
     events = [
         stored(1, None, 0, "host"),
         stored(2, 1, 4, "disk"),
@@ -95,14 +95,14 @@ def test_a_hash_is_the_end_of_the_key() -> None:
 
 
 def test_salted_blocks_are_not_announced() -> None:
-    writer = EventWriter(plain_groups(4))
+    writer = KVEventWriter(plain_groups(4))
     salted = BlockStored("device", 0, key(1), b"", bytes(16), salted=True)
     assert writer.write([salted, BlockRemoved("device", 0, key(1))]) == []
 
 
 def test_clearing_one_tier_names_its_blocks_while_others_hold_some() -> None:
     """Readers disagree on what AllBlocksCleared means for tiers below the device."""
-    writer = EventWriter(plain_groups(4))
+    writer = KVEventWriter(plain_groups(4))
     writer.write([stored(1, None, 0), stored(2, 1, 4), stored(1, None, 0, "host")])
     (removed,) = writer.write([AllBlocksCleared("device")])
     assert isinstance(removed, RemovedMap)
@@ -123,7 +123,7 @@ def test_readers_count_one_group_of_a_model() -> None:
 # How it is sent.
 
 
-def test_a_subscriber_follows_and_replays_a_gap(publisher: EventPublisher) -> None:
+def test_a_subscriber_follows_and_replays_a_gap(publisher: KVEventPublisher) -> None:
     with EventReader(publisher.endpoint, publisher.replay_endpoint) as reader:
         join(publisher, reader)
         last = reader.numbers[-1]
@@ -141,7 +141,7 @@ def test_a_subscriber_follows_and_replays_a_gap(publisher: EventPublisher) -> No
 
 def test_a_reader_that_never_reads_costs_a_bounded_amount(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publisher_module, "HISTORY_BYTES", 1 << 20)
-    publisher = EventPublisher(plain_groups(4096), ANYWHERE, ANYWHERE)
+    publisher = KVEventPublisher(plain_groups(4096), ANYWHERE, ANYWHERE)
     with EventReader(publisher.endpoint, publisher.replay_endpoint, unread=1) as reader:
         join(publisher, reader)
         first = publisher._number
@@ -158,7 +158,7 @@ def test_a_reader_that_never_reads_costs_a_bounded_amount(monkeypatch: pytest.Mo
     publisher.close()
 
 
-def test_the_history_holds_so_many_batches(publisher: EventPublisher) -> None:
+def test_the_history_holds_so_many_batches(publisher: KVEventPublisher) -> None:
     with EventReader(publisher.endpoint, publisher.replay_endpoint) as reader:
         first = publisher._number
         count = publisher_module.HISTORY_BATCHES + 500
@@ -168,7 +168,7 @@ def test_the_history_holds_so_many_batches(publisher: EventPublisher) -> None:
         assert reader.replay(first) == [*range(first + 500, first + count)]
 
 
-def test_senseless_requests_are_ignored(publisher: EventPublisher) -> None:
+def test_senseless_requests_are_ignored(publisher: KVEventPublisher) -> None:
     with EventReader(publisher.endpoint, publisher.replay_endpoint) as reader:
         for frames in ([b""], [b"", b"1"], [b"x", bytes(8)], [b"", bytes(8), b""]):
             reader.asking.send_multipart(frames)
@@ -176,10 +176,10 @@ def test_senseless_requests_are_ignored(publisher: EventPublisher) -> None:
 
 
 def test_a_later_life_goes_on_with_higher_numbers() -> None:
-    first = EventPublisher(plain_groups(4), ANYWHERE, ANYWHERE)
+    first = KVEventPublisher(plain_groups(4), ANYWHERE, ANYWHERE)
     endpoint, replay_endpoint, number = first.endpoint, first.replay_endpoint, first._number
     first.close()
-    second = EventPublisher(plain_groups(4), endpoint, replay_endpoint)
+    second = KVEventPublisher(plain_groups(4), endpoint, replay_endpoint)
     assert (second.endpoint, second.replay_endpoint) == (endpoint, replay_endpoint)
     assert second._number > number
     second.close()
@@ -193,7 +193,7 @@ def test_an_endpoint_in_use_is_named() -> None:
     with pytest.raises(
         ConfigError, match=rf"^the option kv-events-replay is tcp://127\.0\.0\.1:{port}, which cannot be used: addr"
     ):
-        EventPublisher(plain_groups(4), ANYWHERE, f"tcp://127.0.0.1:{port}")
+        KVEventPublisher(plain_groups(4), ANYWHERE, f"tcp://127.0.0.1:{port}")
     context.destroy()
 
 
@@ -206,7 +206,7 @@ def test_readers_know_what_the_cache_holds(kind: str, num_slots: int) -> None:
     """Prefixes, evictions, loads, stores and a worker's death: the index equals the pools, hash by hash."""
     groups, num_blocks, slots = GROUP_SETS[kind]
     tiers = (TierConfig(tier="host", size_bytes=0, num_slots=slots),) if num_slots else ()
-    publisher, rng = EventPublisher(groups, ANYWHERE, ANYWHERE), random.Random(kind)
+    publisher, rng = KVEventPublisher(groups, ANYWHERE, ANYWHERE), random.Random(kind)
     with EventReader(publisher.endpoint, publisher.replay_endpoint) as reader:
         sim = Simulation(null_config(groups, num_blocks, tiers=tiers, max_num_seqs=5), publisher)
         sim.executor.die_if = lambda plan: len(sim.last) == 20 and sim.executor.num_deaths == 0

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pypto_serving.types.adjustments import LogitAdjustments
 from pypto_serving.types.arrays import Float32Array, Int32Array
-from pypto_serving.types.prompt_logprobs import PromptLogprobs
+from pypto_serving.types.logprobs import PromptLogprobs
 
 DRAW = np.dtype(
     [("random", "f8"), ("top_p", "f8"), ("min_p", "f8"), ("temperature", "f4"), ("top_k", "i4")],

@@ -1,4 +1,4 @@
-"""Deaths: decide whether a child that died is started again."""
+"""RespawnLimit: decide whether a child that died is started again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pypto_serving.types.config import FaultConfig
 from pypto_serving.util import counted
 
 
-class Deaths:
+class RespawnLimit:
     """Counts the deaths of `child`: those in a row without a completed step, and those in a window of time.
 
     The second count ends a child that completes a few steps in each life.

@@ -12,9 +12,15 @@ from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.worker.batch import Dispatch
-from pypto_serving.worker.choose import Chosen, from_device, from_logits, guided, num_kept
 from pypto_serving.worker.guides import Told
 from pypto_serving.worker.sampler import RowSamplers
+from pypto_serving.worker.verify import (
+    DispatchResult,
+    apply_guides,
+    read_device_tokens,
+    sample_and_verify,
+    verify_drafts,
+)
 
 VOCAB = 50
 
@@ -42,14 +48,14 @@ def dispatch(tokens: list[list[int]]) -> Dispatch:
     return Dispatch(inputs, places, places, places, drafts if drafts.any() else None, none - 1, none)
 
 
-def chosen(tokens: list[list[int]], targets: list[int]) -> Chosen:
+def chosen(tokens: list[list[int]], targets: list[int]) -> DispatchResult:
     """What greedy rows keep where the model's best tokens are `targets`; -1 for logits that are not finite."""
     samplers = RowSamplers(np.zeros((len(tokens), 16), np.int32), VOCAB)
     for row in range(len(tokens)):
         samplers.set(row, RowSampling(num_logprobs=1), 0)
     logits = np.zeros((len(targets), VOCAB), np.float32)
     logits[np.arange(len(targets)), targets] = [np.nan if target < 0 else 5.0 for target in targets]
-    return from_logits(dispatch(tokens), logits, samplers, PlainSampler())
+    return sample_and_verify(dispatch(tokens), logits, samplers, PlainSampler())
 
 
 @given(st.lists(st.lists(st.sampled_from("rw"), max_size=4), min_size=1, max_size=6), st.randoms())
@@ -70,7 +76,7 @@ def test_a_row_keeps_its_drafts_up_to_the_first_wrong_one(rows: list[list[str]],
 
 def test_rows_without_drafts_between_those_with() -> None:
     tokens, drafted, widths = int32([5, 6, 9, 3, 8]), int32([5, 7, 1, 3, 0]), int32([3, 1, 1])
-    assert num_kept(tokens, drafted, widths.cumsum() - widths, widths).tolist() == [2, 1, 1]
+    assert verify_drafts(tokens, drafted, widths.cumsum() - widths, widths).tolist() == [2, 1, 1]
 
 
 @pytest.mark.parametrize("drafts", [False, True])
@@ -89,13 +95,13 @@ def test_a_row_that_waits_for_its_guide_keeps_nothing_and_accepts_no_drafts() ->
     """Three rows verify two drafts, both right: one waits, one is forced to other tokens from the second on."""
     tokens = [[0, 4, 5]] * 3
     told = Told(guides={}, withheld={0}, forced={1: (4, 9, 9)}, faults={}, limits={})
-    found = guided(dispatch(tokens), chosen(tokens, [4, 5, 6] * 3), told)
+    found = apply_guides(dispatch(tokens), chosen(tokens, [4, 5, 6] * 3), told)
     assert found.token_ids.tolist() == [4, 9, 9, 4, 5, 6]
     assert (found.each(3).tolist(), found.each_accepted(3).tolist()) == ([0, 3, 3], [0, 1, 2])
 
 
 def test_a_device_says_which_rows_failed() -> None:
     sampled = SampledTokens(counts=int32([2, 1]), token_ids=int32([4, -1, 7]))
-    found = from_device(dispatch([[0, 1, 2], [0]]), sampled)
+    found = read_device_tokens(dispatch([[0, 1, 2], [0]]), sampled)
     assert (found.token_ids.tolist(), found.each(2).tolist()) == ([4, 7], [1, 1])
     assert [fault.row for fault in found.faults] == [0]

@@ -1,4 +1,4 @@
-"""EventPublisher: publish this replica's KV events over ZeroMQ, with replay, as vLLM does."""
+"""KVEventPublisher: publish this replica's KV events over ZeroMQ, with replay, as vLLM does."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import zmq
 
-from pypto_serving.engine.event_wire import EventWriter, encode_batch
+from pypto_serving.engine.kv_event_wire import KVEventWriter, encode_batch
 from pypto_serving.errors import ConfigError
-from pypto_serving.types.events import KVEvent
 from pypto_serving.types.kv import KVCacheGroupSpec
+from pypto_serving.types.kv_events import KVEvent
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 STOP_PATIENCE_S = 1.0
 
 
-class EventPublisher:
+class KVEventPublisher:
     """Owns a PUB socket, a ROUTER socket for replays, their thread, and the history of batches.
 
     | socket | frames                                                    |
@@ -50,7 +50,7 @@ class EventPublisher:
         first_number: int | None = None,
     ) -> None:
         """Bind both sockets and start the thread. Raises ConfigError if an endpoint cannot be bound."""
-        self._writer = EventWriter(groups)
+        self._writer = KVEventWriter(groups)
         self._replica = replica
         self._number = time.time_ns() // 1000 if first_number is None else first_number
         self._epoch_s = time.time() - time.monotonic()

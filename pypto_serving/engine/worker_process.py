@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from pypto_serving.engine.deaths import Deaths
+from pypto_serving.engine.respawns import RespawnLimit
 from pypto_serving.errors import EXIT_ENGINE, EXIT_MODEL, EXIT_USAGE
 from pypto_serving.ipc import SocketChannel
 from pypto_serving.processes import Child, ChildFault, ChildProgress, Descendants, start_module
@@ -44,13 +44,13 @@ class GaveUp:
     exit_code: int
 
 
-Event = WorkerHello | StepResult | TransferReport | ChildProgress | WorkerDown | GaveUp
+WorkerEvent = WorkerHello | StepResult | TransferReport | ChildProgress | WorkerDown | GaveUp
 
 
 class Executor(Protocol):
     """The interface of a worker for the engine core, for processes and in-memory workers alike."""
 
-    def poll(self, now_s: float) -> list[Event]:
+    def poll(self, now_s: float) -> list[WorkerEvent]:
         """Return all events since the last call, in order. Start and restart the worker as needed."""
 
     def send(self, plan: StepPlan) -> None:
@@ -78,7 +78,7 @@ class HostMemory:
         self.shared = (self.fd,) if has_tier else ()
 
 
-class ProcessExecutor:
+class WorkerProcess:
     """Owns one worker process and its channels. Implements Executor.
 
     A worker is lost when:
@@ -89,9 +89,9 @@ class ProcessExecutor:
     - loading shows no progress for `load_timeout_s`;
     - the core has it replaced.
 
-    Waits between lives double until a step is completed; `Deaths` says how many lives there are. The next one starts
-    when all ranks of the last have ended. Each worker inherits the file descriptors `inherited`. With `respawned`, the
-    first one is told that there was one before, of another core. Call `poll` at least once per heartbeat. A gap of more
+    Waits between lives double until a step is completed; `RespawnLimit` bounds the number of lives. The next one starts
+    when all ranks of the last have ended. Each worker inherits the file descriptors `inherited`. `respawned`: another
+    core had a worker before the first one. Call `poll` at least once per heartbeat. A gap of more
     than HELD_UP_BEATS heartbeats means that this process was stopped itself; then a worker's silence proves nothing.
     """
 
@@ -106,7 +106,7 @@ class ProcessExecutor:
         self._host_memory = HostMemory(config)
         self._up = False
         self._gave_up = False
-        self._deaths = Deaths("the worker", config.faults.max_respawns, config.faults)
+        self._deaths = RespawnLimit("the worker", config.faults.max_respawns, config.faults)
         self._restart_s = 0.0
         self._heard_s = 0.0
         self._sent_s: deque[float] = deque()
@@ -115,7 +115,7 @@ class ProcessExecutor:
         self._replaced = False
         self._left_out: tuple[Tier, ...] = ()
 
-    def poll(self, now_s: float) -> list[Event]:
+    def poll(self, now_s: float) -> list[WorkerEvent]:
         if now_s - self._now_s > HELD_UP_BEATS * self.config.faults.heartbeat_s:
             self._heard_s = now_s
         self._now_s = now_s
@@ -155,9 +155,9 @@ class ProcessExecutor:
             self._descendants = None
         return True
 
-    def _listen(self) -> list[Event]:
+    def _listen(self) -> list[WorkerEvent]:
         assert self._child is not None and self._channel is not None and self._transfers is not None
-        events: list[Event] = []
+        events: list[WorkerEvent] = []
         for message in self._child.messages():
             self._heard_s = self._now_s
             if isinstance(message, ChildFault):
@@ -198,7 +198,7 @@ class ProcessExecutor:
             return f"it was silent for {silent_s:.1f} s"
         return None
 
-    def _lose(self, reason: str) -> Event:
+    def _lose(self, reason: str) -> WorkerEvent:
         code = self._close(patience_s=STOP_PATIENCE_S if reason == "it ended" else 0)
         fault, self._fault = self._fault, None
         too_many = self._deaths.add(self._now_s)
@@ -271,4 +271,4 @@ class ProcessExecutor:
             channel.flush()
 
 
-__all__ = ["ChildProgress", "Event", "Executor", "GaveUp", "ProcessExecutor", "WorkerDown"]
+__all__ = ["ChildProgress", "Executor", "GaveUp", "WorkerDown", "WorkerEvent", "WorkerProcess"]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from pypto_serving.engine.executor import ChildProgress, Event, ProcessExecutor, WorkerDown
+from pypto_serving.engine.worker_process import ChildProgress, WorkerDown, WorkerEvent, WorkerProcess
 from pypto_serving.types.config import SILENT_BEATS, FaultConfig
 from pypto_serving.types.step import WorkerHello
 from tests.simulation import null_config
@@ -31,13 +31,13 @@ class Clock:
 
 
 @pytest.fixture
-def executor() -> Iterator[ProcessExecutor]:
-    executor = ProcessExecutor(null_config(num_blocks=20, faults=FAULTS, depth=1))
+def executor() -> Iterator[WorkerProcess]:
+    executor = WorkerProcess(null_config(num_blocks=20, faults=FAULTS, depth=1))
     yield executor
     executor.stop()
 
 
-def greeted(executor: ProcessExecutor, clock: Clock) -> int:
+def greeted(executor: WorkerProcess, clock: Clock) -> int:
     """Start a worker and stop it, with nothing of its own left to read; returns its pid."""
     while True:
         for event in executor.poll(clock.now_s):
@@ -48,16 +48,16 @@ def greeted(executor: ProcessExecutor, clock: Clock) -> int:
                 return event.pid
 
 
-def beats(executor: ProcessExecutor, clock: Clock, count: int) -> list[Event]:
+def beats(executor: WorkerProcess, clock: Clock, count: int) -> list[WorkerEvent]:
     return [event for _ in range(count) for event in polled(executor, clock.after(HEARTBEAT_S))]
 
 
-def polled(executor: ProcessExecutor, now_s: float) -> list[Event]:
+def polled(executor: WorkerProcess, now_s: float) -> list[WorkerEvent]:
     """Events but for progress, which has a pipe of its own and may be read after the greeting."""
     return [event for event in executor.poll(now_s) if not isinstance(event, ChildProgress)]
 
 
-def test_a_worker_that_is_silent_for_long_is_lost(executor: ProcessExecutor) -> None:
+def test_a_worker_that_is_silent_for_long_is_lost(executor: WorkerProcess) -> None:
     greeted(executor, clock := Clock())
     assert beats(executor, clock, SILENT_BEATS - 1) == []
     (event,) = beats(executor, clock, 2)
@@ -69,7 +69,7 @@ def test_the_next_worker_waits_for_the_ranks_of_the_last() -> None:
     config = null_config(
         num_blocks=20, faults=FAULTS, depth=1, worker_module="tests.faulty_worker", backend_options=options
     )
-    executor, clock = ProcessExecutor(config), Clock()
+    executor, clock = WorkerProcess(config), Clock()
     try:
         worker = greeted(executor, clock)
         (rank,) = psutil.Process(worker).children()
@@ -86,7 +86,7 @@ def test_the_next_worker_waits_for_the_ranks_of_the_last() -> None:
         executor.stop()
 
 
-def test_silence_while_the_core_itself_was_stopped_proves_nothing(executor: ProcessExecutor) -> None:
+def test_silence_while_the_core_itself_was_stopped_proves_nothing(executor: WorkerProcess) -> None:
     greeted(executor, clock := Clock())
     assert polled(executor, clock.after(1000 * HEARTBEAT_S)) == []
     assert beats(executor, clock, SILENT_BEATS - 1) == []

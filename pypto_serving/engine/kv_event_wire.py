@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from pypto_serving.types.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from pypto_serving.types.kv import CompressedSpec, FullSpec, KVCacheGroupSpec, StateSpec, WindowSpec
+from pypto_serving.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from pypto_serving.types.tier import Tier
 from pypto_serving.types.tokens import unpack_ids
 
@@ -59,7 +59,7 @@ def encode_batch(events: Sequence[EventMap], time_s: float, replica: int) -> byt
     return msgspec.msgpack.encode((time_s, events, replica))
 
 
-class EventWriter:
+class KVEventWriter:
     """Owns the record of announced blocks, by tier and group. Converts events to vLLM's maps.
 
     - Salted blocks are not announced, since readers would count them for requests of other tenants.

@@ -1,4 +1,4 @@
-"""Chosen: the sampled tokens, log-probabilities and faults of a dispatch, from the host's sampler or the device."""
+"""DispatchResult: the sampled tokens, log-probabilities and faults of a dispatch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from pypto_serving.backend.base import SampledTokens
 from pypto_serving.types.arrays import Float32Array, Int32Array
-from pypto_serving.types.draws import Sampler
+from pypto_serving.types.sampler import Sampler
 from pypto_serving.types.step import NOT_FINITE, RowFault, RowLogprobs, RowPromptLogprobs
 from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.batch import Dispatch
@@ -20,11 +20,11 @@ from pypto_serving.worker.sampler import RowSamplers, SampledLogprobs
 _NOT_FINITE = "the model's logits are not finite for this request; the prompt or the weights may be corrupt"
 
 
-class Chosen(NamedTuple):
+class DispatchResult(NamedTuple):
     """The result of a dispatch: `counts[i]` of `token_ids` for the i-th sampling row, None for one each.
 
     `accepted[i]` is how many of the row's drafts are among its tokens, None if no row had any. `prompt_logprobs` are
-    those of the rows whose prompt tokens were scored.
+    those of rows that ask for them.
     """
 
     token_ids: Int32Array
@@ -43,43 +43,43 @@ class Chosen(NamedTuple):
         return np.zeros(num_rows, np.int32) if self.accepted is None else self.accepted
 
 
-def from_logits(
+def sample_and_verify(
     dispatch: Dispatch,
     logits: Float32Array,
     samplers: RowSamplers,
     sampler: Sampler,
     limits: Mapping[int, int] = MappingProxyType({}),
-) -> Chosen:
+) -> DispatchResult:
     """Sample on the host: one token for each row of `logits` [s, vocab]. Keep tokens up to the first wrong draft.
 
     Row i keeps at most one more than `limits[i]`, if it is there: those behind were sampled without their mask.
     """
     rows, positions, drafts = dispatch.rows, dispatch.positions, dispatch.num_drafts
     if not len(rows):
-        return Chosen(np.empty(0, np.int32), None, [], [])
+        return DispatchResult(np.empty(0, np.int32), None, [], [])
     if drafts is None:
         tokens, values = samplers.sample(logits, rows, positions, sampler)
-        return _chosen(dispatch, tokens, None, [_logprobs(int(rows[i]), value) for i, value in values.items()])
+        return _make_result(dispatch, tokens, None, [_logprobs(int(rows[i]), value) for i, value in values.items()])
     widths = 1 + drafts
     first = widths.cumsum() - widths
     offsets = np.arange(len(logits), dtype=np.int32) - first.repeat(widths).astype(np.int32)
     owner = rows.repeat(widths)
     tokens, values = samplers.sample(logits, owner, positions.repeat(widths) + offsets, sampler)
-    counts = num_kept(tokens, _drafted(dispatch, len(logits)), first, widths)
+    counts = verify_drafts(tokens, _following_drafts(dispatch, len(logits)), first, widths)
     for i, limit in limits.items():
         counts[i] = min(counts[i], 1 + limit)
     kept = offsets < counts.repeat(widths)
     logprobs = [_logprobs(int(owner[i]), value) for i, value in values.items() if kept[i]]
-    return _chosen(dispatch, tokens[kept], counts, logprobs)
+    return _make_result(dispatch, tokens[kept], counts, logprobs)
 
 
-def _drafted(dispatch: Dispatch, num_logits: int) -> Int32Array:
+def _following_drafts(dispatch: Dispatch, num_logits: int) -> Int32Array:
     """Return the draft behind each token that has logits to sample from; behind a row's last token, any value."""
     ids, at = dispatch.inputs.token_ids, dispatch.inputs.logits_rows[:num_logits] + 1
     return ids[np.minimum(at, len(ids) - 1)]
 
 
-def num_kept(tokens: Int32Array, drafted: Int32Array, first: Int32Array, widths: Int32Array) -> Int32Array:
+def verify_drafts(tokens: Int32Array, drafted: Int32Array, first: Int32Array, widths: Int32Array) -> Int32Array:
     """Return how many sampled tokens each row keeps, int32 [n]: up to the first that differs from its draft, inclusive.
 
     `tokens` and `drafted` [s] have `widths[i]` entries of row i from `first[i]` on. A row's last token has no draft.
@@ -90,7 +90,7 @@ def num_kept(tokens: Int32Array, drafted: Int32Array, first: Int32Array, widths:
     return counts
 
 
-def from_device(dispatch: Dispatch, sampled: SampledTokens) -> Chosen:
+def read_device_tokens(dispatch: Dispatch, sampled: SampledTokens) -> DispatchResult:
     """Convert the device's result. Raises RuntimeError if it lacks log-probabilities that a row asked for."""
     logprobs: list[RowLogprobs] = []
     found = sampled.logprobs
@@ -104,20 +104,22 @@ def from_device(dispatch: Dispatch, sampled: SampledTokens) -> Chosen:
                 value = SampledLogprobs(float(found.values[i]), int(found.ranks[i]), best, values)
                 logprobs.append(_logprobs(int(dispatch.rows[index]), value))
     counts = sampled.counts if dispatch.num_drafts is not None else None
-    return _chosen(dispatch, sampled.token_ids, counts, logprobs)
+    return _make_result(dispatch, sampled.token_ids, counts, logprobs)
 
 
-def _chosen(dispatch: Dispatch, tokens: Int32Array, counts: Int32Array | None, logprobs: list[RowLogprobs]) -> Chosen:
+def _make_result(
+    dispatch: Dispatch, tokens: Int32Array, counts: Int32Array | None, logprobs: list[RowLogprobs]
+) -> DispatchResult:
     """Build the result. Turn a token of -1, which is always the last of its row, into a fault."""
     accepted = None if counts is None else counts - 1
     if -1 not in tokens.tolist():
-        return Chosen(tokens, counts, logprobs, [], accepted)
+        return DispatchResult(tokens, counts, logprobs, [], accepted)
     failed = tokens < 0
     counts = np.ones(len(dispatch.rows), np.int32) if counts is None else counts.copy()
     owners = np.arange(len(counts)).repeat(counts)[failed]
     counts[owners] -= 1
     faults = [RowFault(int(row), NOT_FINITE, _NOT_FINITE) for row in dispatch.rows[owners]]
-    return Chosen(tokens[~failed], counts, logprobs, faults, accepted)
+    return DispatchResult(tokens[~failed], counts, logprobs, faults, accepted)
 
 
 def _logprobs(row: int, values: SampledLogprobs) -> RowLogprobs:
@@ -125,7 +127,7 @@ def _logprobs(row: int, values: SampledLogprobs) -> RowLogprobs:
     return RowLogprobs(row, values.logprob, values.rank, pack_ids(values.top_ids), top)
 
 
-def guided(dispatch: Dispatch, chosen: Chosen, told: Told) -> Chosen:
+def apply_guides(dispatch: Dispatch, chosen: DispatchResult, told: Told) -> DispatchResult:
     """Return what rows append by what their guides told: nothing, forced tokens, or what was chosen.
 
     Drafts are computed as far as they are the forced tokens, but for the last of these.
