@@ -12,44 +12,19 @@ import pytest
 import typer
 
 from pypto_serving.cli.app import app
+from tests.docs.documents import PATH, ROOT, exists, files_of, named_paths, text_of
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")))
 FLAG_NAMERS = ("README.md", "docs/guide.md", "docs/tools.md", "docs/reasoning.md")
 FOREIGN_PATHS = {"dist/", "encoding/encoding_dsv4.py"}
 """Paths that are made by a build, or are in a checkpoint."""
 
-CODE_FOLDERS = ("pypto_serving", "benchmarks")
 OTHER_FLAGS = {"--help", "--protocol"}
 """Flags that every program has, and those of other programs; so are all with an underscore."""
 
 INITS = sorted((ROOT / "pypto_serving").rglob("__init__.py"))
 
-_PATH = re.compile(r"[\w.][\w./-]*(?:\.(?:py|h|cpp|md|txt)|/)")
 _LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
-
-
-def text_of(name: str) -> str:
-    return (ROOT / name).read_text(encoding="utf-8")
-
-
-def named_paths(text: str) -> set[str]:
-    """Files and folders in backticks."""
-    return {found for found in re.findall(r"`([^`\n]+)`", text) if _PATH.fullmatch(found)}
-
-
-def files_of(path: str) -> list[Path]:
-    """Files meant by a path below the root or the package, a folder, or the bare name of a file in the code folders."""
-    for base in (ROOT, ROOT / "pypto_serving"):
-        if (base / path).is_dir():
-            return sorted((base / path).rglob("*.py")) or sorted((base / path).iterdir())
-        if (base / path).is_file():
-            return [base / path]
-    return [] if "/" in path else [file for folder in CODE_FOLDERS for file in sorted((ROOT / folder).rglob(path))]
-
-
-def exists(path: str) -> bool:
-    return bool(files_of(path))
 
 
 def headings(text: str) -> set[str]:
@@ -101,7 +76,7 @@ def test_names_in_the_map_are_in_their_files() -> None:
     for line in text_of("docs/design.md").split("## Where to find it")[1].split("\n## ")[0].splitlines():
         files = [path for name in named_paths(line) for path in files_of(name)]
         text = "\n".join(path.read_text(encoding="utf-8") for path in files)
-        names = [name for name in re.findall(r"`(\w[\w.]*)`", line) if not _PATH.fullmatch(name)]
+        names = [name for name in re.findall(r"`(\w[\w.]*)`", line) if not PATH.fullmatch(name)]
         lost += [name for name in names if not re.search(rf"\b{name.split('.')[-1]}\b", text)]
     assert lost == []
 

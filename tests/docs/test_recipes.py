@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.docs.test_documents import files_of, named_paths, text_of
+from tests.docs.documents import files_of, named_paths, text_of
 
 _WITHOUT_FILE = {"name"}
 """Stands for what the reader chooses."""
