@@ -4,52 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 
-_SHORT_S = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.02,
-    0.03,
-    0.04,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.5,
-    0.75,
-    1,
-    2,
-    5,
-    10,
-    30,
-)
-_LONG_S = (
-    0.001,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1,
-    2.5,
-    5,
-    10,
-    20,
-    40,
-    80,
-    160,
-    320,
-    640,
-    1280,
-    2560,
-)
-
+_SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10, 30)
+_LONG_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, *(10 * 2**i for i in range(9)))
 _CHOICES = (1, 2, 5, 10, 20, 50, 100)
 _PREEMPTIONS = (0, 1, 2, 5, 10, 20)
 
@@ -74,40 +32,24 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float] | None]] = {
 
 
 class Histogram:
-    """Counts per bucket. Bounds are inclusive upper ends; a last bucket takes the rest."""
+    """Counts per bucket, and the sum. `bounds` are inclusive upper ends; a last bucket takes the rest."""
 
-    __slots__ = ("_bounds", "_counts", "_sum")
+    __slots__ = ("bounds", "counts", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = list(bounds)
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._sum = 0.0
+        self.bounds = list(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
 
     def observe(self, value: float) -> None:
         """Count `value` once."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    @property
-    def bounds(self) -> list[float]:
-        return self._bounds
-
-    @property
-    def counts(self) -> list[int]:
-        """Observations of each bucket."""
-        return self._counts
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
 
     def buckets(self) -> list[tuple[str, float]]:
         """Return cumulative counts in Prometheus' form, ending with +Inf."""
-        total, rows = 0, []
-        for bound, count in zip([*map(float, self._bounds), float("inf")], self._counts, strict=True):
-            total += count
-            rows.append(("+Inf" if bound == float("inf") else str(bound), float(total)))
-        return rows
-
-    @property
-    def sum(self) -> float:
-        return self._sum
+        names = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
+        return [(name, float(total)) for name, total in zip(names, accumulate(self.counts), strict=True)]
 
 
 def token_bounds(max_model_len: int) -> list[float]:

@@ -8,7 +8,7 @@ stream observes the time between its tokens.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from pypto_serving.engine.client import EngineClient, Health
+from pypto_serving.engine.client import EngineClient
 from pypto_serving.engine.histograms import HISTOGRAMS, Histogram, token_bounds
 from pypto_serving.types.request import Timeline
 from pypto_serving.types.stats import StepStats, TierStats
@@ -24,8 +24,37 @@ from pypto_serving.types.tier import TIERS
 
 CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 FINISH_REASONS = ("stop", "length", "abort", "error")
+REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens")
+"""Limits by which requests are refused, as vLLM names them."""
 STEP_PARTS = ("core", "packing", "computing", "sampling")
 """Fields of StepStats, without their unit."""
+_SOURCES = ("device", "host", "disk", "external_unspecified")
+"""What vLLM calls each of TIERS."""
+_FETCH_STAGES = ("waiting_to_start", "in_progress", "completed_waiting")
+
+_ENGINE_GAUGES: dict[str, tuple[str, Callable[[StepStats], float]]] = {
+    "vllm:num_requests_running": ("Requests in the running batch.", lambda stats: stats.num_running),
+    "vllm:num_requests_waiting": ("Requests waiting to be scheduled.", lambda stats: stats.num_waiting),
+    "vllm:kv_cache_usage_perc": (
+        "Share of KV blocks in use, in the fullest group; 1 is full.",
+        lambda stats: max(stats.kv_usage, default=0.0),
+    ),
+    "pypto:worker_epoch": ("Number of worker starts so far.", lambda stats: stats.epoch),
+}
+_ENGINE_COUNTERS = {
+    "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", "prefix_queries"),
+    "vllm:prompt_tokens_cached": ("Prompt tokens that came from the device or a tier.", "prefix_hits"),
+    "vllm:prompt_tokens": ("Prompt tokens processed.", "prompt_tokens"),
+    "vllm:generation_tokens": ("Output tokens generated.", "generation_tokens"),
+    "vllm:num_preemptions": ("Preemptions.", "num_preemptions"),
+    "pypto:worker_respawns": ("Worker restarts.", "num_respawns"),
+    "pypto:core_respawns": ("Engine core restarts.", "num_core_respawns"),
+    "pypto:engine_steps": ("Engine steps.", "num_steps"),
+}
+_DRAFT_COUNTERS = {
+    "vllm:spec_decode_num_drafts": ("Times that a request had drafts to verify.", "num_draft_rounds"),
+    "vllm:spec_decode_num_draft_tokens": ("Drafts that were verified.", "num_drafts"),
+}
 _TIER_GAUGES = {
     "writable": "1 while a tier has room for new blocks, and they can be stored.",
     "num_blocks": "Blocks that fit in a tier.",
@@ -47,31 +76,8 @@ _TIER_COUNTERS = {
     "refused_fills": "Loads not started because computing was expected to be faster.",
     "saved_s": "Computing time saved by loads from a tier, minus loading time.",
 }
-
-
-_ENGINE_COUNTERS = {
-    "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", "prefix_queries"),
-    "vllm:prompt_tokens_cached": ("Prompt tokens that came from the device or a tier.", "prefix_hits"),
-    "vllm:prompt_tokens": ("Prompt tokens processed.", "prompt_tokens"),
-    "vllm:generation_tokens": ("Output tokens generated.", "generation_tokens"),
-    "vllm:num_preemptions": ("Preemptions.", "num_preemptions"),
-    "pypto:worker_respawns": ("Worker restarts.", "num_respawns"),
-    "pypto:core_respawns": ("Engine core restarts.", "num_core_respawns"),
-    "pypto:engine_steps": ("Engine steps.", "num_steps"),
-}
-
-
-REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens")
-"""Limits by which requests are refused, as vLLM names them."""
-_SOURCES = ("device", "host", "disk", "external_unspecified")
-"""What vLLM calls each of TIERS."""
-_FETCH_STAGES = ("waiting_to_start", "in_progress", "completed_waiting")
-
-
-_DRAFT_COUNTERS = {
-    "vllm:spec_decode_num_drafts": ("Times that a request had drafts to verify.", "num_draft_rounds"),
-    "vllm:spec_decode_num_draft_tokens": ("Drafts that were verified.", "num_drafts"),
-}
+Values = float | Mapping[str, float]
+"""The value of one engine, or its values by a further label."""
 
 
 class ServerMetrics(Collector):
@@ -151,28 +157,34 @@ class ServerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics. The registry calls this at a scrape."""
-        engines = self._engine.engines
-        stats = [engine.stats for engine in engines]
-        yield from self._gauges(stats, [engine.health() for engine in engines])
+        stats = [engine.stats for engine in self._engine.engines]
+        yield from self._gauges(stats)
+        yield from self._waiting(stats)
         yield from self._counters(stats, _ENGINE_COUNTERS)
-        parts = [[((part,), getattr(each, f"{part}_s")) for part in STEP_PARTS] for each in stats]
+        parts = [{part: getattr(each, f"{part}_s") for part in STEP_PARTS} for each in stats]
         help_text = "Time of the core, and of each part of steps in the worker."
-        yield self._of_engines(CounterMetricFamily, "pypto:step_part_seconds", help_text, parts, "part")
+        yield self._counter("pypto:step_part_seconds", help_text, parts, "part")
         if self._engine.config.num_drafts:
             yield from self._counters(stats, _DRAFT_COUNTERS)
             yield from self._accepted(stats)
         yield from self._tiers([each.tiers for each in stats])
         yield from self._cached(stats)
-        rejections = self._rejections.items()
-        yield self._counter("vllm:admission_rejections", "Requests that a full queue refused.", rejections, "reason")
-        corrupted = CounterMetricFamily(
-            "vllm:corrupted_requests", "Requests whose logits were not finite.", labels=["model_name"]
-        )
-        corrupted.add_metric(self._labels, self._num_corrupted)
-        yield corrupted
-        yield self._counter("vllm:request_success", "Finished requests.", self._finished.items(), "finished_reason")
-        statuses = ((str(status), count) for status, count in sorted(self._responses.items()))
-        yield self._counter("pypto:http_responses", "HTTP responses by status.", statuses, "status")
+        yield from self._of_server()
+
+    def _of_server(self) -> Iterator[Metric]:
+        """Yield what is counted in the API process, for all engines together."""
+        rejections, finished = self._rejections, self._finished
+        statuses = {str(status): count for status, count in sorted(self._responses.items())}
+        for name, help_text, label, values in (
+            ("vllm:admission_rejections", "Requests that a full queue refused.", "reason", rejections),
+            ("vllm:corrupted_requests", "Requests whose logits were not finite.", "", {"": self._num_corrupted}),
+            ("vllm:request_success", "Finished requests.", "finished_reason", finished),
+            ("pypto:http_responses", "HTTP responses by status.", "status", statuses),
+        ):
+            counter = CounterMetricFamily(name, help_text, labels=["model_name", *[label] * bool(label)])
+            for key, count in values.items():
+                counter.add_metric([*self._labels, *[key] * bool(label)], count)
+            yield counter
         for name, (help_text, _) in HISTOGRAMS.items():
             family = HistogramMetricFamily(name, help_text, labels=["model_name"])
             histogram = self._histograms[name]
@@ -182,46 +194,31 @@ class ServerMetrics(Collector):
     def _observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)
 
-    def _gauges(self, stats: Sequence[StepStats], healths: Sequence[Health]) -> Iterator[Metric]:
-        for name, help_text, values in (
-            ("vllm:num_requests_running", "Requests in the running batch.", [each.num_running for each in stats]),
-            ("vllm:num_requests_waiting", "Requests waiting to be scheduled.", [each.num_waiting for each in stats]),
-            (
-                "vllm:kv_cache_usage_perc",
-                "Share of KV blocks in use, in the fullest group; 1 is full.",
-                [max(each.kv_usage, default=0.0) for each in stats],
-            ),
-            ("pypto:engine_ok", "1 while the engine makes progress.", [health.ok for health in healths]),
-            ("pypto:last_step_age_seconds", "Age of the last completed step.", [health.age_s for health in healths]),
-            ("pypto:worker_epoch", "Number of worker starts so far.", [each.epoch for each in stats]),
-        ):
-            yield self._of_engines(GaugeMetricFamily, name, help_text, [[((), value)] for value in values])
-        yield from self._waiting(stats)
+    def _gauges(self, stats: Sequence[StepStats]) -> Iterator[Metric]:
+        for name, (help_text, value_of) in _ENGINE_GAUGES.items():
+            yield self._gauge(name, help_text, map(value_of, stats))
+        healths = [engine.health() for engine in self._engine.engines]
+        yield self._gauge("pypto:engine_ok", "1 while the engine makes progress.", [each.ok for each in healths])
+        ages = [each.age_s for each in healths]
+        yield self._gauge("pypto:last_step_age_seconds", "Age of the last completed step.", ages)
         yield self._cache_config()
-        topology = self._engine.config.topology
-        ranks = [((str(host),), len(topology.on_host(host))) for host in range(topology.hosts)]
-        of_hosts = [[(host, count * each.ready) for host, count in ranks] for each in stats]
+        topology, groups = self._engine.config.topology, self._engine.config.groups
+        ranks = {str(host): len(topology.on_host(host)) for host in range(topology.hosts)}
+        of_hosts = [{host: count * each.ready for host, count in ranks.items()} for each in stats]
         help_text = "Ranks that compute on each host of a replica; 0 while no worker is ready."
-        yield self._of_engines(GaugeMetricFamily, "pypto:ranks", help_text, of_hosts, "host")
-        names = [(group.name,) for group in self._engine.config.groups]
-        shares = [[*zip(names, each.kv_usage, strict=False)] for each in stats]
-        yield self._of_engines(
-            GaugeMetricFamily, "pypto:kv_group_usage_perc", "Share of KV blocks in use.", shares, "group"
-        )
+        yield self._gauge("pypto:ranks", help_text, of_hosts, "host")
+        shares = [dict(zip([group.name for group in groups], each.kv_usage, strict=False)) for each in stats]
+        yield self._gauge("pypto:kv_group_usage_perc", "Share of KV blocks in use.", shares, "group")
 
     def _waiting(self, stats: Sequence[StepStats]) -> Iterator[Metric]:
         """Yield why requests wait, and with tiers how far their loads are."""
-        reasons = [
-            [(("capacity",), each.num_waiting - each.num_deferred), (("deferred",), each.num_deferred)]
-            for each in stats
-        ]
+        reasons = [{"capacity": each.num_waiting - each.num_deferred, "deferred": each.num_deferred} for each in stats]
         help_text = "Requests waiting for room (capacity), or for a load or another's prefix (deferred)."
-        yield self._of_engines(GaugeMetricFamily, "vllm:num_requests_waiting_by_reason", help_text, reasons, "reason")
+        yield self._gauge("vllm:num_requests_waiting_by_reason", help_text, reasons, "reason")
         if self._engine.config.tiers:
-            stages = [[((stage,), n) for stage, n in zip(_FETCH_STAGES, each.loading, strict=False)] for each in stats]
+            stages = [dict(zip(_FETCH_STAGES, each.loading, strict=False)) for each in stats]
             help_text = "Waiting requests whose blocks come from a tier."
-            name = "vllm:num_requests_kv_fetch_by_stage"
-            yield self._of_engines(GaugeMetricFamily, name, help_text, stages, "stage")
+            yield self._gauge("vllm:num_requests_kv_fetch_by_stage", help_text, stages, "stage")
 
     def _cache_config(self) -> Metric:
         """Return the constant that routers read: block size and number of blocks, those of the first KV group."""
@@ -233,8 +230,10 @@ class ServerMetrics(Collector):
             "enable_prefix_caching": str(config.enable_prefix_caching),
         }
         help_text = "Always 1; its labels are the configuration of the KV cache."
-        values = [[(tuple(labels.values()), 1.0)] for _ in self._engine.engines]
-        return self._of_engines(GaugeMetricFamily, "vllm:cache_config_info", help_text, values, *labels)
+        gauge = GaugeMetricFamily("vllm:cache_config_info", help_text, labels=["model_name", "engine", *labels])
+        for index in range(len(self._engine.engines)):
+            gauge.add_metric([*self._labels, str(index), *labels.values()], 1.0)
+        return gauge
 
     def _cached(self, stats: Sequence[StepStats]) -> Iterator[Metric]:
         """Yield where prompt tokens came from, as vLLM counts them: the device's own cache apart from lower tiers."""
@@ -246,66 +245,64 @@ class ServerMetrics(Collector):
             ("vllm:external_prefix_cache_queries", "Prompt tokens looked up in tiers below the device.", looked),
             ("vllm:external_prefix_cache_hits", "Prompt tokens found in tiers below the device.", lower),
         ):
-            yield self._of_engines(CounterMetricFamily, name, help_text, [[((), value)] for value in values])
+            yield self._counter(name, help_text, values)
         parts = [
-            [
-                (("local_compute",), max(0, each.prompt_tokens - each.prefix_hits)),
-                (("local_cache_hit",), own),
-                (("external_kv_transfer",), other),
-            ]
+            {
+                "local_compute": max(0, each.prompt_tokens - each.prefix_hits),
+                "local_cache_hit": own,
+                "external_kv_transfer": other,
+            }
             for each, own, other in zip(stats, device, lower, strict=True)
         ]
         help_text = "Prompt tokens by where they came from."
-        yield self._of_engines(CounterMetricFamily, "vllm:prompt_tokens_by_source", help_text, parts, "source")
+        yield self._counter("vllm:prompt_tokens_by_source", help_text, parts, "source")
         named = dict(zip(TIERS, _SOURCES, strict=True))
-        rows = [
-            [(("device",), own), *(((named[tier.tier],), tier.hit_tokens) for tier in each.tiers)]
+        sources = [
+            {"device": own} | {named[tier.tier]: tier.hit_tokens for tier in each.tiers}
             for each, own in zip(stats, device, strict=True)
         ]
         help_text = "Cached prompt tokens by tier; external_unspecified is the remote one."
-        yield self._of_engines(CounterMetricFamily, "vllm:prompt_tokens_cached_by_source", help_text, rows, "source")
+        yield self._counter("vllm:prompt_tokens_cached_by_source", help_text, sources, "source")
 
     def _counters(self, stats: Sequence[StepStats], counters: Mapping[str, tuple[str, str]]) -> Iterator[Metric]:
         for name, (help_text, field) in counters.items():
-            yield self._of_engines(
-                CounterMetricFamily, name, help_text, [[((), getattr(each, field))] for each in stats]
-            )
+            yield self._counter(name, help_text, [getattr(each, field) for each in stats])
 
     def _accepted(self, stats: Sequence[StepStats]) -> Iterator[Metric]:
         """Yield how many drafts were accepted, in all and by their position, from 0."""
-        name, most = "vllm:spec_decode_num_accepted_tokens", self._engine.config.num_drafts
+        name, count = "vllm:spec_decode_num_accepted_tokens", self._engine.config.num_drafts
         help_text = "Drafts that were accepted, also behind the end of the request."
-        totals = [[((), sum(each.accepted_at))] for each in stats]
-        yield self._of_engines(CounterMetricFamily, name, help_text, totals)
-        padded = [(*each.accepted_at, *[0] * most)[:most] for each in stats]
-        by_position = [[((str(i),), count) for i, count in enumerate(counts)] for counts in padded]
+        yield self._counter(name, help_text, [sum(each.accepted_at) for each in stats])
+        padded = [(*each.accepted_at, *[0] * count)[:count] for each in stats]
+        by_position = [{str(i): accepted for i, accepted in enumerate(each)} for each in padded]
         help_text = "Drafts that were accepted, by position, also behind the end of the request."
-        yield self._of_engines(CounterMetricFamily, f"{name}_per_pos", help_text, by_position, "position")
+        yield self._counter(f"{name}_per_pos", help_text, by_position, "position")
 
     def _tiers(self, tiers: Sequence[Sequence[TierStats]]) -> Iterator[Metric]:
         for field, help_text in (_TIER_GAUGES | _TIER_COUNTERS).items():
             name = "pypto:kv_tier_" + field.removesuffix("_s") + ("_seconds" if field.endswith("_s") else "")
-            values = [[((tier.tier,), getattr(tier, field)) for tier in each] for each in tiers]
-            family = GaugeMetricFamily if field in _TIER_GAUGES else CounterMetricFamily
-            yield self._of_engines(family, name, help_text, values, "tier")
+            values = [{str(tier.tier): getattr(tier, field) for tier in each} for each in tiers]
+            make = self._gauge if field in _TIER_GAUGES else self._counter
+            yield make(name, help_text, values, "tier")
+
+    def _gauge(self, name: str, help_text: str, values: Iterable[Values], label: str = "") -> Metric:
+        return self._of_engines(GaugeMetricFamily, name, help_text, values, label)
+
+    def _counter(self, name: str, help_text: str, values: Iterable[Values], label: str = "") -> Metric:
+        return self._of_engines(CounterMetricFamily, name, help_text, values, label)
 
     def _of_engines(
         self,
         family: type[GaugeMetricFamily | CounterMetricFamily],
         name: str,
         help_text: str,
-        values: Iterable[Sequence[tuple[tuple[str, ...], float]]],
-        *labels: str,
+        values: Iterable[Values],
+        label: str,
     ) -> Metric:
-        """Return a metric with the `values` of each engine: pairs of further labels and value."""
-        metric = family(name, help_text, labels=["model_name", "engine", *labels])
+        """Return a metric with the values of each engine, which have the further label `label` unless it is empty."""
+        metric = family(name, help_text, labels=["model_name", "engine", *[label] * bool(label)])
         for index, of_engine in enumerate(values):
-            for further, value in of_engine:
-                metric.add_metric([*self._labels, str(index), *further], float(value))
+            labelled = of_engine if isinstance(of_engine, Mapping) else {"": of_engine}
+            for key, value in labelled.items():
+                metric.add_metric([*self._labels, str(index), *[key] * bool(label)], float(value))
         return metric
-
-    def _counter(self, name: str, help_text: str, rows: Iterable[tuple[str, float]], label: str) -> Metric:
-        family = CounterMetricFamily(name, help_text, labels=["model_name", label])
-        for value, count in rows:
-            family.add_metric([*self._labels, value], count)
-        return family

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, SupportsFloat
 
 import msgspec
@@ -26,10 +25,33 @@ MAX_BAD_WORDS, MAX_BAD_WORD_CHARS, MAX_BAD_WORD_TOKENS = 128, 128, 1024
 """Bad words of a request, characters of each, and tokens of all of them together."""
 LOWEST_REPETITION, HIGHEST_REPETITION = 0.01, 100.0
 """Beyond these a repetition penalty could make a float32 logit infinite, or zero."""
-_REPETITION = f"between {LOWEST_REPETITION:g} and {HIGHEST_REPETITION:g}; 1 turns it off"
-
-
-_SWITCHES = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
+_RANGES: dict[str, tuple[float, float]] = {
+    "n": (1, MAX_N),
+    "temperature": (0, 100),
+    "top_k": (-1, INT32_MAX),
+    "min_p": (0, 1),
+    "max_tokens": (0, INT32_MAX),
+    "seed": (-(2**63), 2**64 - 1),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "truncate_prompt_tokens": (-1, INT32_MAX),
+    "frequency_penalty": (-2, 2),
+    "presence_penalty": (-2, 2),
+    "repetition_penalty": (LOWEST_REPETITION, HIGHEST_REPETITION),
+}
+_ALLOWED = {name: f"between {low} and {high}" for name, (low, high) in _RANGES.items()} | {
+    "top_k": f"0 or -1 (off), or between 1 and {INT32_MAX}",
+    "seed": "a 64-bit integer",
+    "truncate_prompt_tokens": f"-1 (as many as fit), or between 1 and {INT32_MAX}",
+    "repetition_penalty": f"between {LOWEST_REPETITION:g} and {HIGHEST_REPETITION:g}; 1 turns it off",
+}
+"""What each range is in messages."""
+_ID_LIMITS = {
+    "stop_token_ids": (MAX_STOP_IDS, "ids"),
+    "logprob_token_ids": (MAX_BIASES, "long"),
+    "logit_bias": (MAX_BIASES, "entries long"),
+    "allowed_token_ids": (MAX_BIASES, "long"),
+}
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,119 +106,47 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         self._coerce()
-        _require(1 <= self.n <= MAX_N, "n", self.n, f"between 1 and {MAX_N}")
-        _require(
-            math.isfinite(self.temperature) and 0 <= self.temperature <= 100,
-            "temperature",
-            self.temperature,
-            "between 0 and 100",
-        )
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            _require(value is None or low <= value <= high, name, value, _ALLOWED[name])
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
-        _require(-1 <= self.top_k <= INT32_MAX, "top_k", self.top_k, f"0 or -1 (off), or between 1 and {INT32_MAX}")
-        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
-        check_max_tokens(self.max_tokens)
         limit = self.max_tokens if self.max_tokens is not None else 2**31
         _require(0 <= self.min_tokens <= limit, "min_tokens", self.min_tokens, "between 0 and max_tokens")
-        _require(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", self.seed, "a 64-bit integer")
-        check_logprobs(self.logprobs)
-        check_logprobs(self.prompt_logprobs, "prompt_logprobs")
-        self._check_named_logprobs()
-        kept = self.truncate_prompt_tokens
-        _require(
-            kept is None or kept == -1 or 1 <= kept <= INT32_MAX,
-            "truncate_prompt_tokens",
-            kept,
-            f"-1 (as many as fit), or between 1 and {INT32_MAX}",
-        )
+        _require(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", 0, _ALLOWED["truncate_prompt_tokens"])
         check_stops(self.stop)
-        if self.stop_token_ids:
-            num_ids = len(self.stop_token_ids)
-            _require(num_ids <= MAX_STOP_IDS, "stop_token_ids", _Words(f"{num_ids} ids"), f"at most {MAX_STOP_IDS}")
-            _check_ids("stop_token_ids", self.stop_token_ids)
-        self._check_adjustments()
-        self._check_penalties()
+        for name, (most, unit) in _ID_LIMITS.items():
+            if ids := getattr(self, name):
+                _require_at_most(most, name, len(ids), unit)
+                _check_ids(name, ids)
+        if self.logprob_token_ids and self.logprobs is None:
+            raise _refusal("logprob_token_ids", _Words("given"), "left out unless logprobs is given")
+        if self.allowed_token_ids == ():
+            raise _refusal("allowed_token_ids", _Words("empty"), "at least one token id, or None for all")
+        for token_id, bias in self.logit_bias.items():
+            if not -100 <= bias <= 100:
+                raise _refusal(f"logit_bias of {token_id}", bias, "between -100 and 100")
         if self.bad_words or self.bad_word_ids:
             self._check_bad_words()
 
-    def _check_named_logprobs(self) -> None:
-        name, ids = "logprob_token_ids", self.logprob_token_ids
-        if ids:
-            _require(len(ids) <= MAX_BIASES, name, _Words(f"{len(ids)} long"), f"at most {MAX_BIASES}")
-            _check_ids(name, ids)
-            _require(self.logprobs is not None, name, _Words("given"), "left out unless logprobs is given")
-
-    def _check_penalties(self) -> None:
-        for name in ("frequency_penalty", "presence_penalty"):
-            _require(-2 <= getattr(self, name) <= 2, name, getattr(self, name), "between -2 and 2")
-        value = self.repetition_penalty
-        _require(LOWEST_REPETITION <= value <= HIGHEST_REPETITION, "repetition_penalty", value, _REPETITION)
-
     def _check_bad_words(self) -> None:
         words, name = self.bad_words, "bad_words"
-        if words:
-            _require(len(words) <= MAX_BAD_WORDS, name, _Words(f"{len(words)} strings"), f"at most {MAX_BAD_WORDS}")
-            _require(all(word.strip() for word in words), name, words, "strings that are not empty or white space")
-            longest = max(map(len, words))
-            allowed = f"at most {MAX_BAD_WORD_CHARS}"
-            _require(longest <= MAX_BAD_WORD_CHARS, name, _Words(f"{longest} characters long"), allowed)
+        _require_at_most(MAX_BAD_WORDS, name, len(words), "strings")
+        _require(all(word.strip() for word in words), name, words, "strings that are not empty or white space")
+        _require_at_most(MAX_BAD_WORD_CHARS, name, max(map(len, words), default=0), "characters long")
         _require(all(self.bad_word_ids), "bad_word_ids", _Words("empty in part"), "sequences of at least one token id")
         num_ids = sum(map(len, self.bad_word_ids))
-        allowed = (
-            f"at most {MAX_BAD_WORD_TOKENS}, with and without a space before each word; send fewer or shorter ones"
-        )
-        _require(num_ids <= MAX_BAD_WORD_TOKENS, name, _Words(f"{num_ids} tokens long"), allowed)
+        hint = ", with and without a space before each word; send fewer or shorter ones"
+        _require_at_most(MAX_BAD_WORD_TOKENS, name, num_ids, "tokens long", hint)
         for ids in self.bad_word_ids:
             _check_ids("bad_word_ids", ids)
 
-    def _check_adjustments(self) -> None:
-        bias, allowed = self.logit_bias, self.allowed_token_ids
-        if bias:
-            length = _Words(f"{len(bias)} entries long")
-            _require(len(bias) <= MAX_BIASES, "logit_bias", length, f"at most {MAX_BIASES}")
-            _check_ids("logit_bias", bias)
-            for token_id, value in bias.items():
-                if not -100 <= value <= 100:
-                    raise _refusal(f"logit_bias of {token_id}", value, "between -100 and 100")
-        if allowed is not None:
-            name = "allowed_token_ids"
-            _require(allowed != (), name, _Words("empty"), "at least one token id, or None for all")
-            _require(len(allowed) <= MAX_BIASES, name, _Words(f"{len(allowed)} long"), f"at most {MAX_BIASES}")
-            _check_ids(name, allowed)
-
     def _coerce(self) -> None:
         """Make plain values of what users may write: lists, numbers of numpy, one string. Raises RequestError."""
-
-        def put(name: str, value: object) -> None:
-            msgspec.structs.force_setattr(self, name, value)
-
-        for name in ("n", "top_k", "min_tokens"):
-            if type(value := getattr(self, name)) is not int:
-                put(name, _whole(name, value))
-        for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
-            if (value := getattr(self, name)) is not None and type(value) is not int:
-                put(name, _whole(name, value))
-        for name in ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"):
-            if type(value := getattr(self, name)) is not float:
-                put(name, _number(name, value))
-        for name in _SWITCHES:
-            if type(value := getattr(self, name)) is not bool:
-                put(name, _switch(name, value))
-        if type(self.stop) is not tuple or self.stop:
-            put("stop", _strings("stop", self.stop))
-        if type(self.stop_token_ids) is not tuple or self.stop_token_ids:
-            put("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
-        if type(self.logprob_token_ids) is not tuple or self.logprob_token_ids:
-            put("logprob_token_ids", _ids("logprob_token_ids", self.logprob_token_ids))
-        if self.allowed_token_ids is not None:
-            put("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
-        if type(self.bad_words) is not tuple or self.bad_words:
-            put("bad_words", _strings("bad_words", self.bad_words))
-        if type(self.bad_word_ids) is not tuple or self.bad_word_ids:
-            put("bad_word_ids", _id_lists("bad_word_ids", self.bad_word_ids))
-        structured: Any = self.structured_outputs
-        if structured is not None and not isinstance(structured, StructuredOutputsParams):
-            put("structured_outputs", StructuredOutputsParams.read(structured))
-        put("logit_bias", _biases("logit_bias", self.logit_bias))
+        for name, (plain, read) in _READERS.items():
+            value = getattr(self, name)
+            is_plain = type(value) is plain and not (value and plain in (tuple, dict))
+            if not is_plain and (value is not None or name not in _OPTIONAL):
+                msgspec.structs.force_setattr(self, name, read(name, value))
 
 
 _ADJUSTING: dict[str, Any] = {
@@ -231,15 +181,9 @@ def check_max_tokens(value: int | None, name: str = "max_tokens", least: int = 0
 def check_stops(stops: Sequence[str], name: str = "stop") -> None:
     """Raise RequestError for a field `name` whose strings a request cannot stop at."""
     if stops:
-        _require(len(stops) <= MAX_STOPS, name, _Words(f"{len(stops)} strings"), f"at most {MAX_STOPS} strings")
+        _require_at_most(MAX_STOPS, name, len(stops), "strings", " strings")
         _require(all(stops), name, "", "a string or strings that are not empty")
-        longest = max(map(len, stops))
-        _require(longest <= MAX_STOP_CHARS, name, _Words(f"{longest} characters long"), f"at most {MAX_STOP_CHARS}")
-
-
-def check_logprobs(value: int | None, name: str = "logprobs") -> None:
-    """Raise RequestError that names the field `name` unless `value` is None or a number of top log-probabilities."""
-    _require(value is None or 0 <= value <= MAX_LOGPROBS, name, value, f"between 0 and {MAX_LOGPROBS}")
+        _require_at_most(MAX_STOP_CHARS, name, max(map(len, stops)), "characters long")
 
 
 def check_named_ids(params: SamplingParams, vocab_size: int) -> None:
@@ -268,6 +212,11 @@ def _refusal(name: str, value: object, allowed: str) -> RequestError:
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:
     if not holds:
         raise _refusal(name, value, allowed)
+
+
+def _require_at_most(limit: int, name: str, count: int, unit: str, hint: str = "") -> None:
+    if count > limit:
+        raise _refusal(name, _Words(f"{count} {unit}"), f"at most {limit}{hint}")
 
 
 def _check_ids(name: str, token_ids: Iterable[int]) -> None:
@@ -351,6 +300,26 @@ def _biases(name: str, value: Any) -> dict[int, float]:
         token_id = key if type(key) is int else _whole(f"{name} key", key)
         made[token_id] = number if type(number) is float else _number(f"{name} of {brief(key)}", number)
     return made
+
+
+_READERS: dict[str, tuple[type, Callable[[str, Any], Any]]] = {
+    name: (plain, read)
+    for plain, read, names in (
+        (int, _whole, ("n", "top_k", "min_tokens", "max_tokens", "seed", "truncate_prompt_tokens")),
+        (int, _whole, ("logprobs", "prompt_logprobs")),
+        (float, _number, ("temperature", "top_p", "min_p")),
+        (float, _number, ("frequency_penalty", "presence_penalty", "repetition_penalty")),
+        (bool, _switch, ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")),
+        (tuple, _strings, ("stop", "bad_words")),
+        (tuple, _ids, ("stop_token_ids", "logprob_token_ids", "allowed_token_ids")),
+        (tuple, _id_lists, ("bad_word_ids",)),
+        (dict, _biases, ("logit_bias",)),
+        (StructuredOutputsParams, lambda _, value: StructuredOutputsParams.read(value), ("structured_outputs",)),
+    )
+    for name in names
+}
+"""The plain type of each field, and what makes it of other values."""
+_OPTIONAL = {name for name in _READERS if SamplingParams.__annotations__[name].endswith("None")}
 
 
 class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):

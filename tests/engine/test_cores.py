@@ -16,7 +16,7 @@ import pytest
 from pypto_serving.engine import async_engine
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.errors import EngineDeadError, UnavailableError
-from pypto_serving.types.stats import StepStats
+from pypto_serving.types.stats import StepStats, StepTotals
 from pypto_serving.types.tier import TierConfig
 from tests.engine.replica import answers_are_right, begun, collect, config, request, run
 
@@ -65,7 +65,7 @@ def test_a_core_that_dies_fails_its_requests_and_is_replaced() -> None:
 def test_totals_go_on_when_a_core_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     """And deaths count as in a row only if no step was completed in between."""
     monkeypatch.setattr(async_engine, "MAX_CORE_RESPAWNS", 1)
-    names = (*(name for name in StepStats.TOTALS if name != "num_core_respawns"), "num_core_respawns")
+    names = (*(name for name in StepTotals.__struct_fields__ if name != "num_core_respawns"), "num_core_respawns")
     seen: list[tuple[int, ...]] = []
 
     def watch(stats: StepStats) -> None:
