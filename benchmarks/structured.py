@@ -18,8 +18,8 @@ import numpy as np
 import tokenizers
 
 from pypto_serving import LLM, SamplingParams, StructuredOutputsParams
-from pypto_serving.api.generation.json_schema import prepare
-from pypto_serving.api.generation.structured import json_options
+from pypto_serving.api.grammars.json_schema import prepare
+from pypto_serving.api.grammars.structured import json_options
 from pypto_serving.guidance import Compiler
 from pypto_serving.types.guide import Grammar, Guide
 from pypto_serving.worker.reasoning import TokenTexts

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pypto_serving.api.offline import LLM
+    from pypto_serving.offline.llm import LLM
     from pypto_serving.types.sampling import SamplingParams
     from pypto_serving.types.structured import StructuredOutputsParams
 
@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 _LAZY = {
-    "LLM": "pypto_serving.api.offline",
+    "LLM": "pypto_serving.offline.llm",
     "SamplingParams": "pypto_serving.types.sampling",
     "StructuredOutputsParams": "pypto_serving.types.structured",
 }

@@ -20,13 +20,13 @@ from pypto_serving.api.anthropic.schemas import CountTokensBody, MessagesBody
 from pypto_serving.api.batch import answers as batch
 from pypto_serving.api.batch.schemas import RULES as BATCH_RULES
 from pypto_serving.api.batch.schemas import BatchBody
+from pypto_serving.api.common.fields import CHAT_RULES, COMPLETION_RULES, DETOKENIZE_RULES, TOKENIZE_RULES, FieldRules
+from pypto_serving.api.common.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from pypto_serving.api.decisions import answers as decisions
 from pypto_serving.api.decisions.schemas import RULES as DECISION_RULES
 from pypto_serving.api.decisions.schemas import DecisionBody
 from pypto_serving.api.openai import answers as openai
 from pypto_serving.api.openai.answers import Answer, Error
-from pypto_serving.api.openai.fields import CHAT_RULES, COMPLETION_RULES, DETOKENIZE_RULES, TOKENIZE_RULES, FieldRules
-from pypto_serving.api.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from pypto_serving.api.responses import answers as response_answers
 from pypto_serving.api.responses.events import ResponseEvent
 from pypto_serving.api.responses.schemas import RULES as RESPONSES_RULES

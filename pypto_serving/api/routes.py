@@ -15,6 +15,7 @@ from pypto_serving.api.anthropic.schemas import CountTokensBody, MessagesBody
 from pypto_serving.api.batch import endpoints as batch
 from pypto_serving.api.batch.answers import Batch, BatchList, DeletedFile, File, FileList
 from pypto_serving.api.batch.schemas import BatchBody
+from pypto_serving.api.common.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from pypto_serving.api.decisions.answers import Decision
 from pypto_serving.api.decisions.endpoint import create_decision
 from pypto_serving.api.decisions.schemas import DecisionBody
@@ -24,7 +25,6 @@ from pypto_serving.api.openai.chat import create_chat_completion
 from pypto_serving.api.openai.completions import create_completion
 from pypto_serving.api.openai.models import list_models, retrieve_model
 from pypto_serving.api.openai.render import render_chat_completion, render_completion
-from pypto_serving.api.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from pypto_serving.api.openai.tokenize import detokenize, tokenize
 from pypto_serving.api.openapi import (
     GENERATING,

@@ -14,12 +14,12 @@ from starlette.types import Receive, Scope, Send
 
 from pypto_serving.api.batch.batches import Batches
 from pypto_serving.api.batch.direct import Direct
-from pypto_serving.api.disconnect import nobody_listens
-from pypto_serving.api.errors import ApiError, describe
-from pypto_serving.api.middleware import SERVER_SEND, ApiKeyGuard, Faults, OriginGuard, RequestScope, Traced
-from pypto_serving.api.openai.body import TRUNCATED_HEADER
-from pypto_serving.api.openai.fields import IGNORED_HEADER
-from pypto_serving.api.paths import Paths
+from pypto_serving.api.common.body import TRUNCATED_HEADER
+from pypto_serving.api.common.fields import IGNORED_HEADER
+from pypto_serving.api.http.disconnect import nobody_listens
+from pypto_serving.api.http.errors import ApiError, describe
+from pypto_serving.api.http.middleware import SERVER_SEND, ApiKeyGuard, Faults, OriginGuard, RequestScope, Traced
+from pypto_serving.api.http.paths import Paths
 from pypto_serving.api.reading.reader import BodyReader
 from pypto_serving.api.reading.reading import Reading
 from pypto_serving.api.responses.store import ResponseStore

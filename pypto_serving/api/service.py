@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import time
 
-from pypto_serving.api.drain import Admission
-from pypto_serving.api.generation.prompts import Prompter
-from pypto_serving.api.generation.seeds import SeedSource
-from pypto_serving.api.keys import ApiKeys
+from pypto_serving.api.http.drain import Admission
+from pypto_serving.api.http.keys import ApiKeys
+from pypto_serving.api.http.tracing import open_tracing
+from pypto_serving.api.prompting.prompts import Prompter
+from pypto_serving.api.prompting.seeds import SeedSource
 from pypto_serving.api.settings import ServingConfig
-from pypto_serving.api.tracing import open_tracing
 from pypto_serving.engine.client import EngineClient, Health
 from pypto_serving.engine.history import History
 from pypto_serving.engine.metrics import ServerMetrics

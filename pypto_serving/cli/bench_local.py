@@ -17,7 +17,7 @@ from pypto_serving.setup.options import Options
 from pypto_serving.types.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from pypto_serving.api.offline import LLM
+    from pypto_serving.offline.llm import LLM
 
 PERCENTILES = (10.0, 25.0, 75.0, 90.0, 99.0)
 InputLen = Annotated[int, typer.Option(min=1, help="Prompt tokens.")]

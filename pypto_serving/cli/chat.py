@@ -22,7 +22,7 @@ from pypto_serving.setup.rules import RULES
 from pypto_serving.types.server_url import KEY_VARIABLES, key_in, require_key
 
 if TYPE_CHECKING:
-    from pypto_serving.api.offline import LLM
+    from pypto_serving.offline.llm import LLM
 
 app = typer.Typer(add_completion=False)
 

@@ -17,7 +17,7 @@ from pypto_serving.errors import ConfigError
 from pypto_serving.setup.options import Options
 
 if TYPE_CHECKING:
-    from pypto_serving.api.offline import GenerationOutput
+    from pypto_serving.offline.llm import GenerationOutput
 
 app = typer.Typer(add_completion=False)
 

@@ -14,7 +14,7 @@ from pypto_serving.errors import ConfigError, RequestError
 from pypto_serving.types.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from pypto_serving.api.offline import LLM
+    from pypto_serving.offline.llm import LLM
 
 PANEL = "Sampling"
 

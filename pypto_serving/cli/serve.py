@@ -90,7 +90,7 @@ def _run(options: Options) -> None:
 
 def with_given_socket(options: Options) -> Options:
     """Add the address of the socket that the service manager hands over, if it does. Raises ConfigError."""
-    from pypto_serving.api.listening import address_of, handed_over
+    from pypto_serving.api.http.listening import address_of, handed_over
 
     given = handed_over()
     if given is None:
@@ -105,7 +105,7 @@ def with_given_socket(options: Options) -> Options:
 
 def check_address(options: Options, server: ServerConfig) -> None:
     """Raise ConfigError if nothing can listen on the address, before anything is loaded."""
-    from pypto_serving.api.listening import close, listen_at, tls_context
+    from pypto_serving.api.http.listening import close, listen_at, tls_context
 
     try:
         tls_context(server)
@@ -165,9 +165,9 @@ async def _serve_http(
     progress: LoadProgress,
 ) -> None:
     """Listen until told to stop, even while the worker loads; raise the error of an engine that gives up."""
+    from pypto_serving.api.http.service_manager import pet_watchdog
     from pypto_serving.api.run import serve as listen
     from pypto_serving.api.server import create_app
-    from pypto_serving.api.service_manager import pet_watchdog
 
     server = resolved.server
     bound: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -205,7 +205,7 @@ async def _announce(
     reading: Reading,
 ) -> None:
     """Print the line on stdout once the port is open and the worker is ready; then start the first reader of bodies."""
-    from pypto_serving.api.service_manager import tell
+    from pypto_serving.api.http.service_manager import tell
 
     port = await bound
     await engine.wait_ready()
@@ -240,7 +240,7 @@ def where(server: ServerConfig, port: int) -> dict[str, Any]:
 
 def with_chat(resolved: Resolved, serving: ServingConfig) -> Resolved:
     """Add the chat encoder to the settings; raise ModelError or ConfigError for a given file that cannot be one."""
-    from pypto_serving.api.chat import describe_chat
+    from pypto_serving.api.prompting.encoders import describe_chat
 
     given = {
         "chat-template": serving.chat_template is not None,

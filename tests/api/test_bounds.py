@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from pypto_serving.api.openai.body import parse_body
-from pypto_serving.api.openai.fields import COMPLETION_RULES, MAX_IGNORED, MAX_NAME_CHARS
-from pypto_serving.api.openai.schemas import ChatBody, CompletionBody, GenerationBody
+from pypto_serving.api.common.body import parse_body
+from pypto_serving.api.common.fields import COMPLETION_RULES, MAX_IGNORED, MAX_NAME_CHARS
+from pypto_serving.api.common.schemas import ChatBody, CompletionBody, GenerationBody
 from pypto_serving.api.service import MAX_REMEMBERED_FIELDS
 from pypto_serving.types.sampling import MAX_STOP_CHARS, MAX_STOPS
 from tests.api.running import RunningServer

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pypto_serving.api.chat.template import TemplateEncoder, find_template
+from pypto_serving.api.prompting.template import TemplateEncoder, find_template
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ModelError, RequestError
 from pypto_serving.types.tokens import unpack_ids

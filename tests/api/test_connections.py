@@ -11,7 +11,8 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from pypto_serving.api import connection, run
+from pypto_serving.api import run
+from pypto_serving.api.http import connection
 from tests.api.running import RunningServer
 from tests.api.scripted_engine import WAIT_S, Script
 from tests.api.sockets import BODY, HEAD, LENGTH, answer, dialled, held, next_answer, padded

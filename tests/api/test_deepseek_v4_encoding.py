@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pypto_serving.api.chat import ENCODER_OF_ARCHITECTURE, ENCODERS
 from pypto_serving.api.chat.deepseek_v4 import (
     FIRST_EFFORTS,
     LATER_EFFORTS,
@@ -21,6 +20,7 @@ from pypto_serving.api.chat.deepseek_v4 import (
 )
 from pypto_serving.api.chat.deepseek_v4_turns import read_turns
 from pypto_serving.api.chat.output import read_output
+from pypto_serving.api.prompting.encoders import ENCODER_OF_ARCHITECTURE, ENCODERS
 from pypto_serving.api.settings import load_serving_config
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ConfigError, ModelError, RequestError

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pypto_serving.api.anthropic.schemas import MessagesBody
 from pypto_serving.api.batch.schemas import MAX_METADATA, MAX_METADATA_CHARS, BatchBody
 from pypto_serving.api.chat.tools import MAX_DEPTH, MAX_NAME_CHARS, MAX_TOOLS
-from pypto_serving.api.openai.schemas import MAX_MESSAGES, MAX_PING_S
+from pypto_serving.api.common.schemas import MAX_MESSAGES, MAX_PING_S
 from pypto_serving.api.responses import responses_body
 from pypto_serving.api.responses.schemas import MAX_ID_CHARS, ResponsesBody
 from pypto_serving.api.settings import load_serving_config

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pypto_serving.api import gate, run
-from pypto_serving.api.gate import Gate, Places
-from pypto_serving.api.refusals import QUIET_S, Refusals
+from pypto_serving.api import run
+from pypto_serving.api.http import gate
+from pypto_serving.api.http.gate import Gate, Places
+from pypto_serving.api.http.refusals import QUIET_S, Refusals
 from tests.api.running import RunningServer
 from tests.api.scripted_engine import WAIT_S, Script
 from tests.api.sockets import BODY, HEAD, LENGTH, answer, dialled, held, padded

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pypto_serving.api.keys import ApiKeys
+from pypto_serving.api.http.keys import ApiKeys
 from tests.api.running import COMPLETIONS, RunningServer
 from tests.api.scripted_engine import Script
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pypto_serving.api import listening
-from pypto_serving.api.listening import bind_unix, handed_over
+from pypto_serving.api.http import listening
+from pypto_serving.api.http.listening import bind_unix, handed_over
 from pypto_serving.cli import main
 from pypto_serving.errors import ConfigError
 from tests.api.running import COMPLETIONS, RunningServer

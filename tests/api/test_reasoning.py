@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pypto_serving.api.chat.output import AssistantMessage, read_output
-from pypto_serving.api.chat.template import TemplateEncoder
+from pypto_serving.api.prompting.template import TemplateEncoder
 from pypto_serving.api.text.tokenizer import Tokenizer
 from tests.api.chat_events import PATH, join_events
 from tests.api.running import RunningServer

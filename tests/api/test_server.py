@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pypto_serving.api.listening import bind
+from pypto_serving.api.http.listening import bind
 from pypto_serving.api.settings import DefaultSampling, ServingConfig, default_sampling
 from pypto_serving.api.text.files import read_generation_config
 from pypto_serving.api.text.tokenizer import Tokenizer

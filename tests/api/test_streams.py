@@ -12,9 +12,10 @@ from typing import IO
 import pytest
 from starlette.types import Message
 
-from pypto_serving.api import respond, run
-from pypto_serving.api.openai.sse import PING
-from pypto_serving.api.respond import begun, pinging
+from pypto_serving.api import run
+from pypto_serving.api.common import respond
+from pypto_serving.api.common.respond import begun, pinging
+from pypto_serving.api.common.sse import PING
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.types.request import RequestFault
 from tests.api.checkpoint import TEXT
@@ -101,7 +102,7 @@ def test_a_client_that_leaves_while_it_stalls_frees_its_request(narrow: RunningS
 def test_a_client_that_stalls_for_good_is_cut_off(
     start: Callable[..., RunningServer], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pypto_serving.api.listening.READ_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("pypto_serving.api.http.listening.READ_TIMEOUT_S", 0.5)
     server = start(config={"max_model_len": 100_000})
     server.engine.script = lambda request: Script((tokenizer.encode(TEXT) * 50_000)[:50_000], hang=True)
     with server.raw_post(PATH, {"prompt": "hello", "stream": True, "max_tokens": 50_000}):

@@ -11,8 +11,8 @@ import jsonschema
 import pytest
 
 from pypto_serving.api.chat.parsers.families import FAMILIES, CallForm
-from pypto_serving.api.generation.structured import json_options
-from pypto_serving.api.generation.tool_grammar import strict_calls
+from pypto_serving.api.grammars.structured import json_options
+from pypto_serving.api.grammars.tool_grammar import strict_calls
 from pypto_serving.guidance import Compiler
 from pypto_serving.types.guide import Grammar
 from tests.api.random_tools import FIND, LOOSE, read

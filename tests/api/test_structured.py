@@ -14,8 +14,8 @@ import pydantic
 import pytest
 
 from pypto_serving import SamplingParams, StructuredOutputsParams
-from pypto_serving.api.generation.json_schema import ESCAPES, WHITESPACE
-from pypto_serving.api.generation.structured import literal, without_anchors
+from pypto_serving.api.grammars.json_schema import ESCAPES, WHITESPACE
+from pypto_serving.api.grammars.structured import literal, without_anchors
 from pypto_serving.api.settings import load_serving_config
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import RequestError

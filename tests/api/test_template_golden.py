@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pypto_serving.api.chat.template import TemplateEncoder
+from pypto_serving.api.prompting.template import TemplateEncoder
 from tests.api.checkpoint import CHATML, tiny_tokenizer
 from tests.api.templates import HERMES, OPENED, SWITCHED
 from tests.api.tool_samples import HELLO, NOW_TOOL, WEATHER_TOOL

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pypto_serving.api.openai import body as bodies
+from pypto_serving.api.common import body as bodies
 from pypto_serving.api.openai import render
 from pypto_serving.api.openai.answers import Detokenized, Error, RenderedRequest, Tokenized
 from pypto_serving.api.text.tokenizer import Tokenizer

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pypto_serving.api.chat.parsers.families import FAMILIES
-from pypto_serving.api.chat.template import TemplateEncoder
 from pypto_serving.api.chat.tools import ToolUse, read_tool_use
-from pypto_serving.api.generation.structured import json_options
-from pypto_serving.api.generation.tool_grammar import forced_calls, strict_calls
+from pypto_serving.api.grammars.structured import json_options
+from pypto_serving.api.grammars.tool_grammar import forced_calls, strict_calls
+from pypto_serving.api.prompting.template import TemplateEncoder
 from pypto_serving.errors import RequestError
 from pypto_serving.guidance import checked
 from tests.api.templates import HERMES, with_tools

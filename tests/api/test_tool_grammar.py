@@ -12,8 +12,8 @@ import pytest
 
 from pypto_serving.api.chat.parsers.families import FAMILIES
 from pypto_serving.api.chat.tools import parameter_types
-from pypto_serving.api.generation.structured import json_options
-from pypto_serving.api.generation.tool_grammar import calls_beside_json, either, forced_calls, strict_calls
+from pypto_serving.api.grammars.structured import json_options
+from pypto_serving.api.grammars.tool_grammar import calls_beside_json, either, forced_calls, strict_calls
 from pypto_serving.errors import RequestError
 from pypto_serving.guidance import Compiler, GrammarError
 from tests.api.random_tools import FIND, LOOSE, NOT_NORMAL, Function, random_tool, read

@@ -12,10 +12,10 @@ import pytest
 from msgspec.structs import replace
 
 from pypto_serving.api.chat.parsers.choose import choose_family
-from pypto_serving.api.chat.template import TemplateEncoder
 from pypto_serving.api.chat.tools import read_tool_use
-from pypto_serving.api.generation.chat_guide import with_chat_guide
-from pypto_serving.api.generation.prompts import Prompter
+from pypto_serving.api.grammars.chat_guide import with_chat_guide
+from pypto_serving.api.prompting.prompts import Prompter
+from pypto_serving.api.prompting.template import TemplateEncoder
 from pypto_serving.api.settings import serving_config
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.cli.serve import with_chat

@@ -23,7 +23,7 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="needs the 
 
 from opentelemetry.sdk.trace import ReadableSpan
 
-from pypto_serving.api.tracing import CLOSE_S, MAX_CHILDREN, Complaints, Tracing, open_tracing
+from pypto_serving.api.http.tracing import CLOSE_S, MAX_CHILDREN, Complaints, Tracing, open_tracing
 from pypto_serving.errors import ConfigError
 from pypto_serving.types.request import RequestFault
 from tests.collector import Collector, attributes_of

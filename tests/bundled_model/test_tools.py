@@ -16,7 +16,7 @@ from bundled_model.tool_chats import SIGNATURES, ToolChat
 from bundled_model.tools import TOOLS, Call, calculate, calls_text, get_time, responses_text, system_text
 
 from pypto_serving.api.chat.parsers import choose
-from pypto_serving.api.chat.template import TemplateEncoder
+from pypto_serving.api.prompting.template import TemplateEncoder
 
 START, END = "<|im_start|>", "<|im_end|>\n"
 

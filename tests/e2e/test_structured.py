@@ -19,7 +19,7 @@ import pydantic
 import pytest
 
 from pypto_serving import LLM, SamplingParams, StructuredOutputsParams
-from pypto_serving.api.generation.json_schema import prepare
+from pypto_serving.api.grammars.json_schema import prepare
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.errors import RequestError
 from pypto_serving.guidance import checked

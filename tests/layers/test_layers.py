@@ -18,8 +18,9 @@ SOURCES = {".cpp", ".h", ".py"}
 
 FLOOR = {"errors", "guidance", "ipc", "logs", "parallel", "processes", "token_bytes", "types", "util"}
 ALLOWED: dict[str, set[str]] = {
-    "cli": {"api", "bench", "engine", "model", "pypto_serving", "setup", "store"},
+    "cli": {"api", "bench", "engine", "model", "offline", "pypto_serving", "setup", "store"},
     "api": {"engine", "pypto_serving", "setup"},
+    "offline": {"api", "engine", "setup"},
     "bench": {"kv", "sched"},
     "setup": {"kernels"},
     "engine": {"kv", "sched"},
@@ -30,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "model": {"kernels"},
     "kernels": set(),
     "store": set(),
-    "pypto_serving": {"api"},
+    "pypto_serving": {"offline"},
     "__main__": {"cli"},
 }
 TORCH_FREE = {
@@ -40,6 +41,7 @@ TORCH_FREE = {
     "engine",
     "kernels",
     "kv",
+    "offline",
     "pypto_serving",
     "sched",
     "setup",

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from pypto_serving.api.chat.parsers.families import FAMILIES
-from pypto_serving.api.generation.structured import json_options
-from pypto_serving.api.generation.tool_grammar import forced_calls, strict_calls
+from pypto_serving.api.grammars.structured import json_options
+from pypto_serving.api.grammars.tool_grammar import forced_calls, strict_calls
 from pypto_serving.backend.null.pages import next_digest
 from pypto_serving.backend.null.sampler import SAMPLER, logits_of
 from pypto_serving.backend.philox import uniforms

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from pypto_serving.api.offline import LLM
 from pypto_serving.cli import main
 from pypto_serving.cli.serve import check_address
 from pypto_serving.errors import ConfigError
+from pypto_serving.offline.llm import LLM
 from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.options import make_options
 from pypto_serving.setup.resolver import Resolved, resolve

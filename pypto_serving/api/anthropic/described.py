@@ -8,7 +8,7 @@ from pydantic import WithJsonSchema
 
 from pypto_serving.api.chat.effort import EFFORTS
 from pypto_serving.api.chat.tools import MAX_NAME_CHARS, MAX_TOOLS, NAME
-from pypto_serving.api.openai.schemas import MAX_MESSAGES
+from pypto_serving.api.common.schemas import MAX_MESSAGES
 from pypto_serving.types.sampling import INT32_MAX, MAX_STOP_CHARS, MAX_STOPS
 
 _TEXT, _OBJECT, _FLAG = {"type": "string"}, {"type": "object"}, {"type": ["boolean", "null"]}

@@ -25,11 +25,11 @@ from pypto_serving.api.anthropic.answers import (
 )
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.output import Part, TextPart, ToolCallStart
-from pypto_serving.api.errors import ApiError
+from pypto_serving.api.common.sse import encode, named, one_line
 from pypto_serving.api.generation.choice import Delta
 from pypto_serving.api.generation.output import Output
 from pypto_serving.api.generation.usage import Usage
-from pypto_serving.api.openai.sse import encode, named, one_line
+from pypto_serving.api.http.errors import ApiError
 
 _FIELDS = {"text": b'"text_delta","text"', "thinking": b'"thinking_delta","thinking"'}
 _CALL_FIELDS = b'"input_json_delta","partial_json"'

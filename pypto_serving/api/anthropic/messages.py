@@ -8,10 +8,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pypto_serving.api.anthropic.format import MessageFormat
-from pypto_serving.api.errors import ANTHROPIC_ID_HEADER
-from pypto_serving.api.openai.body import BodySource
+from pypto_serving.api.common.body import BodySource
+from pypto_serving.api.common.respond import respond
+from pypto_serving.api.http.errors import ANTHROPIC_ID_HEADER
 from pypto_serving.api.openai.tokenize import answer_read
-from pypto_serving.api.respond import respond
 
 PING_S = 10.0
 """A stream that is silent for so long sends `ping`."""

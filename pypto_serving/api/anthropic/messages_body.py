@@ -13,11 +13,11 @@ from pypto_serving.api.anthropic.schemas import RULES, CountTokensBody, Messages
 from pypto_serving.api.anthropic.tools import read_tool_use
 from pypto_serving.api.chat.effort import check_effort
 from pypto_serving.api.chat.tools import refuse
+from pypto_serving.api.common.body import Answered, ReadBody, parse_json
+from pypto_serving.api.common.fields import IgnoredFields
+from pypto_serving.api.common.shown import Shown
 from pypto_serving.api.generation.chat_request import ChatRequest, encode_chat, fit_chat
-from pypto_serving.api.generation.prompts import Prompter
-from pypto_serving.api.openai.body import Answered, ReadBody, parse_json
-from pypto_serving.api.openai.fields import IgnoredFields
-from pypto_serving.api.openai.shown import Shown
+from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import RequestError
 from pypto_serving.types.sampling import INT32_MAX, SamplingParams, check_max_tokens, check_stops

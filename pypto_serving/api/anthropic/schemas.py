@@ -7,9 +7,9 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from pypto_serving.api.anthropic import described
-from pypto_serving.api.openai.described import ABOVE_0_TO_1, number, whole
-from pypto_serving.api.openai.fields import FieldRules
-from pypto_serving.api.openai.schemas import MAX_MESSAGES, Body
+from pypto_serving.api.common.described import ABOVE_0_TO_1, number, whole
+from pypto_serving.api.common.fields import FieldRules
+from pypto_serving.api.common.schemas import MAX_MESSAGES, Body
 from pypto_serving.types.sampling import MAX_STOPS
 
 RULES = FieldRules(

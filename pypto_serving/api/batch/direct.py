@@ -12,8 +12,8 @@ from starlette.middleware import Middleware
 from starlette.routing import Route
 from starlette.types import Message, Scope
 
-from pypto_serving.api.middleware import SERVER_SEND, Faults, Traced
-from pypto_serving.api.paths import VERSION
+from pypto_serving.api.http.middleware import SERVER_SEND, Faults, Traced
+from pypto_serving.api.http.paths import VERSION
 from pypto_serving.logs import REQUEST_ID
 
 NOT_FOR_BATCHES = (f"{VERSION}/files", f"{VERSION}/batches")

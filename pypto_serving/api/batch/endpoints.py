@@ -18,9 +18,9 @@ from pypto_serving.api.batch.batches import Batches
 from pypto_serving.api.batch.multipart import read_form
 from pypto_serving.api.batch.schemas import MAX_METADATA_CHARS, RULES, BatchBody
 from pypto_serving.api.batch.store import StorageError, Store
-from pypto_serving.api.keys import sent_key
-from pypto_serving.api.openai.body import parse_json, read_body, require_json, telling_when_parsed
-from pypto_serving.api.paging import read_page
+from pypto_serving.api.common.body import parse_json, read_body, require_json, telling_when_parsed
+from pypto_serving.api.common.paging import read_page
+from pypto_serving.api.http.keys import sent_key
 from pypto_serving.api.service import Service
 from pypto_serving.errors import RequestError
 from pypto_serving.util import brief

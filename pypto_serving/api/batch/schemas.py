@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from pypto_serving.api.openai.fields import FieldRules
-from pypto_serving.api.openai.schemas import Body
+from pypto_serving.api.common.fields import FieldRules
+from pypto_serving.api.common.schemas import Body
 
 MAX_METADATA, MAX_METADATA_CHARS = 16, 512
 RULES = FieldRules({}, frozenset({"output_expires_after"}))

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pypto_serving.api.chat import Message
+from pypto_serving.api.common.body import ReadBody, parse_json
+from pypto_serving.api.common.fields import IgnoredFields
+from pypto_serving.api.common.shown import Shown
 from pypto_serving.api.decisions.inputs import read_input
 from pypto_serving.api.decisions.questions import Question, read_questions
 from pypto_serving.api.decisions.schemas import RULES, DecisionBody
 from pypto_serving.api.generation.labels import Asked, LabelTree, encode_labels
-from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.generation.request import MAX_CHOICES, FittedPrompt, fit_params, fit_prompt
-from pypto_serving.api.openai.body import ReadBody, parse_json
-from pypto_serving.api.openai.fields import IgnoredFields
-from pypto_serving.api.openai.shown import Shown
+from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import RequestError
 from pypto_serving.types.sampling import SamplingParams

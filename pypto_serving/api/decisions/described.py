@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import WithJsonSchema
 
-from pypto_serving.api.openai.schemas import MAX_MESSAGES
+from pypto_serving.api.common.schemas import MAX_MESSAGES
 
 MAX_QUESTIONS, MAX_OPTIONS, MAX_LEVELS = 400, 255, 10
 MAX_NAME_CHARS = 1024

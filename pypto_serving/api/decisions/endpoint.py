@@ -8,9 +8,9 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pypto_serving.api.common.body import BodySource
+from pypto_serving.api.common.respond import respond_whole
 from pypto_serving.api.decisions.answers import decide
-from pypto_serving.api.openai.body import BodySource
-from pypto_serving.api.respond import respond_whole
 
 
 async def create_decision(request: Request) -> Response:

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from pypto_serving.api.common.described import text
+from pypto_serving.api.common.fields import FieldRules
+from pypto_serving.api.common.schemas import MAX_SALT_CHARS, Body
 from pypto_serving.api.decisions import described
-from pypto_serving.api.openai.described import text
-from pypto_serving.api.openai.fields import FieldRules
-from pypto_serving.api.openai.schemas import MAX_SALT_CHARS, Body
 
 RULES = FieldRules({"stream": (False,)}, frozenset({"prompt_cache_options", "safety_identifier"}))
 """Prefixes are cached without being asked, so `prompt_cache_options` changes nothing."""

@@ -10,8 +10,6 @@ from msgspec.structs import replace
 
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.tools import ToolUse
-from pypto_serving.api.generation.chat_guide import with_chat_guide
-from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.generation.request import (
     FittedPrompt,
     check_scores,
@@ -19,6 +17,8 @@ from pypto_serving.api.generation.request import (
     fit_params,
     fit_prompt,
 )
+from pypto_serving.api.grammars.chat_guide import with_chat_guide
+from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.types.sampling import SamplingParams
 
 

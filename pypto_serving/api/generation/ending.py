@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pypto_serving.api.generation.choice import Choice
 from pypto_serving.api.generation.request import GenerationRequest
 from pypto_serving.api.generation.usage import Usage, count_usage
+from pypto_serving.api.http.tracing import RequestTrace
 from pypto_serving.api.text.tokenizer import Tokenizer
-from pypto_serving.api.tracing import RequestTrace
 from pypto_serving.logs import with_fields
 from pypto_serving.types.request import Timeline
 from pypto_serving.types.tier import TIERS

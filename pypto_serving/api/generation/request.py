@@ -13,11 +13,11 @@ from pypto_serving.api.generation.bad_words import encode_bad_words
 from pypto_serving.api.generation.logprobs import MAX_LOGPROBS_OF_ANSWER
 from pypto_serving.api.generation.max_tokens import fit_max_tokens
 from pypto_serving.api.generation.prompt_scores import PromptScores, check_num_scores
-from pypto_serving.api.generation.prompts import Prompter
-from pypto_serving.api.generation.seeds import SeedSource
-from pypto_serving.api.generation.structured import with_guide
 from pypto_serving.api.generation.truncation import truncate
-from pypto_serving.api.tracing import RequestTrace
+from pypto_serving.api.grammars.structured import with_guide
+from pypto_serving.api.http.tracing import RequestTrace
+from pypto_serving.api.prompting.prompts import Prompter
+from pypto_serving.api.prompting.seeds import SeedSource
 from pypto_serving.errors import RequestError
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import EngineRequest

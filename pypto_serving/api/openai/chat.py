@@ -7,10 +7,10 @@ import uuid
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pypto_serving.api.openai.body import BodySource
+from pypto_serving.api.common.body import BodySource
+from pypto_serving.api.common.respond import respond
+from pypto_serving.api.common.sse import Head
 from pypto_serving.api.openai.chat_format import ChatFormat, ParsedChatFormat
-from pypto_serving.api.openai.sse import Head
-from pypto_serving.api.respond import respond
 from pypto_serving.api.service import Service
 
 

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from pypto_serving.api.chat.messages import read_message
-from pypto_serving.api.chat.template import RESERVED
 from pypto_serving.api.chat.tools import read_tool_use
+from pypto_serving.api.common.body import ReadBody, parse_body, read_common
+from pypto_serving.api.common.fields import chat_rules
+from pypto_serving.api.common.params import sampling_params
+from pypto_serving.api.common.schemas import ChatBody, ChatMessage, ChatPromptBody
+from pypto_serving.api.common.shown import Shown
 from pypto_serving.api.generation.chat_request import ChatRequest, fit_chat
-from pypto_serving.api.generation.prompts import Prompter
-from pypto_serving.api.openai.body import ReadBody, parse_body, read_common
-from pypto_serving.api.openai.fields import chat_rules
-from pypto_serving.api.openai.params import sampling_params
-from pypto_serving.api.openai.schemas import ChatBody, ChatMessage, ChatPromptBody
-from pypto_serving.api.openai.shown import Shown
+from pypto_serving.api.prompting.prompts import Prompter
+from pypto_serving.api.prompting.template import RESERVED
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import RequestError
 from pypto_serving.types.sampling import MAX_LOGPROBS, check_max_tokens

@@ -6,11 +6,11 @@ from typing import Any
 
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.output import Part, TextPart, ToolCallStart, read_output
+from pypto_serving.api.common.logprobs import chat_logprobs
+from pypto_serving.api.common.sse import EventFormat, Head, encode
 from pypto_serving.api.generation.choice import Delta
 from pypto_serving.api.generation.output import Output
 from pypto_serving.api.generation.usage import Usage
-from pypto_serving.api.openai.logprobs import chat_logprobs
-from pypto_serving.api.openai.sse import EventFormat, Head, encode
 
 
 class ChatFormat(EventFormat):

@@ -6,15 +6,15 @@ from typing import Any
 
 import msgspec
 
-from pypto_serving.api.generation.prompts import Prompter
+from pypto_serving.api.common.body import ReadBody, parse_body, read_common
+from pypto_serving.api.common.fields import COMPLETION_RULES
+from pypto_serving.api.common.params import sampling_params
+from pypto_serving.api.common.schemas import CompletionBody
+from pypto_serving.api.common.shown import Shown
 from pypto_serving.api.generation.request import check_scores, fit_num_logprobs, fit_params, fit_prompt
 from pypto_serving.api.openai.best_of import check_best_of
-from pypto_serving.api.openai.body import ReadBody, parse_body, read_common
-from pypto_serving.api.openai.fields import COMPLETION_RULES
-from pypto_serving.api.openai.params import sampling_params
 from pypto_serving.api.openai.prompts import encode_prompts
-from pypto_serving.api.openai.schemas import CompletionBody
-from pypto_serving.api.openai.shown import Shown
+from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.types.config import default_of
 from pypto_serving.types.sampling import SamplingParams

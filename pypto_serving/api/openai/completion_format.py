@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from pypto_serving.api.common.logprobs import completion_logprobs
+from pypto_serving.api.common.sse import EventFormat, Head, encode
 from pypto_serving.api.generation.choice import Delta
 from pypto_serving.api.generation.output import Output
 from pypto_serving.api.generation.usage import Usage
 from pypto_serving.api.openai.best_of import best
-from pypto_serving.api.openai.logprobs import completion_logprobs
-from pypto_serving.api.openai.sse import EventFormat, Head, encode
 
 
 class CompletionFormat(EventFormat):

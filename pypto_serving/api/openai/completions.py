@@ -7,11 +7,11 @@ import uuid
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pypto_serving.api.openai.body import BodySource
+from pypto_serving.api.common.body import BodySource
+from pypto_serving.api.common.respond import respond
+from pypto_serving.api.common.sse import Head
 from pypto_serving.api.openai.completion_format import CompletionFormat
 from pypto_serving.api.openai.echo_format import EchoFormat
-from pypto_serving.api.openai.sse import Head
-from pypto_serving.api.respond import respond
 from pypto_serving.api.service import Service
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
+from pypto_serving.api.common.logprobs import completion_logprobs
+from pypto_serving.api.common.sse import Head
 from pypto_serving.api.generation.choice import Delta
 from pypto_serving.api.generation.output import Output
 from pypto_serving.api.generation.prompt_scores import prompt_text, text_offsets
 from pypto_serving.api.openai.completion_format import CompletionFormat
-from pypto_serving.api.openai.logprobs import completion_logprobs
-from pypto_serving.api.openai.sse import Head
 
 
 class EchoFormat(CompletionFormat):

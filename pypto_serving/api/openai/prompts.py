@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from pypto_serving.api.generation.prompts import Prompter, field_of
 from pypto_serving.api.generation.request import check_num_choices
+from pypto_serving.api.prompting.prompts import Prompter, field_of
 from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
 

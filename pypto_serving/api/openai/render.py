@@ -11,8 +11,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pypto_serving.api.common.body import BodySource, Generating, ReadBody, check_num_answered
 from pypto_serving.api.generation.request import GenerationRequest
-from pypto_serving.api.openai.body import BodySource, Generating, ReadBody, check_num_answered
 from pypto_serving.errors import RequestError
 
 IDS_AT_ONCE = 1 << 14

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pypto_serving.api.openai.body import Answering, BodySource
+from pypto_serving.api.common.body import Answering, BodySource
 
 
 async def tokenize(request: Request) -> Response:

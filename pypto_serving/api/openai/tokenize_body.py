@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import msgspec
 
 from pypto_serving.api.chat.tools import read_tool_use
+from pypto_serving.api.common.body import Answered, check_num_answered, parse_json
+from pypto_serving.api.common.fields import DETOKENIZE_RULES, TOKENIZE_RULES, FieldRules, IgnoredFields
+from pypto_serving.api.common.schemas import ChatMessage, DetokenizeBody, TokenizeBody
 from pypto_serving.api.generation.chat_request import ChatRequest, encode_chat
-from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.openai.answers import Answer, Detokenized, Tokenized
-from pypto_serving.api.openai.body import Answered, check_num_answered, parse_json
 from pypto_serving.api.openai.chat_body import encoder_kwargs, read_history
-from pypto_serving.api.openai.fields import DETOKENIZE_RULES, TOKENIZE_RULES, FieldRules, IgnoredFields
-from pypto_serving.api.openai.schemas import ChatMessage, DetokenizeBody, TokenizeBody
+from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import RequestError

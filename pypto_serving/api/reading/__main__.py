@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from pypto_serving.api.errors import describe
-from pypto_serving.api.generation.prompts import Prompter
-from pypto_serving.api.openai.body import Answered, ReadBody
+from pypto_serving.api.common.body import Answered, ReadBody
+from pypto_serving.api.http.errors import describe
+from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.reading.bodies import ENDPOINTS, BodyStart
 from pypto_serving.api.reading.loop import limit_memory, run_copies
 from pypto_serving.api.reading.reader import BodyReader

@@ -7,7 +7,7 @@ from typing import get_args
 
 import msgspec
 
-from pypto_serving.api.openai.body import Answered, Endpoint, ReadBody
+from pypto_serving.api.common.body import Answered, Endpoint, ReadBody
 from pypto_serving.api.reading.process import ReaderProcess, TooSlowError
 from pypto_serving.api.reading.turns import Turns
 from pypto_serving.api.reading.wire import Failure

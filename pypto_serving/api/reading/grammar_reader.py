@@ -11,7 +11,7 @@ from functools import partial
 
 import msgspec
 
-from pypto_serving.api.generation import schema_errors
+from pypto_serving.api.grammars import schema_errors
 from pypto_serving.api.reading.loop import apart, limit_memory, run
 from pypto_serving.api.reading.wire import Compiles, GrammarStart, Refusal
 from pypto_serving.errors import EXIT_OK

@@ -8,8 +8,7 @@ from contextlib import suppress
 
 from starlette.requests import Request
 
-from pypto_serving.api.disconnect import until_disconnect
-from pypto_serving.api.openai.body import (
+from pypto_serving.api.common.body import (
     Answered,
     Answering,
     Endpoint,
@@ -21,6 +20,7 @@ from pypto_serving.api.openai.body import (
     telling_when_parsed,
     with_guide,
 )
+from pypto_serving.api.http.disconnect import until_disconnect
 from pypto_serving.api.reading import bodies
 from pypto_serving.api.reading.bodies import BodyProcess
 from pypto_serving.api.reading.grammars import Grammars

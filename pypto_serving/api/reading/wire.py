@@ -11,7 +11,7 @@ from pypto_serving.errors import RequestError
 from pypto_serving.types.guide import Grammar
 
 if TYPE_CHECKING:
-    from pypto_serving.api.errors import ApiError
+    from pypto_serving.api.http.errors import ApiError
 
 HEAD = struct.Struct("<BQd")
 """What comes before a task: its kind, its bytes, and the CPU time to read it, in seconds."""

@@ -10,10 +10,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pypto_serving.api.keys import sent_key
-from pypto_serving.api.openai.body import BodySource
-from pypto_serving.api.paging import read_page
-from pypto_serving.api.respond import respond
+from pypto_serving.api.common.body import BodySource
+from pypto_serving.api.common.paging import read_page
+from pypto_serving.api.common.respond import respond
+from pypto_serving.api.http.keys import sent_key
 from pypto_serving.api.responses.answers import ResponseObject
 from pypto_serving.api.responses.format import ResponseFormat
 from pypto_serving.api.responses.responses_body import with_earlier

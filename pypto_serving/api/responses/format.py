@@ -11,14 +11,14 @@ import msgspec
 
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.output import Part, TextPart, ToolCallStart
-from pypto_serving.api.errors import ApiError
+from pypto_serving.api.common.logprobs import chat_logprobs
+from pypto_serving.api.common.sse import PING, named
 from pypto_serving.api.generation.choice import Delta
 from pypto_serving.api.generation.logprobs import TokenEntry
 from pypto_serving.api.generation.output import Output
 from pypto_serving.api.generation.usage import Usage
+from pypto_serving.api.http.errors import ApiError
 from pypto_serving.api.openai.answers import TokenLogprob
-from pypto_serving.api.openai.logprobs import chat_logprobs
-from pypto_serving.api.openai.sse import PING, named
 from pypto_serving.api.responses import events
 from pypto_serving.api.responses.answers import (
     CustomToolCallItem,

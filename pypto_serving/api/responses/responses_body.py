@@ -8,11 +8,11 @@ import msgspec
 
 from pypto_serving.api.chat.effort import check_effort
 from pypto_serving.api.chat.tools import refuse
+from pypto_serving.api.common.body import ReadBody, Repeated, parse_json
+from pypto_serving.api.common.fields import IgnoredFields
+from pypto_serving.api.common.shown import Shown
 from pypto_serving.api.generation.chat_request import ChatRequest, fit_chat
-from pypto_serving.api.generation.prompts import Prompter
-from pypto_serving.api.openai.body import ReadBody, Repeated, parse_json
-from pypto_serving.api.openai.fields import IgnoredFields
-from pypto_serving.api.openai.shown import Shown
+from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.responses.history import read_history, read_items
 from pypto_serving.api.responses.schemas import RULES, ResponsesBody
 from pypto_serving.api.responses.tools import is_hosted, read_response_tools

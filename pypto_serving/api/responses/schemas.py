@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pypto_serving.api.openai.described import ABOVE_0_TO_1, number, whole
-from pypto_serving.api.openai.fields import FieldRules
-from pypto_serving.api.openai.schemas import StreamBody
+from pypto_serving.api.common.described import ABOVE_0_TO_1, number, whole
+from pypto_serving.api.common.fields import FieldRules
+from pypto_serving.api.common.schemas import StreamBody
 from pypto_serving.types.sampling import MAX_LOGPROBS
 
 MAX_ID_CHARS = 128

@@ -11,7 +11,7 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pypto_serving.api.errors import ApiError
+from pypto_serving.api.http.errors import ApiError
 
 FOLDER = Path(__file__).parent / "static"
 PAGES = {"/": "playground.html", "/dashboard": "dashboard.html"}

@@ -14,10 +14,10 @@ from pypto_serving.api.anthropic.answers import TokenCount
 from pypto_serving.api.anthropic.format import MessageFormat
 from pypto_serving.api.chat.formats import Calls, OutputFormat
 from pypto_serving.api.chat.parsers.thinking import Thinking
-from pypto_serving.api.errors import describe
 from pypto_serving.api.generation.choice import Delta
 from pypto_serving.api.generation.output import Output
 from pypto_serving.api.generation.usage import Usage
+from pypto_serving.api.http.errors import describe
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import QueueFullError, UnavailableError
 from pypto_serving.types.request import RequestFault

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from pypto_serving.api.generation.json_schema import prepare
-from pypto_serving.api.generation.structured import json_options
+from pypto_serving.api.grammars.json_schema import prepare
+from pypto_serving.api.grammars.structured import json_options
 from pypto_serving.guidance import Compiler, GrammarError, Matcher, checked
 from pypto_serving.types.guide import Grammar
 

@@ -8,7 +8,7 @@ import sys
 
 def test_generation_and_offline_api_load_no_http() -> None:
     code = (
-        "import sys, pypto_serving.api.offline\n"
+        "import sys, pypto_serving.offline.llm\n"
         "print(sorted(m for m in sys.modules if m.split('.')[0] in ('starlette', 'uvicorn')"
         " or m.startswith('pypto_serving.api.openai')))"
     )

@@ -7,7 +7,6 @@ import pytest
 
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.generation.max_tokens import fit_max_tokens
-from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.generation.request import (
     MAX_CHOICES,
     GenerationRequest,
@@ -16,7 +15,8 @@ from pypto_serving.api.generation.request import (
     fit_params,
     fit_prompt,
 )
-from pypto_serving.api.generation.seeds import SeedSource
+from pypto_serving.api.prompting.prompts import Prompter
+from pypto_serving.api.prompting.seeds import SeedSource
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import ContextLengthError, RequestError
 from pypto_serving.types.request import AddRequests, EngineRequest

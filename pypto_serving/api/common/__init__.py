@@ -1,0 +1,1 @@
+"""Share what all endpoint families need: bodies, fields, answers, streams."""

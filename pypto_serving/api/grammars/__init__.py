@@ -1,0 +1,1 @@
+"""Turn schemas, tags, tools and choices into a grammar."""

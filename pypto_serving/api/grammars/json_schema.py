@@ -1,0 +1,278 @@
+"""Prepare JSON schemas for llguidance: refuse what it cannot honour, and bound white space."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from pypto_serving.api.grammars.ecma import to_rust
+from pypto_serving.api.grammars.keyword_shapes import COUNTS, LISTS, MAPS, SHAPES
+from pypto_serving.api.grammars.numbers import BOUNDS, Bounds, Multiples, inward, is_exact
+from pypto_serving.api.grammars.one_of import OneOf
+from pypto_serving.api.grammars.string_formats import narrowed
+from pypto_serving.util import brief
+
+WHITESPACE = r"\x20|\r?\n[\x20\x09]{0,20}"
+"""White space between the parts of JSON: one space, or a line break and its indentation."""
+ESCAPES = 'nrbtf\\"'
+"""Escapes in texts. Without `u` each text has one spelling, so no key can be another one's in disguise."""
+
+_NUMBERS = frozenset({"const", "enum", "multipleOf", *BOUNDS})
+_ASSERTIONS = frozenset({"type", "pattern", "format", "required"}) | COUNTS | _NUMBERS
+_SCHEMAS = frozenset({"additionalProperties", "items"})
+_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "not": (),
+    "if": (),
+    "contains": (),
+    "uniqueItems": (False,),
+    "propertyNames": (True, {}),
+    "dependencies": ({},),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "unevaluatedItems": (True, {}),
+    "unevaluatedProperties": (True, {}),
+    "$dynamicRef": (),
+    "$recursiveRef": (),
+    "x-guidance": (),
+}
+"""Keywords that cannot be enforced, with the values that change nothing. Annotations and unknown ones are left out."""
+
+MAX_HOPS = 16
+"""References that lead to references."""
+_UNWRITABLE = re.compile("[\\x00-\\x07\\x0b\\x0e-\\x1f\\x7f\\ud800-\\udfff]")
+"""Characters that JSON writes as \\u, or should."""
+
+
+class SchemaError(Exception):
+    """A keyword that cannot be honoured; the message names it and its place."""
+
+
+def prepare(
+    schema: Mapping[str, Any], options: Mapping[str, Any], close_objects: bool = False, keep_free: bool = False
+) -> dict[str, Any]:
+    """Return a schema that llguidance enforces as it stands, in its own order, with `options` for llguidance.
+
+    With `close_objects`, objects have no properties but those they name; with `keep_free`, objects that name none may
+    have any. Raises SchemaError.
+    """
+    copier = _Copier(schema, close_objects, keep_free)
+    made = copier.whole()
+    definitions = {"$defs": copier.definitions} if copier.definitions else {}
+    return {"x-guidance": {**options, "json_allowed_escapes": ESCAPES}, **made, **definitions}
+
+
+class _Copier:
+    """Copies what a schema says of values, and the definitions that it refers to, each once.
+
+    `root` is all of a schema, the base of a place the part that its references are relative to.
+    """
+
+    def __init__(self, root: Mapping[str, Any], close_objects: bool, keep_free: bool) -> None:
+        self._root = root
+        self._close_objects = close_objects
+        self._keep_free = keep_free
+        self.definitions: dict[str, Any] = {}
+        self._names: dict[int, str] = {}
+        self._found: dict[tuple[str, int], tuple[Any, str, Mapping[str, Any]]] = {}
+        self._one_of = OneOf()
+        self._multiples = Multiples()
+        self._bounds = Bounds()
+
+    def whole(self) -> dict[str, Any]:
+        """Return a copy of all of the schema."""
+        made: dict[str, Any] = self.copy(self._root, "#", self._root)
+        self._bounds.settle()
+        return made
+
+    def copy(self, schema: Any, place: str, base: Mapping[str, Any]) -> Any:
+        """Return a checked copy of the schema at `place`."""
+        if not isinstance(schema, Mapping):
+            if isinstance(schema, bool):
+                return schema
+            raise SchemaError(f"{place} is {brief(schema)}, but must be a schema")
+        if schema is not self._root and _is_base(schema):
+            base = schema
+        made: dict[str, Any] = {}
+        for name, value in self._without_one_of(_normal(schema), place, base).items():
+            where = f"{place}/{name}"
+            if name in _UNSUPPORTED:
+                if any(value == neutral and type(value) is type(neutral) for neutral in _UNSUPPORTED[name]):
+                    continue
+                raise SchemaError(f"{where} cannot be enforced: the keyword {name} is not supported")
+            if name == "$ref":
+                made[name] = self._refer(value, where, base)
+            elif name in MAPS and isinstance(value, Mapping):
+                names = value if name == "properties" else _patterns(value, where)
+                copies = [self.copy(each, f"{where}/{key}", base) for key, each in value.items()]
+                made[name] = dict(zip(names, copies, strict=True))
+            elif name in LISTS and isinstance(value, list):
+                made[name] = [self.copy(each, f"{where}/{i}", base) for i, each in enumerate(value)]
+            elif name in _SCHEMAS:
+                made[name] = self.copy(value, where, base)
+            elif name in _ASSERTIONS or name in MAPS or name in LISTS:
+                made[name] = _checked(name, value, where)
+                if name == "multipleOf" and not self._multiples.add(value):
+                    raise SchemaError(
+                        f"{where} cannot be enforced: {brief(value)} and another one are too large together"
+                    )
+        _check_count(made, place)
+        if self._close_objects and _is_open_object(made) and ("properties" in made or not self._keep_free):
+            made["additionalProperties"] = False
+        return self._bounds.add(narrowed(made))
+
+    def _without_one_of(self, schema: Mapping[str, Any], place: str, base: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a schema whose `oneOf` is an `anyOf`, if no two of its cases can hold at once."""
+        cases = schema.get("oneOf")
+        if not isinstance(cases, list):
+            return schema
+        try:
+            found = self._one_of.as_any_of(cases, lambda each: self._target(each, base))
+        except ValueError as error:
+            raise SchemaError(f"{place}/oneOf cannot be enforced: {error}") from None
+        if found is None:
+            return schema
+        if "anyOf" not in schema:
+            return {
+                ("anyOf" if name == "oneOf" else name): value for name, value in (*schema.items(), ("oneOf", found))
+            }
+        others = schema.get("allOf", [])
+        rest = {name: value for name, value in schema.items() if name not in ("oneOf", "allOf")}
+        return {**rest, "allOf": [*others, {"anyOf": found}]} if isinstance(others, list) else schema
+
+    def _target(self, schema: Any, base: Mapping[str, Any]) -> Any:
+        """Return what a reference refers to, other schemas as they are, and True where that is not clear."""
+        for _ in range(MAX_HOPS):
+            if not isinstance(schema, Mapping) or "$ref" not in schema:
+                return schema
+            schema, _, found = self._find(schema["$ref"], "$ref", base)
+            if found is not base:
+                return True
+        return True
+
+    def _find(self, ref: Any, where: str, base: Mapping[str, Any]) -> tuple[Any, str, Mapping[str, Any]]:
+        """Return what `ref` refers to, the last part of its path, and its base. Each is looked up once."""
+        if not isinstance(ref, str):
+            raise SchemaError(f"{where} cannot be enforced: {brief(ref)} is not in this schema")
+        if (ref, id(base)) not in self._found:
+            self._found[ref, id(base)] = self._look_up(ref, where, base)
+        return self._found[ref, id(base)]
+
+    def _look_up(self, ref: str, where: str, base: Mapping[str, Any]) -> tuple[Any, str, Mapping[str, Any]]:
+        root_id = self._root.get("$id", self._root.get("id"))
+        if isinstance(root_id, str) and ref.startswith(f"{root_id.removesuffix('#')}#"):
+            ref, base = ref[len(root_id.removesuffix("#")) :], self._root
+        if not re.match("#(/|$)", ref):
+            raise SchemaError(f"{where} cannot be enforced: {brief(ref)} is not in this schema")
+        target: Any = base
+        last = ""
+        for part in unquote(ref).split("/")[1:]:
+            last = part.replace("~1", "/").replace("~0", "~")
+            target = _child(target, last)
+            if target is None:
+                raise SchemaError(f"{where} cannot be enforced: {brief(ref)} is not in this schema")
+            if isinstance(target, Mapping) and _is_base(target):
+                base = target
+        return target, last, base
+
+    def _refer(self, ref: Any, where: str, base: Mapping[str, Any]) -> str:
+        """Return a reference to the copy of what `ref` refers to."""
+        target, last, base = self._find(ref, where, base)
+        if target is self._root:
+            return "#"
+        if id(target) not in self._names:
+            name = re.sub(r"[^A-Za-z0-9_.-]", "_", last)
+            while name in self.definitions:
+                name += "_"
+            self._names[id(target)] = name
+            self.definitions[name] = True
+            self.definitions[name] = self.copy(target, str(ref), base)
+        return f"#/$defs/{self._names[id(target)]}"
+
+
+def _child(node: Any, part: str) -> Any:
+    """Return what stands in a node under one part of a pointer, None if nothing does."""
+    if isinstance(node, Mapping):
+        return node.get(part)
+    if isinstance(node, list) and part.isascii() and part.isdigit() and len(part) < 10 and int(part) < len(node):
+        return node[int(part)]
+    return None
+
+
+def _is_base(schema: Mapping[str, Any]) -> bool:
+    """Whether references in a schema are relative to it."""
+    name = schema.get("$id")
+    return isinstance(name, str) and not name.startswith("#")
+
+
+def _normal(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a schema with the items of older drafts written as in 2020-12."""
+    if "additionalItems" not in schema and not isinstance(schema.get("items"), list):
+        return schema
+    made: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name == "items" and isinstance(value, list):
+            made["prefixItems"] = value
+            if "additionalItems" in schema:
+                made["items"] = schema["additionalItems"]
+        elif name != "additionalItems" and name not in made:
+            made[name] = value
+    return made
+
+
+def _pattern(value: str, where: str) -> str:
+    try:
+        return to_rust(value)
+    except ValueError as error:
+        raise SchemaError(f"{where} cannot be enforced: {brief(value)} is {error}") from None
+
+
+def _patterns(given: Mapping[str, Any], where: str) -> list[str]:
+    """Return the patterns of properties; two that are the same overlap."""
+    made = [_pattern(each, where) for each in given]
+    if len(set(made)) < len(made):
+        raise SchemaError(f"{where} cannot be enforced: two of the patterns are the same")
+    return made
+
+
+def _is_open_object(schema: Mapping[str, Any]) -> bool:
+    kinds = {"additionalProperties", "patternProperties"}
+    return (schema.get("type") == "object" or "properties" in schema) and kinds.isdisjoint(schema)
+
+
+def _check_count(schema: Mapping[str, Any], place: str) -> None:
+    """Refuse a minimum that repeated keys could seem to reach: only keys with a name of their own are unique."""
+    least, required = schema.get("minProperties", 0), schema.get("required", ())
+    if isinstance(least, int) and isinstance(required, list | tuple) and least > len(set(map(str, required))) + 1:
+        message = f"{place}/minProperties cannot be enforced: {least} is more than one above the required properties"
+        raise SchemaError(message)
+
+
+def _checked(name: str, value: Any, where: str) -> Any:
+    """Return the value of an assertion as llguidance reads it."""
+    wanted, is_right = SHAPES[name]
+    if not is_right(value):
+        raise SchemaError(f"{where} is {brief(value)}, but must be {wanted}")
+    if name == "pattern":
+        return _pattern(value, where)
+    if name in COUNTS and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if name in BOUNDS:
+        value = inward(name, value)
+    if name in _NUMBERS:
+        _check_exact(value, where)
+    return 0 if isinstance(value, float) and value == 0 else value  # llguidance takes -0.0 for less
+
+
+def _check_exact(value: Any, where: str) -> None:
+    """Refuse numbers that llguidance does not read exactly, and texts that cannot be written without `\\u`."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            _check_exact(each, where)
+    elif isinstance(value, int | float) and not is_exact(value):
+        raise SchemaError(f"{where} cannot be enforced: {brief(value)} is not below 2**53, or has more than 15 digits")
+    elif isinstance(value, str) and (found := _UNWRITABLE.search(value)):
+        raise SchemaError(f"{where} cannot be enforced: a text with U+{ord(found[0]):04X} is not supported")

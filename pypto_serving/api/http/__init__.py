@@ -1,0 +1,1 @@
+"""Carry requests and answers: sockets, connections, limits, keys, errors. Knows no endpoint."""

@@ -1,0 +1,233 @@
+"""Wrap the application in ASGI middleware. None wraps `receive`, so handlers see a disconnect at once."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pypto_serving.api.http.drain import SHUTTING_DOWN
+from pypto_serving.api.http.errors import AuthenticationError, OriginError, describe, internal_error
+from pypto_serving.api.http.keys import ApiKeys, sent_key
+from pypto_serving.api.http.paths import Paths
+from pypto_serving.api.http.tracing import Tracing
+from pypto_serving.errors import UnavailableError
+from pypto_serving.logs import REQUEST_ID, with_fields
+from pypto_serving.util import brief
+
+logger = logging.getLogger("pypto_serving.api")
+
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+SERVER_SEND = "pypto.server_send"
+"""Scope key of the server's own `send`. Streams write their bodies with it, past all middleware."""
+WRITE_PART = "pypto.write_part"
+"""Scope key of a function that writes a part of a body at once, or returns False if that takes a message to `send`."""
+BODY_PARSED = "pypto.body_parsed"
+"""Scope key of a function to call when the bytes of the request's body are no longer in memory."""
+ANSWERED = "pypto.answered"
+"""Scope key that is set when the connection has answered the request itself."""
+
+
+class RequestScope:
+    """Find the path that is meant, give every response an x-request-id, count and maybe log it. The outermost.
+
+    Lines that the request's task logs have that id, too.
+    """
+
+    def __init__(self, app: ASGIApp, count: Callable[[int], None], paths: Paths, access_log: bool) -> None:
+        self.app = app
+        self._paths = paths
+        self._count = count
+        self._logs = access_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        scope["path"] = self._paths.find(scope["path"])
+        request_id = request_id_of(scope["headers"])
+        started_s = time.monotonic()
+        name = request_id.decode()
+        state = {"request_id": name, "arrival_s": started_s, "trace": None}
+        scope["state"] = dict(scope.get("state") or {}) | state
+        REQUEST_ID.set(name)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                if ANSWERED not in scope:
+                    self._count(message["status"])
+                if self._logs:
+                    _log_access(scope, message["status"], time.monotonic() - started_s)
+            await send(message)
+
+        await self.app(scope, receive, send_with_id)
+
+
+class Traced:
+    """Give the span of a request to its state as `trace`, and end it with the answer."""
+
+    def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
+        self.app = app
+        self._tracing = tracing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        trace = self._tracing.begin(scope, scope["state"]["request_id"]) if scope["type"] == "http" else None
+        if trace is None:
+            await self.app(scope, receive, send)
+            return
+        scope["state"]["trace"] = trace
+
+        async def noted_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                trace.answer(message["status"])
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noted_send)
+        finally:
+            trace.end()
+
+
+class Faults:
+    """Answer a request whose handler failed with a 500 that names it, and log why. The innermost.
+
+    A handler that is cancelled, since the server ends, becomes a 503.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def noted_send(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noted_send)
+        except asyncio.CancelledError:  # the server ends, and waits no longer
+            if started or scope["type"] != "http":
+                raise
+            await describe(UnavailableError(SHUTTING_DOWN)).response()(scope, receive, send)
+        except Exception:
+            if started or scope["type"] != "http":
+                raise
+            request_id = scope["state"]["request_id"]
+            logger.exception("request %s failed", request_id)
+            await internal_error(request_id).response()(scope, receive, send)
+
+
+class OriginGuard:
+    """Refuse requests that web pages of other sites send through a reader's browser. For a server without an API key.
+
+    - `Origin` names the page's site: it must be this server under an address or localhost, or one of `allowed`.
+    - Browsers send no `Origin` with a page's GETs to its own site. A site can point its name at this machine (DNS
+      rebinding), and on plain HTTP nothing else tells a browser. So over loopback `Host` must be a name that no site
+      on the internet can have, or the host of one of `allowed`, whoever asks.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: Collection[str]) -> None:
+        self.app = app
+        self._allowed = frozenset(origin.encode() for origin in allowed)
+        self._hosts = frozenset(_name(origin.partition("://")[2]) for origin in allowed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(scope) if scope["type"] == "http" else ""
+        if refusal:
+            await describe(OriginError(refusal)).response()(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> str:
+        """Return why the request is refused; empty if it is not."""
+        headers = dict(scope["headers"])
+        origin, host = headers.get(b"origin"), headers.get(b"host", b"").lower()
+        if b"*" in self._allowed or origin in self._allowed:
+            return ""
+        name = _name(host.decode("latin-1"))
+        if origin is not None:
+            if origin in (b"http://" + host, b"https://" + host) and _is_own_name(name):
+                return ""
+            return "web pages of this origin may not call this server; its option allowed-origins names those that may"
+        if name in self._hosts or _is_private_name(name) or not _is_loopback(scope["server"]):
+            return ""
+        return (
+            f"this server is asked under the name {brief(name)}, which any site can point at this machine; use its "
+            f"address or localhost, or give it the option allowed-origins with the origin of that name, or an API key"
+        )
+
+
+def _name(host: str) -> str:
+    """Return the name in a `Host` header, without the port."""
+    return re.sub(r":\d*$", "", host)
+
+
+def _is_own_name(name: str) -> bool:
+    """Return whether `name` is an address or localhost."""
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
+    return True
+
+
+def _is_private_name(name: str) -> bool:
+    """Return whether no site on the internet can have `name`: it has no dot, or an ending for networks of one's own."""
+    return "." not in name or name.endswith((".local", ".internal", ".home.arpa")) or _is_own_name(name)
+
+
+def _is_loopback(server: tuple[str, int] | None) -> bool:
+    """Return whether a request came to an address that only this machine reaches."""
+    try:
+        address = ipaddress.ip_address(server[0] if server else "")
+    except ValueError:
+        return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+class ApiKeyGuard:
+    """Refuse requests without an API key, except for paths that `is_public`."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, is_public: Callable[[str], bool]) -> None:
+        self.app = app
+        self._is_public = is_public
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self._is_public(scope["path"]) or self._allows(scope):
+            await self.app(scope, receive, send)
+            return
+        message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+        await describe(AuthenticationError(message)).response()(scope, receive, send)
+
+    def _allows(self, scope: Scope) -> bool:
+        key = sent_key(scope["headers"])
+        return key is not None and self._keys.allow(key)
+
+
+def _log_access(scope: Scope, status: int, elapsed_s: float) -> None:
+    """Log an answer that begins, without the query, which may hold what nobody should read."""
+    host, port = scope.get("client") or ("", 0)
+    client = f"{host}:{port}" if host else "a Unix socket"
+    method, path, elapsed_ms = scope["method"], scope["path"], round(elapsed_s * 1e3, 1)
+    fields = {"client": client, "method": method, "path": path, "status": status, "first_byte_ms": elapsed_ms}
+    line = (client, method, path, status, elapsed_ms)
+    logger.info("%s %s %r %d, first byte after %.1f ms", *line, extra=with_fields(**fields))
+
+
+def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Return the client's own id if it is sane, else a new one."""
+    for name, value in headers:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            return bytes(value)
+    return uuid.uuid4().hex.encode()

@@ -1,0 +1,1 @@
+"""Turn text and chats into token ids: templates, prompts, seeds."""

@@ -1,0 +1,102 @@
+"""Turn text and chats into token ids that the model knows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from pypto_serving.api.chat import ChatEncoder, EncodedChat
+from pypto_serving.api.prompting.encoders import load_encoder
+from pypto_serving.api.settings import ServingConfig
+from pypto_serving.api.text.files import has_tokenizer
+from pypto_serving.api.text.tokenizer import Tokenizer
+from pypto_serving.errors import ContextLengthError, RequestError
+from pypto_serving.types.config import EngineConfig
+from pypto_serving.util import brief
+
+logger = logging.getLogger("pypto_serving.api")
+
+MAX_CHARS_PER_TOKEN = 256
+"""Longer texts are refused before they are rendered or encoded."""
+
+
+class Prompter:
+    """Make prompts for one model. Does not change after loading, so any thread may use it.
+
+    `tokenizer` is None for a model without one. `eos_token_ids` end its outputs. Errors name the field at fault by its
+    place, such as `prompt[2]`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None,
+        chat_encoder: ChatEncoder,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        self.config = config
+        self.eos_token_ids = eos_token_ids
+        self.tokenizer = tokenizer
+        self.chat_encoder = chat_encoder
+
+    @classmethod
+    def load(cls, config: EngineConfig, serving: ServingConfig) -> Prompter:
+        """Load tokenizer and chat encoder. Raises ModelError if one of them is damaged."""
+        tokenizer = _load_tokenizer(serving.model_dir)
+        eos_token_ids = _eos_token_ids(serving.eos_token_ids, tokenizer, config.vocab_size)
+        return cls(config, tokenizer, load_encoder(serving, tokenizer), eos_token_ids)
+
+    def encode_text(self, text: str, where: str, add_special_tokens: bool) -> list[int]:
+        """Encode one text. Raises RequestError if it is empty, cannot fit, or the model has no tokenizer."""
+        if self.tokenizer is None:
+            raise RequestError(f"this model has no tokenizer.json: {where} must be a list of token ids", param="prompt")
+        self.check_length(len(text), where)
+        ids = self.tokenizer.encode(text, add_special_tokens)
+        if not ids:
+            raise RequestError(f"{where} is empty; send at least one token", param=field_of(where))
+        return self.check_token_ids(ids, where)
+
+    def encode_chat(self, chat: EncodedChat, where: str, add_special_tokens: bool) -> list[int]:
+        """Encode the prompt of a chat. Raises RequestError like `encode_text` and `check_token_ids`."""
+        if isinstance(chat.prompt, str):
+            return self.encode_text(chat.prompt, where, add_special_tokens)
+        return self.check_token_ids(chat.prompt, where)
+
+    def check_length(self, num_chars: int, where: str) -> None:
+        """Raise ContextLengthError if a text of `num_chars` characters has too many tokens whatever they are."""
+        limit = self.config.max_model_len
+        if num_chars > limit * MAX_CHARS_PER_TOKEN:
+            most = f"more than {MAX_CHARS_PER_TOKEN} for each of these tokens"
+            problem = f"However, {where} has {num_chars} characters, {most}; shorten it"
+            raise ContextLengthError(limit, problem, param=field_of(where))
+
+    def check_token_ids(self, ids: list[int], where: str) -> list[int]:
+        """Return `ids`, which are not empty. Raises RequestError if one is outside the vocabulary."""
+        vocab_size = self.config.vocab_size
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            bad = next(i for i in ids if not 0 <= i < vocab_size)
+            message = f"{where}: token id {brief(bad)} is not between 0 and {vocab_size - 1}"
+            raise RequestError(message, param=field_of(where))
+        return ids
+
+
+def field_of(where: str) -> str:
+    """Return the field of a place: `prompt` of `prompt[2]`."""
+    return where.partition("[")[0]
+
+
+def _eos_token_ids(declared: Iterable[int], tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:
+    """Join the ids that the checkpoint declares and the tokenizer's eos_token; drop ids outside the vocabulary."""
+    ids = set(declared)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return tuple(sorted(i for i in ids if 0 <= i < vocab_size))
+
+
+def _load_tokenizer(model_dir: str) -> Tokenizer | None:
+    """Load the tokenizer, None for a model that has none. Raises ModelError if it is damaged."""
+    if has_tokenizer(model_dir):
+        return Tokenizer.load(model_dir)
+    if model_dir:
+        logger.warning("only prompts of token ids can be served: %s has no tokenizer.json", model_dir)
+    return None

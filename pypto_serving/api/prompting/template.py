@@ -1,0 +1,222 @@
+"""Encode chats with a Jinja template: the checkpoint's, one that the user gave, or one of the request."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from pypto_serving.api.chat import ChatOrigin, EncodedChat
+from pypto_serving.api.chat.effort import check_effort
+from pypto_serving.api.chat.formats import Calls, OutputFormat
+from pypto_serving.api.chat.parsers.choose import HABITS, Habit, choose_family, choose_habit, takes_tools
+from pypto_serving.api.chat.parsers.families import FAMILIES
+from pypto_serving.api.chat.parsers.thinking import Thinking
+from pypto_serving.api.chat.tools import parameter_types, read_tools, refuse
+from pypto_serving.api.prompting.history import template_messages
+from pypto_serving.api.prompting.jinja import compile_template, render
+from pypto_serving.api.settings import ServingConfig
+from pypto_serving.api.text.files import load_special_tokens, read_optional_json
+from pypto_serving.api.text.tokenizer import Tokenizer
+from pypto_serving.errors import ModelError, RequestError
+from pypto_serving.util import brief, read_regular
+
+logger = logging.getLogger("pypto_serving.api")
+
+RESERVED = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "raise_exception",
+        "strftime_now",
+    }
+)
+_CUT_HERE = "\ue000the answer goes on here\ue001 "
+"""Stands behind a message that is to be continued, to find its end in the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """A compiled template, the form of its calls, "none" for none, and how its model marks reasoning."""
+
+    compiled: jinja2.Template
+    takes_tools: bool
+    knows_developers: bool
+    family: str
+    habit: Habit | None
+
+    @classmethod
+    def make(cls, source: str, tool_parser: str = "auto", reasoning_parser: str = "auto") -> ChatTemplate:
+        """Compile `source`; "auto" chooses a parser by the template. Raises ModelError if it is not valid."""
+        family = choose_family(source)[0] if tool_parser == "auto" else tool_parser
+        habit = choose_habit(source)[0] if reasoning_parser == "auto" else reasoning_parser
+        roles = "developer" in source
+        return cls(compile_template(source), takes_tools(source), roles, family, HABITS.get(habit))
+
+
+class TemplateEncoder:
+    """Render a template. See ChatEncoder.
+
+    `is_special` tells whether a text is a special token. Without a `source`, requests must bring a template.
+    """
+
+    request_fields = frozenset[str]()
+    runs_templates = True
+
+    def __init__(
+        self,
+        source: str | None,
+        special_tokens: Mapping[str, str],
+        is_special: Callable[[str], bool] = lambda text: False,
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
+    ) -> None:
+        """Compile `source`. Raises ModelError if it is not a valid template."""
+        self._parsers = (tool_parser, reasoning_parser)
+        self._template = None if source is None else ChatTemplate.make(source, *self._parsers)
+        self._special_tokens = dict(special_tokens)
+        self._is_special = is_special
+
+    def encode(self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]) -> EncodedChat:
+        """Render the conversation. Raises RequestError, with the template's own message if it has one."""
+        options = dict(kwargs)
+        template = self._choose(options.pop("chat_template", None))
+        functions = read_tools(options.get("tools"), "tools")
+        if functions and not template.takes_tools:
+            refuse("tools", "cannot be used: the chat template of this model describes no tools")
+        continues = _continues(options)
+        given = template_messages(messages, template.knows_developers)
+        continued = _open_last(given) if continues else None
+        values = self._special_tokens | {"tools": None, "documents": None, "messages": given} | _with_effort(options)
+        prompt = render(template.compiled, values)
+        if continues:
+            prompt = _cut(prompt)
+        return EncodedChat(prompt, self._format(template, prompt, continued, functions))
+
+    def _choose(self, source: Any) -> ChatTemplate:
+        if source is None and self._template is not None:
+            return self._template
+        if not isinstance(source, str):
+            refuse("chat_template", f"is {brief(source)}, but must be a Jinja template: this model has none of its own")
+        try:
+            return ChatTemplate.make(source, *self._parsers)
+        except ModelError as error:
+            raise RequestError(str(error).replace(" of this model", ""), param="chat_template") from error
+
+    def _format(
+        self,
+        template: ChatTemplate,
+        prompt: str,
+        continued: str | None,
+        functions: Sequence[Mapping[str, Any]],
+    ) -> OutputFormat | None:
+        """Return how to parse the outputs; None if they are content as they are."""
+        thinking = None if template.habit is None else template.habit.thinking(prompt, continued)
+        calls, marks, family = None, [], FAMILIES.get(template.family)
+        if thinking is not None:
+            marks += [thinking.start, thinking.end]
+        if functions and family is not None:
+            types = {function["name"]: parameter_types(function.get("parameters") or {}) for function in functions}
+            calls = Calls(template.family, types)
+            marks += family.marks
+            if thinking is not None:
+                thinking = Thinking(thinking.start, thinking.end, thinking.opened, family.end_thinking)
+        if thinking is None and calls is None:
+            return None
+        return OutputFormat(thinking, calls, any(map(self._is_special, marks)))
+
+
+def _continues(options: dict[str, Any]) -> bool:
+    """Take `continue_final_message` from the options of a request; without a word no answer is opened then."""
+    continues = bool(options.pop("continue_final_message", False))
+    if continues and options.get("add_generation_prompt"):
+        refuse("continue_final_message", "and add_generation_prompt are both true; set one of them to false")
+    options["add_generation_prompt"] = options.get("add_generation_prompt", not continues)
+    return continues
+
+
+def _open_last(messages: list[dict[str, Any]]) -> str:
+    """Mark the end of the last message; return its text."""
+    if not messages or messages[-1].get("role") != "assistant" or not messages[-1]["content"]:
+        refuse("continue_final_message", "needs a last message of the assistant with content, to be continued")
+    text = str(messages[-1]["content"])
+    messages[-1]["content"] = text + _CUT_HERE
+    return text
+
+
+def _cut(prompt: str) -> str:
+    """End the prompt with the message that is continued, without white space if the template removes it there."""
+    before, mark, after = prompt.rpartition(_CUT_HERE.rstrip())
+    if not mark:
+        refuse("continue_final_message", "cannot be honoured: the chat template does not show the last message")
+    return before if after.startswith(" ") else before.rstrip()
+
+
+def _with_effort(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Add what `reasoning_effort` means for templates that can only turn thinking on and off."""
+    effort = options.get("reasoning_effort")
+    if effort is None:
+        return dict(options)
+    check_effort(effort, "reasoning_effort")
+    return {"enable_thinking": effort != "none", **options}
+
+
+def load(serving: ServingConfig, tokenizer: Tokenizer) -> TemplateEncoder:
+    """Find and compile the template. Raises ModelError if it is damaged, or missing and requests may not bring one."""
+    source: str | None = None
+    try:
+        source, origin = find_template(Path(serving.model_dir), serving.chat_template)
+        logger.info("chat template from %s", origin)
+    except ModelError as error:
+        if serving.chat_template is not None or not serving.trust_request_chat_template:
+            raise
+        logger.warning("chats need a template of the request: %s", error)
+    special = load_special_tokens(serving.model_dir)
+    return TemplateEncoder(source, special, tokenizer.is_special, serving.tool_call_parser, serving.reasoning_parser)
+
+
+def origin(serving: ServingConfig) -> ChatOrigin:
+    """Return the template's file and why it was chosen, and so for both parsers. Raises ModelError like `load`."""
+    source, path = find_template(Path(serving.model_dir), serving.chat_template)
+    TemplateEncoder(source, {})
+    found = (path.name, "from the model's files") if serving.chat_template is None else (str(path), "given")
+    return ChatOrigin(found, choose_family(source), choose_habit(source))
+
+
+def find_template(model_dir: Path, override: str | None = None) -> tuple[str, Path]:
+    """Return a template's source and file: the override, else the one Hugging Face would use. Raises ModelError."""
+    if override is not None:
+        return _read_text(Path(override)), Path(override)
+    if (model_dir / "chat_template.jinja").is_file():
+        return _read_text(model_dir / "chat_template.jinja"), model_dir / "chat_template.jinja"
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        source = _choose(read_optional_json(model_dir / name).get("chat_template"))
+        if source is not None:
+            return source, model_dir / name
+    raise ModelError("this model has no chat template")
+
+
+def _choose(declared: object) -> str | None:
+    """Return the template in a `chat_template` value: a string, or the entry "default" of a list of named ones."""
+    if isinstance(declared, str):
+        return declared
+    if not isinstance(declared, list):
+        return None
+    named = {entry.get("name"): entry.get("template") for entry in declared if isinstance(entry, dict)}
+    source = named.get("default") or (next(iter(named.values())) if len(named) == 1 else None)
+    return source if isinstance(source, str) else None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return read_regular(path).decode()
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the chat template {path} cannot be read: {error}") from error

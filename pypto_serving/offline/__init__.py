@@ -1,0 +1,1 @@
+"""The Python API: answer prompts and chats in the process, without HTTP."""

@@ -1,0 +1,317 @@
+"""Generate without a server: the offline API, `LLM`."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence, Sized
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from pypto_serving.api.chat.formats import OutputFormat
+from pypto_serving.api.chat.output import TextPart
+from pypto_serving.api.chat.tools import read_tool_use
+from pypto_serving.api.generation.choice import Delta
+from pypto_serving.api.generation.generation import Generation
+from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, fit_params, fit_prompt, new_scores
+from pypto_serving.api.generation.usage import Usage
+from pypto_serving.api.grammars.chat_guide import with_chat_guide
+from pypto_serving.api.grammars.structured import checked
+from pypto_serving.api.service import Service
+from pypto_serving.api.settings import serving_config
+from pypto_serving.engine.replicas import make_engine
+from pypto_serving.errors import RequestError
+from pypto_serving.offline.inputs import (
+    Messages,
+    Prompt,
+    read_chat_fields,
+    read_conversation,
+    read_conversations,
+    read_params,
+    read_prompts,
+)
+from pypto_serving.offline.loop import LoopThread, Put
+from pypto_serving.offline.outputs import (
+    CompletionOutput,
+    GenerationOutput,
+    Logprob,
+    completion_output,
+    prompt_logprobs,
+)
+from pypto_serving.setup.defaults import QUIET_DEFAULTS
+from pypto_serving.setup.options import Options, make_options
+from pypto_serving.setup.prepare import model_spec, prepare
+from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.model import ModelSpec
+from pypto_serving.types.sampling import SamplingParams
+
+__all__ = ["LLM", "CompletionOutput", "GenerationOutput", "Logprob", "Messages", "Prompt"]
+
+T = TypeVar("T")
+LONG_TEXT_CHARS = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """An encoded prompt. `text` is None if token ids were given."""
+
+    text: str | None
+    prompt: FittedPrompt
+    params: SamplingParams
+    new_parser: OutputFormat | None
+
+
+class LLM:
+    """Generate with a model in its own engine and worker processes; also a context manager.
+
+    `model` is a folder or a hub name, None for the bundled one. `options` have the names of the command line, such as
+    `max_model_len` or `kv_memory`. Raises ConfigError or ModelError if they cannot work, EngineDeadError if the worker
+    cannot be started.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        chosen = make_options({"model": model, **options}, as_arguments=True)
+        self._open(chosen, model_spec(chosen))
+
+    @classmethod
+    def from_options(cls, options: Options, model: ModelSpec) -> Self:
+        """Open `model` as checked `options` ask for."""
+        llm = cls.__new__(cls)
+        llm._open(options, model)
+        return llm
+
+    def _open(self, options: Options, model: ModelSpec) -> None:
+        """Start engine and worker, and wait until they are ready."""
+        resolved = prepare(options, model, QUIET_DEFAULTS, serves=False)
+        serving = serving_config(resolved.server, model)
+        self._ids = itertools.count()
+        self._ending = threading.Lock()
+        self._loop = LoopThread("pypto-llm")
+        self._engine = make_engine(resolved.engines)
+        try:
+            self._service = Service(self._engine, serving)
+            self._loop.call(self._start)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    async def _start(self) -> None:
+        await self._engine.start()
+        await self._engine.wait_ready()
+
+    def shutdown(self) -> None:
+        """End the engine and its worker. May be called again and from any thread; returns when both have ended."""
+        with self._ending:
+            if not self._loop.stopped:
+                self._loop.call(self._engine.stop)
+                self._loop.stop()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.shutdown()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[GenerationOutput]:
+        """Continue each prompt; return results in the order of the prompts.
+
+        A prompt is a text, a list or array of token ids, or vLLM's `{"prompt": text}` or `{"prompt_token_ids": ids}`.
+        Give one SamplingParams for all prompts or one for each; None means the model's defaults with 16 tokens. Raises
+        RequestError if an argument is of a wrong type or a prompt does not fit, RequestFailedError if the engine gives
+        one up.
+        """
+        entries = read_prompts(prompts)
+        params = self._params_of(sampling_params, len(entries))
+        return self._loop.call(lambda: self._run(map(self._encode, entries, params), progress))
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool = False,
+    ) -> list[GenerationOutput]:
+        """Answer each conversation; return results in order. The arguments are those of HTTP's fields.
+
+        None as parameters means the model's defaults without a limit of tokens but the context. Raises like `generate`.
+        """
+        fields = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message or None,
+            "tools": tools,
+        }
+        conversations = read_conversations(messages)
+        params = self._params_of(sampling_params, len(conversations), max_tokens=None)
+        encode = partial(self._encode_chat, kwargs=read_chat_fields(fields, chat_template_kwargs))
+        return self._loop.call(lambda: self._run(map(encode, conversations, params), progress))
+
+    def stream_chat(
+        self, messages: Messages, sampling_params: SamplingParams | None = None
+    ) -> Generator[TextPart, None, Usage]:
+        """Answer one conversation piece by piece; closing the generator ends the request. Its value is the usage.
+
+        Pieces are reasoning or content; tool calls are left out. Raises like `chat`, and RequestError unless n is 1.
+        """
+        conversation = read_conversation(messages)
+        (params,) = self._params_of(sampling_params, 1, max_tokens=None)
+        return (yield from self._iterate(params, lambda: self._encode_chat(conversation, params)))
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[TextPart, None, Usage]:
+        """Continue one prompt piece by piece; closing the generator ends the request. Its value is the usage.
+
+        Raises like `generate`, and RequestError unless n is 1.
+        """
+        (entry,) = read_prompts(prompt)
+        (params,) = self._params_of(sampling_params, 1)
+        return (yield from self._iterate(params, lambda: self._encode(entry, params)))
+
+    def _iterate(
+        self, params: SamplingParams, encode: Callable[[], Coroutine[Any, Any, _Job]]
+    ) -> Generator[TextPart, None, Usage]:
+        """Yield the pieces of the only choice, and return its usage."""
+        if params.n != 1:
+            raise RequestError(f"n is {params.n}, but a stream is one answer; set n to 1", param="n")
+        usage: list[Usage] = []
+
+        async def stream(put: Put[TextPart]) -> None:
+            usage.append(await self._stream(await encode(), put))
+
+        yield from self._loop.iterate(stream)
+        return usage[0]
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration of the engine; of the first one where there are several."""
+        return self._engine.config
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return SamplingParams with the model's own defaults, from its generation_config.json."""
+        return SamplingParams(**self._service.serving.default_sampling.given())
+
+    def _params_of(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int, **defaults: Any
+    ) -> list[SamplingParams]:
+        if given is None:
+            given = msgspec.structs.replace(self.get_default_sampling_params(), **defaults)
+        return read_params(given, count)
+
+    async def _encode(self, prompt: str | list[int], params: SamplingParams) -> _Job:
+        prompter = self._service.prompter
+        if isinstance(prompt, str):
+            ids = await _encoded(prompt, partial(prompter.encode_text, prompt, "prompt", True))
+            return await self._job(prompt, ids, params)
+        return await self._job(None, prompter.check_token_ids(prompt, "prompt"), params)
+
+    async def _encode_chat(
+        self, messages: Messages, params: SamplingParams, kwargs: Mapping[str, Any] | None = None
+    ) -> _Job:
+        prompter = self._service.prompter
+        fields = kwargs or {}
+        chat = prompter.chat_encoder.encode(messages, fields)
+        ids = await _encoded(chat.prompt, partial(prompter.encode_chat, chat, "messages", False))
+        guided = with_chat_guide(params, prompter, chat.new_parser, read_tool_use(fields.get("tools"), None, None))
+        return await self._job(chat.prompt if isinstance(chat.prompt, str) else None, ids, guided, chat.new_parser)
+
+    async def _job(
+        self, text: str | None, ids: list[int], params: SamplingParams, new_parser: OutputFormat | None = None
+    ) -> _Job:
+        config = self._engine.config
+        prompt = fit_prompt(ids, params.max_tokens, config, truncate_to=params.truncate_prompt_tokens)
+        fitted = fit_params(params, self._service.prompter, new_parser)
+        if fitted.guide is not None:
+            fitted = await asyncio.to_thread(checked, fitted)
+        return _Job(text, prompt, fitted, new_parser)
+
+    async def _run(self, encoding: Iterable[Coroutine[Any, Any, _Job]], progress: bool) -> list[GenerationOutput]:
+        """Generate for all prompts, as many at once as the engine takes."""
+        jobs = await asyncio.gather(*encoding)
+        widest = max((job.params.n for job in jobs), default=1)
+        room = asyncio.Semaphore(max(1, self._engine.config.max_unfinished // widest))
+        with _progress_bar(len(jobs), progress) as bar:
+
+            async def one(job: _Job) -> GenerationOutput:
+                async with room:
+                    output = await self._complete(job)
+                bar.advance(bar.task_ids[0])
+                return output
+
+            return await _all_or_none(map(one, jobs))
+
+    async def _complete(self, job: _Job) -> GenerationOutput:
+        with closing(self._submit(job, keep_token_ids=True)) as generation:
+            outputs = await generation.collect()
+        choices = generation.choices
+        made = [completion_output(output, job.new_parser) for output in outputs]
+        ids, width, scored = list(job.prompt.token_ids), job.params.prompt_logprobs, None
+        if width is not None:
+            scored = prompt_logprobs(generation.scores[0].entries(width, self._service.tokenizer))
+        return GenerationOutput(choices[0].request_id, job.text, ids, made, choices[0].num_cached, scored)
+
+    async def _stream(self, job: _Job, put: Put[TextPart]) -> Usage:
+        """Put the text parts of the only choice as they come; return what it took."""
+        parser = None if job.new_parser is None else job.new_parser()
+
+        def take(deltas: list[Delta]) -> None:
+            for delta in deltas:
+                if parser is not None:
+                    parts = parser.push(delta.text) + (parser.finish() if delta.finish_reason is not None else [])
+                else:
+                    parts = [TextPart("content", delta.text)] if delta.text else []
+                for part in parts:
+                    if isinstance(part, TextPart):
+                        put(part)
+
+        with closing(self._submit(job, keep_token_ids=False)) as generation:
+            await generation.run(take)
+            return generation.usage()
+
+    def _submit(self, job: _Job, keep_token_ids: bool) -> Generation:
+        name = f"offline-{next(self._ids)}"
+        prompts = [job.prompt]
+        scores = new_scores(prompts, job.params)
+        request = GenerationRequest(name, prompts, job.params, keep_token_ids=keep_token_ids, scores=scores)
+        return Generation(self._service, request)
+
+
+async def _encoded(text: Sized, encode: Callable[[], list[int]]) -> list[int]:
+    """Call `encode`; for a long text in a thread, outside the interpreter lock."""
+    return encode() if len(text) < LONG_TEXT_CHARS else await asyncio.to_thread(encode)
+
+
+async def _all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run all and return the results in order; if one fails, cancel the others and raise its error."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def _progress_bar(total: int, shown: bool) -> Progress:
+    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=Console(stderr=True), disable=not shown)
+    bar.add_task("generating", total=total)
+    return bar
