@@ -14,9 +14,11 @@ thread. The recorded step has no operations and the vocabulary 32 tokens: what r
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,7 +27,6 @@ from pypto_serving.backend.base import StepBuffers
 from pypto_serving.backend.native import NativeProgram
 from pypto_serving.engine.core import EngineCore
 from pypto_serving.engine.worker_process import WorkerEvent
-from pypto_serving.ipc import MemoryChannel
 from pypto_serving.kernels import Engine, Recording
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import FullSpec, KVTensorSpec
@@ -35,6 +36,9 @@ from pypto_serving.types.step import FromWorker, StepPlan, ToWorker
 from pypto_serving.types.tokens import pack_ids
 from pypto_serving.util import MonotonicClock
 from pypto_serving.worker.runner import Runner, hello
+
+sys.path.append(str(Path(__file__).parent.parent))
+from tests.memory_channel import MemoryChannel
 
 VOCAB = 32
 BLOCK = 32

@@ -1,4 +1,4 @@
-"""Typed channels between our processes: msgspec over Unix sockets, and an in-memory twin.
+"""Typed channels between our processes: msgspec over Unix sockets.
 
 A channel connects two ends; messages sent on one arrive on the other, in order. Each end sends at least once per
 heartbeat.
@@ -11,7 +11,6 @@ import math
 import select
 import socket
 import time
-from collections import deque
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -123,29 +122,3 @@ class SocketChannel(Generic[T]):
                 self.socket.settimeout(linger_s)
                 self.socket.sendall(self._outbox)
         self.socket.close()
-
-
-class MemoryChannel(Generic[T]):
-    """Both ends in one process. Messages are encoded and decoded as on the real wire."""
-
-    def __init__(self, inbox: deque[bytes], outbox: deque[bytes], receives: Any) -> None:
-        self._inbox, self._outbox = inbox, outbox
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(receives)
-
-    @classmethod
-    def pair(cls, first_receives: Any, second_receives: Any) -> tuple[MemoryChannel[Any], MemoryChannel[Any]]:
-        """Make two connected ends."""
-        one: deque[bytes] = deque()
-        two: deque[bytes] = deque()
-        return MemoryChannel(one, two, first_receives), MemoryChannel(two, one, second_receives)
-
-    def send(self, message: msgspec.Struct) -> None:
-        self._outbox.append(self._encoder.encode(message))
-
-    def receive(self, timeout_s: float = 0.0) -> T | None:
-        return self._decoder.decode(self._inbox.popleft()) if self._inbox else None
-
-    def close(self) -> None:
-        self._inbox.clear()
-        self._outbox.clear()

@@ -20,7 +20,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Generic, NoReturn, Protocol, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 import msgspec
 
@@ -53,22 +53,6 @@ class ChildFault(msgspec.Struct, frozen=True, tag="fault"):
 _CHILD_MESSAGES = msgspec.json.Decoder(ChildProgress | ChildFault)
 
 
-class Process(Protocol):
-    """A process that was started here: what subprocess.Popen and `Copy` have in common."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def poll(self) -> int | None:
-        """Return its exit code, or None while it runs."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; return its exit code. Raises subprocess.TimeoutExpired."""
-
-    def kill(self) -> None:
-        """End it at once."""
-
-
 class Child:
     """A process, and our end of its control pipe: `start_module` and `start_copy` make them.
 
@@ -76,7 +60,7 @@ class Child:
     closes at once. Terminal signals never end it.
     """
 
-    def __init__(self, process: Process, pipe: socket.socket) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | Copy, pipe: socket.socket) -> None:
         self.process, self.pipe = process, pipe
         self.pipe.setblocking(False)
         self._buffer = b""

@@ -6,11 +6,11 @@ from collections import deque
 
 import msgspec
 
-from pypto_serving.ipc import MemoryChannel
 from pypto_serving.worker.guiding.following import Following
 from pypto_serving.worker.guiding.process import Death, GuideProcess
 from pypto_serving.worker.guiding.walls import Walls
 from pypto_serving.worker.guiding.wire import GuideAnswers, SharedMasks, ToGuides
+from tests.memory_channel import MemoryChannel
 
 
 class NoWalls(Walls):

@@ -17,14 +17,13 @@ from pypto_serving.backend.philox import uniforms
 from pypto_serving.engine.core import EngineCore
 from pypto_serving.engine.kv_events import KVEventPublisher
 from pypto_serving.engine.worker_process import HostMemory, WorkerDown, WorkerEvent
-from pypto_serving.ipc import MemoryChannel
 from pypto_serving.model.null.spec import plain_groups
 from pypto_serving.store.base import Store
 from pypto_serving.store.disk import open_disk
 from pypto_serving.store.host import HostStore
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import KVCacheGroupSpec
-from pypto_serving.types.logprobs import PromptLogprobs
+from pypto_serving.types.logprobs import PromptLogprobs, TokenLogprobs
 from pypto_serving.types.request import (
     AbortRequests,
     AddRequests,
@@ -32,7 +31,6 @@ from pypto_serving.types.request import (
     FromCore,
     RequestOutput,
     ToCore,
-    TokenLogprobs,
 )
 from pypto_serving.types.sampler import DRAW
 from pypto_serving.types.sampling import SamplingParams, adjusting
@@ -45,6 +43,7 @@ from pypto_serving.worker.runner import Runner, hello
 from pypto_serving.worker.transfer import Mover
 from tests.clock import VirtualClock
 from tests.inline_guides import InlineGuideProcess
+from tests.memory_channel import MemoryChannel
 
 VOCAB_SIZE = 1000
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -179,24 +179,20 @@ class StepOutput(msgspec.Struct, frozen=True):
     virtual_s: float | None = None
 
 
-class Proposals(NamedTuple):
-    """How many drafts each row got, and how probable it is that one of them is right if those before it are."""
-
-    counts: Int32Array
-    odds: Float32Array
-
-
 class Drafter(Protocol):
     """Proposes draft tokens, which the host verifies. Drafts change the speed, never the answer."""
 
-    def start(self, row: int) -> None:
+    def start_row(self, row: int) -> None:
         """Forget what is known of `row`: it has the tokens of another request now, or of the same one again."""
 
-    def propose(self, tokens: Int32Array, rows: Int32Array, known: Int32Array, most: Int32Array) -> Proposals:
-        """Write at most `most` [n] drafts behind the `known` [n] tokens of `rows` [n], in `tokens` [R, max_model_len].
+    def propose(
+        self, tokens: Int32Array, rows: Int32Array, known: Int32Array, most: Int32Array
+    ) -> tuple[Int32Array, Float32Array]:
+        """Write at most `most` [n] drafts after the `known` [n] tokens of `rows` [n], in `tokens` [R, max_model_len].
 
-        All rows that sample next are asked for, also those with `most` 0. `known` says what became of the drafts
-        before. Of the proposed drafts as many are verified as pay.
+        Return how many each row got, and how probable it is that such a draft is right if those before it are. All rows
+        that sample next are asked for, also those with `most` 0. `known` says what became of the drafts before. As many
+        of the drafts are verified as pay.
         """
 
 

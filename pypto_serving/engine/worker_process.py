@@ -269,6 +269,3 @@ class WorkerProcess:
         poller.poll(math.ceil(timeout_s * 1000))
         for channel in channels:
             channel.flush()
-
-
-__all__ = ["ChildProgress", "Executor", "GaveUp", "WorkerDown", "WorkerEvent", "WorkerProcess"]

@@ -23,7 +23,7 @@ from pypto_serving.kernels.forms import (
 from pypto_serving.kernels.library import runnable
 from pypto_serving.kernels.link import Courier, Extent, Link, Links, Mirrored, Mirrors
 from pypto_serving.kernels.meeting import Meeting, RanksGone
-from pypto_serving.kernels.ngrams import Ngrams
+from pypto_serving.kernels.ngrams import NgramDrafter
 from pypto_serving.kernels.operands import (
     KVCacheLayer,
     MlaSizes,
@@ -62,7 +62,7 @@ __all__ = [
     "Mirrors",
     "MlaSizes",
     "NativeSampler",
-    "Ngrams",
+    "NgramDrafter",
     "NormRopeParams",
     "Pages",
     "Peers",

@@ -1,4 +1,4 @@
-"""Find what may follow the tokens of a row, from what followed the same tokens before: csrc/ngrams.h."""
+"""NgramDrafter: propose what followed the last tokens of a row before, in prompt or output (csrc/ngrams.h)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from pypto_serving.kernels.library import library
 from pypto_serving.types.arrays import Float32Array, Int32Array
 
 
-class Ngrams:
-    """Owns an index of the tokens of R rows, which is brought up to date when a row is asked for."""
+class NgramDrafter:
+    """Owns an index of the tokens of R rows, updated when a row is asked for. Implements Drafter for any model.
+
+    The longest match wins; among equals the newest. The odds come from all proposals, also from those that were not
+    verified, so a row that begins or ends to repeat is noticed at no cost.
+    """
 
     def __init__(self, rows: int, shortest: int, longest: int) -> None:
         """Match at least the `shortest` number of last tokens; beyond `longest` no match is better than another.
@@ -23,14 +27,14 @@ class Ngrams:
         self._lib = lib
         self.handle: Handle = lib.ngrams(rows, shortest, longest)
 
-    def start(self, row: int) -> None:
+    def start_row(self, row: int) -> None:
         """Forget the tokens of `row`."""
         self._lib.start_ngrams(self.handle, row)
 
     def propose(
         self, tokens: Int32Array, rows: Int32Array, known: Int32Array, most: Int32Array
     ) -> tuple[Int32Array, Float32Array]:
-        """Write at most `most` [n] drafts behind the `known` [n] tokens of `rows` [n], in `tokens` [R, width].
+        """Write at most `most` [n] drafts after the `known` [n] tokens of `rows` [n], in `tokens` [R, width].
 
         Return how many each row got, and how probable it is that such a draft is right if those before it are.
         """

@@ -6,7 +6,7 @@ import msgspec
 
 from pypto_serving.sched.request import Request
 from pypto_serving.sched.step import RowResult
-from pypto_serving.types.request import RequestFault, RequestOutput, TokenLogprobs
+from pypto_serving.types.request import RequestFault, RequestOutput
 from pypto_serving.types.tokens import pack_list
 from pypto_serving.util import counted
 
@@ -39,7 +39,7 @@ def token_added(request: Request, token_id: int) -> RequestOutput:
 
 def tokens_added(request: Request, row: RowResult, count: int) -> RequestOutput:
     """Return the output with the first `count` tokens that a step gave a request. The first of them were drafts."""
-    values = [TokenLogprobs(each.logprob, each.rank, each.top_ids, each.top_logprobs) for each in row.logprobs[:count]]
+    values = [each.logprobs for each in row.logprobs[:count]]
     return RequestOutput(
         request_id=request.id,
         token_ids=pack_list(row.token_ids[:count]),

@@ -14,8 +14,7 @@ from pypto_serving.logs import LogFormat
 from pypto_serving.types.config import Activations, Head
 from pypto_serving.types.drafts import DEFAULT_DRAFTS, LONGEST_MATCH, MAX_DRAFTS, Speculation
 from pypto_serving.types.model import SERVING_DTYPES
-from pypto_serving.types.pool_url import POOL_PARAMETERS, parse_pool_url
-from pypto_serving.types.tier import StorePolicy
+from pypto_serving.types.tier import POOL_PARAMETERS, StorePolicy, parse_pool_url
 from pypto_serving.util import parse_size, whole
 
 KERNELS = ("auto", "avx512_bf16", "avx512", "avx2", "portable", "torch")

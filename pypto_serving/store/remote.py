@@ -23,8 +23,7 @@ from pypto_serving.store.base import Piece
 from pypto_serving.store.checksum import DIGEST_BYTES, digest
 from pypto_serving.store.mooncake import PoolAddress, PoolReply, PoolRequest, PoolStart, await_message
 from pypto_serving.types.arrays import BlockBytes
-from pypto_serving.types.pool_url import parse_pool_url
-from pypto_serving.types.tier import ALIGNMENT, TierInventory
+from pypto_serving.types.tier import ALIGNMENT, TierInventory, parse_pool_url
 from pypto_serving.util import Clock, MonotonicClock, ceil_div, parse_size
 
 log = logging.getLogger(__name__)

@@ -1,8 +1,20 @@
-"""PromptLogprobs: log-probabilities of prompt tokens, as every wire carries them."""
+"""Log-probabilities of output tokens and of prompt tokens, as every wire carries them."""
 
 from __future__ import annotations
 
 import msgspec
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Natural log-probabilities of one output token, before temperature and filters.
+
+    `top_ids` (int32) and `top_logprobs` (float32) are the most likely tokens, best first.
+    """
+
+    logprob: float
+    rank: int
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -9,7 +9,7 @@ from operator import attrgetter
 import msgspec
 from msgspec.structs import replace
 
-from pypto_serving.types.logprobs import PromptLogprobs
+from pypto_serving.types.logprobs import PromptLogprobs, TokenLogprobs
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.stats import StepStats
 from pypto_serving.types.tier import Tier
@@ -103,18 +103,6 @@ class ShutdownCore(msgspec.Struct, frozen=True, array_like=True, tag="shutdown")
 
 
 ToCore = AddRequests | AbortRequests | ClearCache | ShutdownCore
-
-
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Natural log-probabilities of one output token, before temperature and filters.
-
-    `top_ids` (int32) and `top_logprobs` (float32) are the most likely tokens, best first.
-    """
-
-    logprob: float
-    rank: int
-    top_ids: bytes = b""
-    top_logprobs: bytes = b""
 
 
 class Timeline(msgspec.Struct, frozen=True, array_like=True, gc=False):

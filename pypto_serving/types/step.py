@@ -10,7 +10,7 @@ import msgspec
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.types.kv import KVCacheGroupSpec
-from pypto_serving.types.logprobs import PromptLogprobs
+from pypto_serving.types.logprobs import PromptLogprobs, TokenLogprobs
 from pypto_serving.types.sampling import MAX_LOGPROBS, RowSampling
 from pypto_serving.types.tier import TierInventory
 
@@ -58,13 +58,10 @@ ToWorker = StepPlan | StopWorker
 
 
 class RowLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probabilities of the token sampled for `row`; see TokenLogprobs."""
+    """Log-probabilities of the token sampled for `row`."""
 
     row: int
-    logprob: float
-    rank: int
-    top_ids: bytes = b""
-    top_logprobs: bytes = b""
+    logprobs: TokenLogprobs
 
 
 class RowPromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):

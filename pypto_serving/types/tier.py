@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import re
 from typing import Literal
+from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
+
+from pypto_serving.util import parse_size
 
 Tier = Literal["device", "host", "disk", "remote"]
 TIERS: tuple[Tier, ...] = ("device", "host", "disk", "remote")
@@ -35,6 +38,21 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
     num_slots: tuple[int, ...]
     place: str = ""
+
+
+POOL_PARAMETERS = ("metadata_server", "protocol", "device", "local_hostname", "segment_size")
+
+
+def parse_pool_url(url: str) -> tuple[str, int | None, dict[str, str]]:
+    """Return host, port and parameters of `mooncake://HOST[:PORT][?NAME=VALUE&...]`. Raises ValueError."""
+    parts = urlsplit(url)
+    given = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
+    if parts.scheme != "mooncake" or not parts.hostname or parts.path.strip("/") or parts.fragment:
+        raise ValueError(f"{url} is no address of a pool")
+    if not given.keys() <= set(POOL_PARAMETERS):
+        raise ValueError(f"{url} has unknown parameters")
+    parse_size(given.get("segment_size", "0"))
+    return parts.hostname, parts.port, given
 
 
 TransferKind = Literal["load", "store", "find", "clear"]

@@ -139,7 +139,7 @@ class RowBatch:
         self.samplers.set(new.row, new.sampling, new.prompt_len)
         self.prompt_logprobs.set_row(new.row, new.sampling, new.prompt_len)
         if self.drafts is not None:
-            self.drafts.start(new.row)
+            self.drafts.start_row(new.row)
         self.guides.clear(new.row)
         if new.sampling.guide is not None:
             self.guides.start(new.row, new.sampling, tokens[new.prompt_len :].tolist())

@@ -16,6 +16,7 @@ import msgspec
 from pypto_serving.backend.base import Program, StepBuffers, StepOutput
 from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.errors import ConfigError
+from pypto_serving.kernels import NgramDrafter
 from pypto_serving.logs import of_request
 from pypto_serving.types.arrays import Float32Array
 from pypto_serving.types.drafts import NgramConfig
@@ -26,7 +27,6 @@ from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.batch import Dispatch, RowBatch
 from pypto_serving.worker.draft.drafts import MakeDrafter
 from pypto_serving.worker.draft.model import ModelDrafter
-from pypto_serving.worker.draft.ngram import NgramDrafter
 from pypto_serving.worker.guides import Told
 from pypto_serving.worker.guiding.process import GuideProcess, MakeGuideProcess
 from pypto_serving.worker.prompt_logprobs import compute_prompt_logprobs, num_logits
@@ -215,7 +215,7 @@ def _drafter_maker(program: Program, sampler: Sampler, ngram: NgramConfig | None
     """Return what makes the drafter of a host that samples. Raises ConfigError where there is none."""
     max_rows = program.limits.max_num_seqs
     if ngram is not None:
-        return lambda *_: NgramDrafter(max_rows, ngram)
+        return lambda *_: NgramDrafter(max_rows, ngram.shortest, ngram.longest)
     if program.draft is None:
         raise ConfigError("the program has no draft layers; look drafts up (method ngram), or set num_drafts to 0")
     return partial(ModelDrafter, program.draft, sampler, max_rows)

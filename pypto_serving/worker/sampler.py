@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.backend.base import SamplingInputs
 from pypto_serving.backend.philox import uniforms
 from pypto_serving.types.arrays import Float32Array, Int32Array
+from pypto_serving.types.logprobs import TokenLogprobs
 from pypto_serving.types.sampler import DRAW, Sampler
 from pypto_serving.types.sampling import RowSampling
-from pypto_serving.types.tokens import unpack_ids
+from pypto_serving.types.tokens import pack_ids, unpack_ids
 from pypto_serving.worker.logit_adjust import RowAdjustments
 from pypto_serving.worker.masks import RowMasks
 
 AHEAD = 16
 """Positions to make random numbers for at once: the cost hardly depends on how many they are."""
-
-
-@dataclass(frozen=True, slots=True)
-class SampledLogprobs:
-    """Log-probabilities from the raw logits: the sampled token's value and rank (1 is best), and the top tokens.
-
-    The tokens that a row names stand in place of the top ones.
-    """
-
-    logprob: float
-    rank: int
-    top_ids: Int32Array
-    top_logprobs: Float32Array
 
 
 class RowSamplers:
@@ -84,7 +70,7 @@ class RowSamplers:
 
     def sample(
         self, logits: Float32Array, rows: Int32Array, positions: Int32Array, sampler: Sampler
-    ) -> tuple[Int32Array, dict[int, SampledLogprobs]]:
+    ) -> tuple[Int32Array, dict[int, TokenLogprobs]]:
         """Sample tokens int32 [s] from logits [s, vocab], for `rows` [s] at absolute `positions` [s]. Rows may repeat.
 
         A token is -1 if its logits are not finite. Also return log-probabilities, by index, for rows that ask for them.
@@ -138,19 +124,27 @@ class RowSamplers:
 
     def _logprobs(
         self, tokens: Int32Array, logits: Float32Array, rows: Int32Array, sampler: Sampler
-    ) -> dict[int, SampledLogprobs]:
-        """Return log-probabilities from the raw logits, by index, for rows that ask for them."""
+    ) -> dict[int, TokenLogprobs]:
+        """Return log-probabilities from the raw logits, by index, for rows that ask for them.
+
+        Tokens that a row names stand in place of the top ones.
+        """
         pairs = enumerate(zip(rows.tolist(), tokens.tolist(), strict=True))
         asking = np.array([i for i, (row, token) in pairs if row in self._asking and token >= 0], np.int32)
         if not asking.size:
             return {}
         counts = self._num_logprobs[rows[asking]]
         found = sampler.logprobs(logits, asking, tokens[asking], int(counts.max()))
-        made: dict[int, SampledLogprobs] = {}
+        made: dict[int, TokenLogprobs] = {}
         for j, (i, count) in enumerate(zip(asking.tolist(), counts.tolist(), strict=True)):
             ids, values = found.best_ids[j, :count], found.best_values[j, :count]
             if (named := self._named.get(int(rows[i]))) is not None:
                 # All log-probabilities of a position are its logits less one value, which the chosen token tells.
                 ids, values = named, found.values[j] + (logits[i, named] - logits[i, tokens[i]])
-            made[i] = SampledLogprobs(float(found.values[j]), int(found.ranks[j]), ids, values)
+            made[i] = pack_logprobs(found.values[j], found.ranks[j], ids, values)
         return made
+
+
+def pack_logprobs(logprob: float, rank: int, top_ids: Int32Array, top_logprobs: Float32Array) -> TokenLogprobs:
+    """Encode the log-probability and rank of a token (1 is best), and the top tokens."""
+    return TokenLogprobs(float(logprob), int(rank), pack_ids(top_ids), top_logprobs.astype("<f4").tobytes())

@@ -12,10 +12,9 @@ from pypto_serving.backend.base import SampledTokens
 from pypto_serving.types.arrays import Float32Array, Int32Array
 from pypto_serving.types.sampler import Sampler
 from pypto_serving.types.step import NOT_FINITE, RowFault, RowLogprobs, RowPromptLogprobs
-from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.batch import Dispatch
 from pypto_serving.worker.guides import Told
-from pypto_serving.worker.sampler import RowSamplers, SampledLogprobs
+from pypto_serving.worker.sampler import RowSamplers, pack_logprobs
 
 _NOT_FINITE = "the model's logits are not finite for this request; the prompt or the weights may be corrupt"
 
@@ -59,7 +58,7 @@ def sample_and_verify(
         return DispatchResult(np.empty(0, np.int32), None, [], [])
     if drafts is None:
         tokens, values = samplers.sample(logits, rows, positions, sampler)
-        return _make_result(dispatch, tokens, None, [_logprobs(int(rows[i]), value) for i, value in values.items()])
+        return _make_result(dispatch, tokens, None, [RowLogprobs(int(rows[i]), value) for i, value in values.items()])
     widths = 1 + drafts
     first = widths.cumsum() - widths
     offsets = np.arange(len(logits), dtype=np.int32) - first.repeat(widths).astype(np.int32)
@@ -69,7 +68,7 @@ def sample_and_verify(
     for i, limit in limits.items():
         counts[i] = min(counts[i], 1 + limit)
     kept = offsets < counts.repeat(widths)
-    logprobs = [_logprobs(int(owner[i]), value) for i, value in values.items() if kept[i]]
+    logprobs = [RowLogprobs(int(owner[i]), value) for i, value in values.items() if kept[i]]
     return _make_result(dispatch, tokens[kept], counts, logprobs)
 
 
@@ -101,8 +100,8 @@ def read_device_tokens(dispatch: Dispatch, sampled: SampledTokens) -> DispatchRe
             width = int(dispatch.num_logprobs[index])
             if width >= 0 and sampled.token_ids[i] >= 0:
                 best, values = found.best_ids[i, :width], found.best_values[i, :width]
-                value = SampledLogprobs(float(found.values[i]), int(found.ranks[i]), best, values)
-                logprobs.append(_logprobs(int(dispatch.rows[index]), value))
+                value = pack_logprobs(found.values[i], found.ranks[i], best, values)
+                logprobs.append(RowLogprobs(int(dispatch.rows[index]), value))
     counts = sampled.counts if dispatch.num_drafts is not None else None
     return _make_result(dispatch, sampled.token_ids, counts, logprobs)
 
@@ -120,11 +119,6 @@ def _make_result(
     counts[owners] -= 1
     faults = [RowFault(int(row), NOT_FINITE, _NOT_FINITE) for row in dispatch.rows[owners]]
     return DispatchResult(tokens[~failed], counts, logprobs, faults, accepted)
-
-
-def _logprobs(row: int, values: SampledLogprobs) -> RowLogprobs:
-    top = values.top_logprobs.astype("<f4").tobytes()
-    return RowLogprobs(row, values.logprob, values.rank, pack_ids(values.top_ids), top)
 
 
 def apply_guides(dispatch: Dispatch, chosen: DispatchResult, told: Told) -> DispatchResult:

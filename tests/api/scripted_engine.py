@@ -14,7 +14,8 @@ from pypto_serving.engine.client import Health
 from pypto_serving.engine.stream import OutputStream
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import FullSpec
-from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput, Timeline, TokenLogprobs
+from pypto_serving.types.logprobs import TokenLogprobs
+from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput, Timeline
 from pypto_serving.types.sampler import Logprobs
 from pypto_serving.types.stats import StepStats
 from pypto_serving.types.tier import Tier

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from pypto_serving.engine.worker_process import ChildProgress, WorkerDown, WorkerEvent, WorkerProcess
+from pypto_serving.engine.worker_process import WorkerDown, WorkerEvent, WorkerProcess
+from pypto_serving.processes import ChildProgress
 from pypto_serving.types.config import SILENT_BEATS, FaultConfig
 from pypto_serving.types.step import WorkerHello
 from tests.simulation import null_config

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pypto_serving.backend.base import Proposals, StepInputs
-from pypto_serving.types.arrays import Int32Array
-from pypto_serving.types.drafts import NgramConfig
+from pypto_serving.backend.base import StepInputs
+from pypto_serving.kernels import NgramDrafter
+from pypto_serving.types.arrays import Float32Array, Int32Array
+from pypto_serving.types.drafts import LONGEST_MATCH, SHORTEST_MATCH
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import BackendTraits
 from pypto_serving.worker.draft.drafts import RowDrafts
-from pypto_serving.worker.draft.ngram import NgramDrafter
 from pypto_serving.worker.draft.pacing import StepCost, paying_drafts
 from tests.needs import needs_kernels
 from tests.simulation import Simulation, null_config
@@ -63,7 +63,7 @@ def test_the_longest_match_is_proposed(alphabet: int) -> None:
     num_found = 0
     for _ in range(30):
         shortest, longest = rng.randint(1, 3), rng.choice((3, 8, 64))
-        drafter = NgramDrafter(1, NgramConfig(shortest=shortest, longest=longest))
+        drafter = NgramDrafter(1, shortest, longest)
         text = [rng.randrange(alphabet) for _ in range(rng.randint(1, 200))]
         for _ in range(rng.randint(1, 60)):
             most = rng.randint(0, 6)
@@ -83,16 +83,16 @@ def test_the_longest_match_is_proposed(alphabet: int) -> None:
 
 @needs_kernels
 def test_a_row_starts_anew() -> None:
-    drafter = NgramDrafter(3, NgramConfig())
+    drafter = NgramDrafter(3, SHORTEST_MATCH, LONGEST_MATCH)
     assert propose(drafter, [1, 2, 3, 4, 1, 2], 3, row=2)[0] == [3, 4, 1]
-    drafter.start(2)
+    drafter.start_row(2)
     assert propose(drafter, [5, 6, 1, 2], 3, row=2)[0] == []
     assert propose(drafter, [5, 6, 1, 2, 5, 6], 9, row=2)[0] == [1, 2, 5, 6, 1, 2, 5, 6, 1]
 
 
 @needs_kernels
 def test_drafts_end_where_the_row_does() -> None:
-    drafter, text = NgramDrafter(1, NgramConfig()), [1, 2] * (WIDTH // 2 - 1)
+    drafter, text = NgramDrafter(1, SHORTEST_MATCH, LONGEST_MATCH), [1, 2] * (WIDTH // 2 - 1)
     assert propose(drafter, text, 5)[0] == [1, 2]
 
 
@@ -100,7 +100,7 @@ def test_drafts_end_where_the_row_does() -> None:
 def test_odds_follow_the_text_without_any_draft_verified() -> None:
     rng = random.Random(1)
     file = [rng.randrange(1000) for _ in range(200)]
-    drafter, text, seen = NgramDrafter(1, NgramConfig()), [*file], []
+    drafter, text, seen = NgramDrafter(1, SHORTEST_MATCH, LONGEST_MATCH), [*file], []
     for token in file[:60] + [rng.randrange(1000, 2000) for _ in range(30)] + file[100:160]:
         text.append(token)
         _, odds = propose(drafter, text, 0)
@@ -113,7 +113,7 @@ def test_odds_follow_the_text_without_any_draft_verified() -> None:
 @needs_kernels
 def test_odds_of_a_text_that_only_seems_to_repeat() -> None:
     rng = random.Random(2)
-    drafter, text, odds = NgramDrafter(1, NgramConfig()), [rng.randrange(4) for _ in range(100)], 0.0
+    drafter, text, odds = NgramDrafter(1, SHORTEST_MATCH, LONGEST_MATCH), [rng.randrange(4) for _ in range(100)], 0.0
     for _ in range(200):
         text.append(rng.randrange(4))
         odds = propose(drafter, text, 0)[1] or odds
@@ -189,14 +189,16 @@ class Fixed:
         self.odds = odds
         self.asked: list[int] = []
 
-    def start(self, row: int) -> None:
+    def start_row(self, row: int) -> None:
         raise AssertionError("no row starts here")
 
-    def propose(self, tokens: Int32Array, rows: Int32Array, known: Int32Array, most: Int32Array) -> Proposals:
+    def propose(
+        self, tokens: Int32Array, rows: Int32Array, known: Int32Array, most: Int32Array
+    ) -> tuple[Int32Array, Float32Array]:
         for row, start, count in zip(rows, known, most, strict=True):
             tokens[row, start : start + count] = 7
         self.asked = most.tolist()
-        return Proposals(most.copy(), np.full(len(rows), self.odds, np.float32))
+        return most.copy(), np.full(len(rows), self.odds, np.float32)
 
 
 @pytest.mark.parametrize(

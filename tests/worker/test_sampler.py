@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,10 +12,11 @@ from hypothesis import strategies as st
 from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.backend.philox import philox4x32, uniforms
 from pypto_serving.kernels import Engine, NativeSampler, runnable
+from pypto_serving.types.logprobs import TokenLogprobs
 from pypto_serving.types.sampler import Sampler
 from pypto_serving.types.sampling import RowSampling
-from pypto_serving.types.tokens import pack_ids
-from pypto_serving.worker.sampler import AHEAD, RowSamplers, SampledLogprobs
+from pypto_serving.types.tokens import pack_ids, unpack_ids
+from pypto_serving.worker.sampler import AHEAD, RowSamplers
 
 KNOWN_ANSWERS = [
     ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
@@ -31,14 +34,29 @@ def chooser(request: pytest.FixtureRequest) -> Sampler:
     return PlainSampler() if request.param == "numpy" else NativeSampler(Engine(request.param))
 
 
+class Unpacked(NamedTuple):
+    logprob: float
+    rank: int
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+
+def unpack(values: dict[int, TokenLogprobs]) -> dict[int, Unpacked]:
+    return {
+        i: Unpacked(each.logprob, each.rank, unpack_ids(each.top_ids), np.frombuffer(each.top_logprobs, "<f4"))
+        for i, each in values.items()
+    }
+
+
 def sample_rows(
     chooser: Sampler, logits: np.ndarray, rows: list[RowSampling], positions: np.ndarray, num_output: np.ndarray
-) -> tuple[np.ndarray, dict[int, SampledLogprobs]]:
+) -> tuple[np.ndarray, dict[int, Unpacked]]:
     """Tokens of a step whose row i samples as rows[i] says, and its log-probabilities by row."""
     samplers = RowSamplers(np.zeros((len(rows), 16), np.int32), logits.shape[1])
     for i, row in enumerate(rows):
         samplers.set(i, row, int(positions[i] - num_output[i]))
-    return samplers.sample(logits, np.arange(len(rows), dtype=np.int32), positions, chooser)
+    tokens, values = samplers.sample(logits, np.arange(len(rows), dtype=np.int32), positions, chooser)
+    return tokens, unpack(values)
 
 
 def sample(chooser: Sampler, logits: np.ndarray, row: RowSampling, num_output: int = 0) -> int:
@@ -210,11 +228,11 @@ def test_a_row_gets_the_logprobs_of_tokens_that_it_names(chooser: Sampler) -> No
     samplers, steps = RowSamplers(np.zeros((2, 8), np.int32), 640), np.arange(2, dtype=np.int32)
     for row, ids in enumerate((pack_ids(named), b"")):
         samplers.set(row, RowSampling(num_logprobs=2, logprob_ids=ids), 0)
-    _, found = samplers.sample(logits, steps, steps, chooser)
+    found = unpack(samplers.sample(logits, steps, steps, chooser)[1])
     assert found[0].top_ids.tolist() == named.tolist() and len(found[1].top_ids) == 2
     np.testing.assert_allclose(found[0].top_logprobs, expected[0][named], atol=2e-5)
     samplers.set(0, RowSampling(num_logprobs=1), 0)
-    _, found = samplers.sample(logits, steps, steps, chooser)
+    found = unpack(samplers.sample(logits, steps, steps, chooser)[1])
     assert found[0].top_ids.tolist() == [named[1]]
 
 

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from pypto_serving.api.text.tokenizer import Tokenizer
-from pypto_serving.types.request import TokenLogprobs
+from pypto_serving.types.logprobs import TokenLogprobs
 from pypto_serving.types.tokens import id_list
 
 MAX_LOGPROBS_OF_ANSWER = 2**20

@@ -20,9 +20,9 @@ class RowDrafts:
         self._drafter = make(lay_out, draws, self.step_cost)
         self._tokens = tokens
 
-    def start(self, row: int) -> None:
+    def start_row(self, row: int) -> None:
         """Begin anew with `row`, which has other tokens now."""
-        self._drafter.start(row)
+        self._drafter.start_row(row)
 
     def write(
         self,

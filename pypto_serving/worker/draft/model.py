@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.backend.base import Draft, Proposals, StepInputs
+from pypto_serving.backend.base import Draft, StepInputs
 from pypto_serving.types.arrays import Float32Array, Int32Array
 from pypto_serving.types.drafts import MAX_DRAFTS
 from pypto_serving.types.sampler import Sampler
@@ -38,7 +38,7 @@ class Odds:
         self._tried: Float32Array = np.zeros(max_rows, np.float32)
         self._all_right = self._all_tried = 1.0
 
-    def start(self, row: int) -> None:
+    def start_row(self, row: int) -> None:
         """Forget what is known of `row`."""
         self._right[row] = self._tried[row] = 0.0
 
@@ -85,12 +85,14 @@ class ModelDrafter:
         self._drafts: Int32Array = np.zeros((max_rows, MAX_DRAFTS), np.int32)
         self._idle = 0
 
-    def start(self, row: int) -> None:
+    def start_row(self, row: int) -> None:
         """Forget the drafts of `row`."""
         self._made[row] = 0
-        self._odds.start(row)
+        self._odds.start_row(row)
 
-    def propose(self, tokens: Int32Array, rows: Int32Array, known: Int32Array, most: Int32Array) -> Proposals:
+    def propose(
+        self, tokens: Int32Array, rows: Int32Array, known: Int32Array, most: Int32Array
+    ) -> tuple[Int32Array, Float32Array]:
         """Implement Drafter."""
         self._judge(tokens, rows, known)
         odds = self._odds.of(rows)
@@ -99,7 +101,7 @@ class ModelDrafter:
             live = (counts > done).nonzero()[0]
             self._run_pass(tokens, rows[live], known[live] + done, done)
         self._made[rows], self._began[rows] = counts, known
-        return Proposals(counts, odds)
+        return counts, odds
 
     def _judge(self, tokens: Int32Array, rows: Int32Array, known: Int32Array) -> None:
         """Rate the drafts made before by the tokens that came."""

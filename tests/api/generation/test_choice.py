@@ -9,7 +9,8 @@ import pytest
 
 from pypto_serving.api.generation.choice import Choice
 from pypto_serving.api.generation.stops import StopPatterns
-from pypto_serving.types.request import EngineRequest, RequestOutput, TokenLogprobs
+from pypto_serving.types.logprobs import TokenLogprobs
+from pypto_serving.types.request import EngineRequest, RequestOutput
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.tokens import pack_ids
 from tests.api.text.tokenizers import TOKENIZER
