@@ -7,8 +7,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 from pypto_serving.kv.group import GroupKey, KVGroup
-from pypto_serving.kv.lease import Lease, Leases, Moved
 from pypto_serving.kv.lower_tier import LowerTier
+from pypto_serving.kv.transfers import ActiveTransfers, Moved, Transfer
 from pypto_serving.types.tier import StorePolicy, TransferDone
 
 MAX_STORES = 2
@@ -29,16 +29,16 @@ Room = dict[KVGroup, int]
 class Demotions:
     """Owns the pins: references to device blocks that stores in progress hold, one for each tier.
 
-    A part of the TierManager, with which it shares `tiers` and `leases`.
+    A part of the TierManager, with which it shares `tiers` and `transfers`.
     """
 
     def __init__(
-        self, groups: Sequence[KVGroup], tiers: Sequence[LowerTier], policy: StorePolicy, leases: Leases
+        self, groups: Sequence[KVGroup], tiers: Sequence[LowerTier], policy: StorePolicy, transfers: ActiveTransfers
     ) -> None:
         self._groups = groups
         self._tiers = tiers
         self._policy = policy
-        self._leases = leases
+        self._transfers = transfers
         self._pins: dict[KVGroup, Counter[int]] = {group: Counter() for group in groups}
         self._coming_free: list[int] | None = None
 
@@ -57,7 +57,8 @@ class Demotions:
             spare = group.pool.num_free - int(group.pool.num_blocks * EVICTION_MARGIN)
             self._take_released(group, 0 if self._policy == "through" else max(0, spare))
         room = {
-            group: min(math.ceil(group.pool.num_free * MAX_PINNED), self._leases.room(group)) for group in self._groups
+            group: min(math.ceil(group.pool.num_free * MAX_PINNED), self._transfers.room(group))
+            for group in self._groups
         }
         for tier in self._tiers:
             while tier.num_stores < MAX_STORES and tier.accepts(now_s) and self._store(tier, tier.backlog, room):
@@ -68,7 +69,7 @@ class Demotions:
         self._coming_free = None
         for tier in self._tiers:
             missing = OrderedDict.fromkeys(pair for pair in blocks if tier.find(*pair) is None)
-            room = {group: self._leases.room(group) for group in self._groups}
+            room = {group: self._transfers.room(group) for group in self._groups}
             while tier.accepts(now_s) and tier.storing_bytes < MAX_DEMOTING_BYTES:
                 if not self._store(tier, missing, room):
                     break
@@ -77,9 +78,9 @@ class Demotions:
         """Count the blocks of each group that only stores refer to; those of stuck tiers are left out."""
         if self._coming_free is None:
             stuck: set[tuple[KVGroup, int]] = set()
-            for lease in self._leases:
-                if lease.kind == "store" and lease.tier.stuck:
-                    stuck.update((piece.group, piece.block) for piece in lease.moved)
+            for transfer in self._transfers:
+                if transfer.kind == "store" and transfer.tier.stuck:
+                    stuck.update((piece.group, piece.block) for piece in transfer.moved)
             self._coming_free = [
                 sum(
                     1
@@ -130,7 +131,7 @@ class Demotions:
         if moved:
             tier.storing.update((piece.group, piece.key) for piece in moved)
             tier.num_stores += 1
-            self._leases.begin("store", tier, moved)
+            self._transfers.begin("store", tier, moved)
         return bool(moved)
 
     def _admit(self, tier: LowerTier, pair: GroupKey, block: int, room: Room) -> Moved:
@@ -140,11 +141,11 @@ class Demotions:
         self._pin(group, block)
         return Moved(group, block, tier.pools[group].allocate(1)[0], key)
 
-    def stored(self, lease: Lease, done: TransferDone, now_s: float) -> None:
+    def stored(self, transfer: Transfer, done: TransferDone, now_s: float) -> None:
         """Publish in the tier what was stored; the rest goes back to its backlog."""
-        tier, num_bytes = lease.tier, 0
+        tier, num_bytes = transfer.tier, 0
         tier.num_stores -= 1
-        for piece, ok in zip(lease.moved, done.done, strict=True):
+        for piece, ok in zip(transfer.moved, done.done, strict=True):
             group, block, place, key = piece
             tier.storing.discard((group, key))
             num_bytes += group.block_bytes * ok
@@ -152,7 +153,7 @@ class Demotions:
             if not ok:
                 tier.backlog[group, key] = None
                 pool.make_new(place)
-            elif not lease.void:
+            elif not transfer.void:
                 if pool.is_new(place):
                     tier.lacking.discard(group)
                 pool.publish(place, key)
@@ -160,7 +161,7 @@ class Demotions:
             self._unpin(group, block)
         self._coming_free = None
         tier.writable &= done.writable
-        for group in {piece.group for piece, ok in zip(lease.moved, done.done, strict=True) if not ok}:
+        for group in {piece.group for piece, ok in zip(transfer.moved, done.done, strict=True) if not ok}:
             tier.lacking.add(group)
             if tier.config.tier == "disk":  # it may be full, with room for slots that were used before
                 tier.pools[group].use_new_last()

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pypto_serving.kv.events import EventLog, pool_events
 from pypto_serving.kv.keys import Keys
 from pypto_serving.kv.pool import BlockPool
-from pypto_serving.kv.positions import ResumePoints
-from pypto_serving.types.kv import GroupSpec, KVCacheGroupSpec, TailSpec
+from pypto_serving.kv.resume_points import ResumePoints
+from pypto_serving.types.kv import GroupSpec, KVCacheGroupSpec, RecentSpec
 from pypto_serving.util import ceil_div
 
 Find = Callable[[bytes], object | None]
@@ -104,10 +104,10 @@ class HistoryGroup(KVGroup):
         yield from range(start // self.block_size, end // self.block_size)
 
 
-class TailGroup(KVGroup):
+class RecentGroup(KVGroup):
     """A sliding window or rolling state: the blocks from `spec.first_needed(n)` on are needed to resume at n."""
 
-    spec: TailSpec
+    spec: RecentSpec
 
     def accepted(self, keys: Keys, limit: int, find: Find) -> int:
         """Return the last resume point whose needed blocks are all there.
@@ -144,5 +144,5 @@ def make_groups(
     specs: Sequence[KVCacheGroupSpec], points: ResumePoints, events: EventLog | None
 ) -> tuple[KVGroup, ...]:
     """Return one object for each spec; their pools have to be opened."""
-    kinds: list[type[KVGroup]] = [HistoryGroup if spec.keeps_history else TailGroup for spec in specs]
+    kinds: list[type[KVGroup]] = [HistoryGroup if spec.keeps_history else RecentGroup for spec in specs]
     return tuple(kind(g, spec, points, events) for g, (kind, spec) in enumerate(zip(kinds, specs, strict=True)))

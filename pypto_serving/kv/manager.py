@@ -9,16 +9,16 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from pypto_serving.kv import room
+from pypto_serving.kv.committing import Committer
 from pypto_serving.kv.events import EventLog
-from pypto_serving.kv.fetch import Fetch, Fetcher
 from pypto_serving.kv.group import make_groups
 from pypto_serving.kv.keys import KeyRule
 from pypto_serving.kv.pool import NULL_BLOCK
-from pypto_serving.kv.positions import ResumePoints
+from pypto_serving.kv.prefix_load import PrefixLoad, PrefixLoader
 from pypto_serving.kv.rate import Rate
+from pypto_serving.kv.resume_points import ResumePoints
 from pypto_serving.kv.room import BlockIds
 from pypto_serving.kv.sequence import SequenceState, on_device
-from pypto_serving.kv.settling import Settler
 from pypto_serving.kv.tiers import TierManager
 from pypto_serving.types.config import FaultConfig, default_of
 from pypto_serving.types.kv import KVCacheGroupSpec
@@ -70,9 +70,9 @@ class KVCacheManager:
         self.prefix_caching = prefix_caching
         self._events = events
         self._tiers = TierManager(self.groups, tiers, store_policy, longest_blocks, transfer_timeout_s, events)
-        self._fetcher = Fetcher(self._tiers, self.points)
+        self._prefix_loader = PrefixLoader(self._tiers, self.points)
         self._has_tiers = bool(self._tiers.tiers)
-        self._settler = Settler(self.points, prefix_caching, self._has_tiers, events)
+        self._committer = Committer(self.points, prefix_caching, self._has_tiers, events)
         self._sequences: dict[str, SequenceState] = {}
         self.open(num_blocks, fingerprint)
 
@@ -123,17 +123,17 @@ class KVCacheManager:
 
         return bisect_left(points, True, key=differ) * self.points.step
 
-    def fetch(self, request_id: str, tokens: array[int], match: Match, may_begin: bool = True) -> Fetch:
+    def load_prefix(self, request_id: str, tokens: array[int], match: Match, may_begin: bool = True) -> PrefixLoad:
         """Begin to load what lower tiers hold of a request's `tokens` beyond `match`, if that pays.
 
         BEGUN: the request has to wait until `transferred` names it, and match again; it may hold blocks meanwhile.
         """
         sequence = self._sequences[request_id]
         if not self._has_tiers or sequence.filled or not self.prefix_caching:
-            return Fetch.COMPUTE
+            return PrefixLoad.COMPUTE
         if self._events is not None and self._events.num_unknown:
             self._describe_lower(sequence, tokens, match.num_tokens, self._events)
-        return self._fetcher.fetch(request_id, sequence, len(tokens), match.num_tokens, may_begin)
+        return self._prefix_loader.load_prefix(request_id, sequence, len(tokens), match.num_tokens, may_begin)
 
     def _describe_lower(self, sequence: SequenceState, tokens: array[int], start: int, events: EventLog) -> None:
         """Describe the blocks that tiers hold of a sequence beyond `start` tokens, up to the first that none holds.
@@ -213,10 +213,10 @@ class KVCacheManager:
         num_tokens: int,
         step_tokens: int,
         spare: float,
-        promised: Iterable[int],
+        reserved: Iterable[int],
     ) -> bool:
         """Return whether a request may grow to `num_tokens`; see `room.fits`."""
-        return room.fits(self._sequences[request_id], match.num_tokens, num_tokens, step_tokens, spare, promised)
+        return room.fits(self._sequences[request_id], match.num_tokens, num_tokens, step_tokens, spare, reserved)
 
     def will_fit(self, request_id: str, num_tokens: int) -> bool:
         """Return whether a request can grow to `num_tokens` once the blocks being stored in lower tiers are free."""
@@ -233,7 +233,7 @@ class KVCacheManager:
         sequence = self._sequences[request_id]
         sequence.computed = num_computed
         if num_computed >= sequence.due:
-            self._settler.settle(sequence, tokens, num_computed, prompt_len)
+            self._committer.commit(sequence, tokens, num_computed, prompt_len)
 
     # The end.
 
@@ -248,9 +248,9 @@ class KVCacheManager:
         self._tiers.promotions.abandon(request_id)
         if not sequence.capacity:
             return
-        self._settler.keep_tails(sequence, sequence.held)
+        self._committer.keep_resume_blocks(sequence, sequence.resume_point)
         for part in sequence.parts:
-            part.group.pool.free(part.tail)
+            part.group.pool.free(part.resume_blocks)
             part.group.pool.free(part.live())
         sequence.clear()
 
@@ -260,7 +260,7 @@ class KVCacheManager:
         keys = [
             (part.group, key)
             for part in sequence.parts
-            for block_id in reversed([*part.tail, *part.live()])
+            for block_id in reversed([*part.resume_blocks, *part.live()])
             if (key := part.group.pool.key(block_id)) is not None
         ]
         self.release(request_id)
@@ -353,10 +353,10 @@ class KVCacheManager:
             for sequence in self._sequences.values():
                 part = sequence.parts[g]
                 live = part.live()
-                passed = part.group.first_needed(sequence.settled) - part.first
+                passed = part.group.first_needed(sequence.committed) - part.first
                 assert 0 <= passed <= part.group.run, "a block was freed too early or late"
                 assert NULL_BLOCK not in live, f"null block inside the live part of group {group.spec.name}"
                 references.update(live)
-                references.update(part.tail)
+                references.update(part.resume_blocks)
             group.pool.check(references)
         self._tiers.check()

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from pypto_serving.kv.group import GroupKey
-from pypto_serving.kv.lease import Fill, Lease, Leases, LeaseState, Moved, Wanted
 from pypto_serving.kv.lower_tier import LowerTier, fastest
 from pypto_serving.kv.pool import NULL_BLOCK
 from pypto_serving.kv.rate import Rate
+from pypto_serving.kv.transfers import ActiveTransfers, Fill, Moved, Transfer, TransferState, Wanted
 from pypto_serving.types.tier import Tier, TransferDone
 
 
@@ -17,12 +17,12 @@ class Promotions:
     """Owns the Fills, and the blocks that each brings; measures whether loading is faster than computing.
 
     `_fills` are by the request that began them, `_joined` by the other requests that wait for them.
-    A part of the TierManager, with which it shares `tiers` and `leases`.
+    A part of the TierManager, with which it shares `tiers` and `transfers`.
     """
 
-    def __init__(self, tiers: Sequence[LowerTier], leases: Leases) -> None:
+    def __init__(self, tiers: Sequence[LowerTier], transfers: ActiveTransfers) -> None:
         self._tiers = tiers
-        self._leases = leases
+        self._transfers = transfers
         self.prefill_rate = Rate()
         self._fills: dict[str, Fill] = {}
         self._joined: dict[str, Fill] = {}
@@ -91,7 +91,7 @@ class Promotions:
                 for piece in moved:
                     piece.group.pool.share([piece.block])
                     tier.pools[piece.group].share([piece.place])
-                self._leases.begin("load", tier, moved, fill)
+                self._transfers.begin("load", tier, moved, fill)
         return {(piece.group, piece.key): tier.config.tier for tier, moved in parts.items() for piece in moved}
 
     def ask(self, request_id: str, wanted: Iterable[GroupKey]) -> None:
@@ -100,7 +100,7 @@ class Promotions:
         fill = self._fills[request_id] = Fill(request_id, 0)
         for tier in self._tiers:
             if tier.shared and not tier.stuck:
-                self._leases.begin("find", tier, pieces, fill)
+                self._transfers.begin("find", tier, pieces, fill)
 
     def abandon(self, request_id: str) -> None:
         """Stop waiting; transfers still finish and publish their blocks."""
@@ -109,11 +109,11 @@ class Promotions:
             joined.waiters.remove(request_id)
         fill = self._fills.pop(request_id, None)
         if fill is not None:
-            self._leases.abandon(fill)
+            self._transfers.abandon(fill)
 
-    def waiting_for(self, leases: Iterable[Lease]) -> list[str]:
-        """Return the requests that wait for one of these leases: who began them, unless it gave up, and who joined."""
-        fills = dict.fromkeys(lease.fill for lease in leases if lease.fill is not None)
+    def waiting_for(self, transfers: Iterable[Transfer]) -> list[str]:
+        """Return the requests that wait for one of `transfers`: who began them, unless it gave up, and who joined."""
+        fills = dict.fromkeys(transfer.fill for transfer in transfers if transfer.fill is not None)
         return [
             name
             for fill in fills
@@ -123,47 +123,47 @@ class Promotions:
 
     # Done.
 
-    def found(self, lease: Lease, done: TransferDone) -> list[tuple[str, bool]]:
+    def found(self, transfer: Transfer, done: TransferDone) -> list[tuple[str, bool]]:
         """Note what a tier that was asked holds. Returns what `TierManager.take_done` does."""
-        if not lease.void:
-            pieces = zip(lease.moved, done.done, strict=True)
-            lease.tier.learn((piece.group, piece.key) for piece, ok in pieces if ok)
-        return self._ended(lease, True, done.elapsed_s)
+        if not transfer.void:
+            pieces = zip(transfer.moved, done.done, strict=True)
+            transfer.tier.learn((piece.group, piece.key) for piece, ok in pieces if ok)
+        return self._ended(transfer, True, done.elapsed_s)
 
-    def loaded(self, lease: Lease, done: TransferDone) -> list[tuple[str, bool]]:
+    def loaded(self, transfer: Transfer, done: TransferDone) -> list[tuple[str, bool]]:
         """Publish the blocks that arrived, and forget those that the tier turned out not to hold."""
-        tier, num_bytes = lease.tier, 0
-        for piece, ok in zip(lease.moved, done.done, strict=True):
+        tier, num_bytes = transfer.tier, 0
+        for piece, ok in zip(transfer.moved, done.done, strict=True):
             group, block, place, key = piece
-            if self._filling.get((group, key)) is lease.fill:
+            if self._filling.get((group, key)) is transfer.fill:
                 del self._filling[group, key]
             num_bytes += group.block_bytes * ok
-            if ok and not lease.void:
+            if ok and not transfer.void:
                 group.pool.publish(block, key)
                 group.pool.keep(block)
             elif not ok and tier.find(group, key) == place:
                 tier.pools[group].drop(place)
-        for piece in reversed(lease.moved):
+        for piece in reversed(transfer.moved):
             tier.pools[piece.group].free([piece.place])
             piece.group.pool.free([piece.block])
         tier.counters.loaded(done, num_bytes)
         if any(done.done):
             tier.load_rate.add(num_bytes, done.elapsed_s)
-        return self._ended(lease, all(done.done), done.elapsed_s)
+        return self._ended(transfer, all(done.done), done.elapsed_s)
 
-    def _ended(self, lease: Lease, ok: bool, elapsed_s: float) -> list[tuple[str, bool]]:
-        """Count a lease of a fill as ended. Returns who waited once it is the last one."""
-        fill = lease.fill
+    def _ended(self, transfer: Transfer, ok: bool, elapsed_s: float) -> list[tuple[str, bool]]:
+        """Count a transfer of a fill as ended. Returns who waited once it is the last one."""
+        fill = transfer.fill
         assert fill is not None
         fill.num_leases -= 1
         fill.failed |= not ok
-        fill.ended.append((lease, elapsed_s))
+        fill.ended.append((transfer, elapsed_s))
         if fill.num_leases:
             return []
         waiters = [(request_id, True) for request_id in fill.waiters]
         for request_id in fill.waiters:
             del self._joined[request_id]
-        if lease.state is LeaseState.QUARANTINED:
+        if transfer.state is TransferState.QUARANTINED:
             return waiters
         del self._fills[fill.request_id]
         if not fill.failed:
@@ -179,10 +179,10 @@ class Promotions:
 
     def _credit(self, fill: Fill) -> None:
         """Credit each tier, by its bytes, with tokens that a fill spared, and debit the time of its loads."""
-        num_bytes = sum(lease.num_bytes for lease, _ in fill.ended)
-        for lease, elapsed_s in fill.ended if num_bytes else ():
-            lease.tier.spared_tokens += fill.num_tokens * lease.num_bytes / num_bytes
-            lease.tier.spent_s += elapsed_s
+        num_bytes = sum(transfer.num_bytes for transfer, _ in fill.ended)
+        for transfer, elapsed_s in fill.ended if num_bytes else ():
+            transfer.tier.spared_tokens += fill.num_tokens * transfer.num_bytes / num_bytes
+            transfer.tier.spent_s += elapsed_s
         self._count_saved()
 
     def _count_saved(self) -> None:
@@ -192,9 +192,9 @@ class Promotions:
             tier.spared_tokens = tier.spent_s = 0.0
 
     def check(self) -> None:
-        """Assert that a lease brings each block that somebody is told to wait for."""
-        moving = {(piece.group, piece.key) for lease in self._leases for piece in lease.moved}
+        """Assert that a transfer brings each block that somebody is told to wait for."""
+        moving = {(piece.group, piece.key) for transfer in self._transfers for piece in transfer.moved}
         assert self._filling.keys() <= moving, "a block is said to come, but nothing brings it"
-        fills = {lease.fill for lease in self._leases}
+        fills = {transfer.fill for transfer in self._transfers}
         assert fills >= {*self._fills.values(), *self._joined.values()}, "a request waits for what nothing brings"
         assert all(name in fill.waiters for name, fill in self._joined.items())

@@ -18,7 +18,7 @@ def grow(sequence: SequenceState, num_tokens: int) -> BlockIds | None:
     Blocks of windows and states that are not needed any more are freed before: while a sequence decodes, here alone.
     """
     settled = sequence.computed - sequence.points.lag
-    if sequence.tails and settled > sequence.settled:
+    if sequence.recent and settled > sequence.committed:
         sequence.free_passed(settled)
     growing = [(part, part.missing(num_tokens)) for part in sequence.parts if part.capacity < num_tokens]
     for part, count in growing:
@@ -42,20 +42,20 @@ def start(sequence: SequenceState, num_tokens: int, matched: int) -> BlockIds | 
     for part, blocks in zip(sequence.parts, cached, strict=True):
         part.start(blocks)
         part.grow(part.missing(num_tokens))
-    sequence.computed = sequence.settled = matched
+    sequence.computed = sequence.committed = matched
     sequence.set_capacity()
     return sequence.tables()
 
 
 def fits(
-    sequence: SequenceState, matched: int, num_tokens: int, step_tokens: int, spare: float, promised: Iterable[int]
+    sequence: SequenceState, matched: int, num_tokens: int, step_tokens: int, spare: float, reserved: Iterable[int]
 ) -> bool:
     """Return whether a sequence with `matched` cached tokens may grow to `num_tokens` with the blocks free now.
 
-    Of its tokens `step_tokens` are computed and not settled. `promised` blocks of each group, and the share `spare` of
+    Of its tokens `step_tokens` are computed and not settled. `reserved` blocks of each group, and the share `spare` of
     each pool, are for others.
     """
-    for part, kept in zip(sequence.parts, promised, strict=True):
+    for part, kept in zip(sequence.parts, reserved, strict=True):
         pool = part.group.pool
         cached = part.cached(matched)
         in_use = sum(1 for block_id in cached if block_id != NULL_BLOCK and not pool.is_free(block_id))

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pypto_serving.kv.events import EventLog
 from pypto_serving.kv.group import Find, GroupKey, KVGroup
 from pypto_serving.kv.keys import KeyRule, Keys
-from pypto_serving.kv.lease import Wanted
 from pypto_serving.kv.pool import NULL_BLOCK
-from pypto_serving.kv.positions import ResumePoints
+from pypto_serving.kv.resume_points import ResumePoints
+from pypto_serving.kv.transfers import Wanted
 from pypto_serving.types.tier import Tier
 
 FindIn = Callable[[KVGroup], Find]
@@ -26,11 +26,11 @@ class SequencePart:
     """The blocks of one request in one group.
 
     `keys[i]` names block i, `table[i]` is its id: the null block before `first`, where it was freed or is not needed.
-    At `due` settled tokens more than a run of blocks can be freed. `tail` are the blocks, this request's or others',
-    that resuming at `SequenceState.held` needs; a window or state holds one reference to each, beside the table's.
+    At `due` committed tokens, more than a run of blocks can be freed. `resume_blocks` are those, of any request,
+    that resuming at `SequenceState.resume_point` needs; a window or state holds one more reference to each.
     """
 
-    __slots__ = ("capacity", "due", "first", "group", "keys", "table", "tail")
+    __slots__ = ("capacity", "due", "first", "group", "keys", "resume_blocks", "table")
 
     def __init__(self, group: KVGroup, keys: Keys) -> None:
         self.group = group
@@ -40,7 +40,7 @@ class SequencePart:
     def clear(self) -> None:
         """Forget all blocks; the caller has freed them."""
         self.table: list[int] = []
-        self.tail: list[int] = []
+        self.resume_blocks: list[int] = []
         self.capacity = 0
         self._begin(0)
 
@@ -105,16 +105,16 @@ class SequencePart:
             table[first:stop] = [NULL_BLOCK] * (stop - first)
             self._begin(stop)
 
-    def tail_at(self, position: int) -> list[int]:
+    def resume_blocks_at(self, position: int) -> list[int]:
         """Return the blocks on the device, this request's or others', that resuming at `position` needs."""
         return [block_id for block_id in self.found(position) if block_id is not None]
 
     def hold(self, position: int) -> None:
         """Hold the tail of `position` instead of the one held before."""
-        tail = self.tail_at(position)
+        tail = self.resume_blocks_at(position)
         self.group.pool.share(tail)
-        self.group.pool.free(self.tail)
-        self.tail = tail
+        self.group.pool.free(self.resume_blocks)
+        self.resume_blocks = tail
 
     def describe(self, i: int, tokens: array[int], salted: bool, events: EventLog) -> None:
         """Describe block i to the events, if a tier holds it and nobody has described it."""
@@ -128,7 +128,7 @@ class SequenceState:
     """The blocks of one request in all groups. Changed by the KVCacheManager alone.
 
     - `computed`: the number of tokens that are certainly computed.
-    - `settled`: the number of those that were taken into account, and whose blocks depend on known tokens only. Their
+    - `committed`: the number of those that were taken into account, and whose blocks depend on known tokens only. Their
       blocks are published up to the last resume point. Of those not needed to resume here, at most a run is not freed.
     - `capacity`: the number of tokens that fit the reserved blocks.
     - `due`: the number of computed tokens from which a commit has work to do: a resume point, or blocks to free.
@@ -138,24 +138,24 @@ class SequenceState:
     - `asked`: shared tiers were asked for its blocks.
     - `salted`: its blocks are not reported in KV events.
 
-    `histories` are the parts that keep their history, `tails` those of windows and states.
+    `histories` are the parts that keep their history, `recent` those of windows and states.
     """
 
     __slots__ = (
         "asked",
         "capacity",
         "chain",
+        "committed",
         "computed",
         "due",
         "filled",
-        "held",
         "histories",
         "origins",
         "parts",
         "points",
+        "recent",
+        "resume_point",
         "salted",
-        "settled",
-        "tails",
     )
 
     def __init__(
@@ -165,7 +165,7 @@ class SequenceState:
         self.chain, keys = rule.keys(fingerprint, cache_salt)
         self.parts = tuple(map(SequencePart, groups, keys))
         self.histories = tuple(part for part in self.parts if part.group.keeps_history)
-        self.tails = tuple(part for part in self.parts if not part.group.keeps_history)
+        self.recent = tuple(part for part in self.parts if not part.group.keeps_history)
         self.salted = bool(cache_salt)
         self.asked = False
         self.origins: dict[GroupKey, Tier] = {}
@@ -173,7 +173,7 @@ class SequenceState:
 
     def _begin(self) -> None:
         """Note that there are no blocks."""
-        self.capacity = self.computed = self.settled = self.held = self.filled = 0
+        self.capacity = self.computed = self.committed = self.resume_point = self.filled = 0
         self.due: float = 0
 
     def clear(self) -> None:
@@ -197,7 +197,7 @@ class SequenceState:
             candidate = part.group.accepted(part.keys, candidate, find_in(part.group))
         while candidate and candidate != agreed:
             agreed = candidate
-            for part in self.tails:
+            for part in self.recent:
                 candidate = part.group.accepted(part.keys, candidate, find_in(part.group))
         return candidate
 
@@ -205,7 +205,7 @@ class SequenceState:
         """Return how many of the first tokens came from which tier, by the blocks of a group that keeps history."""
         if not self.origins:
             return Counter({"device": num_tokens})
-        part = (*self.histories, *self.tails)[0]
+        part = (*self.histories, *self.recent)[0]
         size = part.group.block_size
         keys = map(part.keys.__getitem__, range(num_tokens // size))
         sources = Counter(self.origins.get((part.group, key), "device") for key in keys)
@@ -219,11 +219,11 @@ class SequenceState:
     def free_passed(self, num_tokens: int) -> None:
         """Settle `num_tokens` and free the blocks that are not needed to resume there."""
         due: float = self.points.last(num_tokens) + self.points.step
-        for part in self.tails:
+        for part in self.recent:
             part.free_passed(num_tokens)
             if part.due < due:
                 due = part.due
-        self.settled, self.due = num_tokens, due
+        self.committed, self.due = num_tokens, due
 
     def tables(self) -> tuple[list[int], ...]:
         """Return a copy of the block table of each group."""

@@ -1,4 +1,4 @@
-"""TierManager: owner of Leases; decides which blocks go down, come back, and are forgotten below the device."""
+"""TierManager: owner of the tiers below the device; decides which blocks are stored, loaded and forgotten there."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterable, Sequence
 from pypto_serving.kv.demotion import Demotions
 from pypto_serving.kv.events import EventLog
 from pypto_serving.kv.group import GroupKey, KVGroup
-from pypto_serving.kv.lease import Leases
 from pypto_serving.kv.lower_tier import LowerTier
 from pypto_serving.kv.promotion import Promotions
+from pypto_serving.kv.transfers import ActiveTransfers
 from pypto_serving.types.stats import TierStats
 from pypto_serving.types.tier import (
     TIERS,
@@ -27,7 +27,7 @@ CHECKED_BLOCKS = 1 << 16
 
 
 class TierManager:
-    """Owns the tiers below the device and the Leases of transfers; `promotions` and `demotions` are its two parts.
+    """Owns the tiers below the device and their transfers; `promotions` and `demotions` are its two parts.
 
     Works on the device pools of `groups`, which the KVCacheManager owns: it refers to blocks while they are moved, and
     publishes them when they are filled. Reads no clock: times and speeds are arguments.
@@ -44,13 +44,13 @@ class TierManager:
     ) -> None:
         ordered = sorted(configs, key=lambda config: TIERS.index(config.tier))
         self.tiers = tuple(LowerTier(config, groups, events) for config in ordered)
-        self.leases = Leases(groups, longest_blocks, timeout_s)
-        self.promotions = Promotions(self.tiers, self.leases)
-        self.demotions = Demotions(groups, self.tiers, policy, self.leases)
+        self.transfers = ActiveTransfers(groups, longest_blocks, timeout_s)
+        self.promotions = Promotions(self.tiers, self.transfers)
+        self.demotions = Demotions(groups, self.tiers, policy, self.transfers)
 
     def open(self, inventories: Iterable[TierInventory]) -> None:
         """Begin a new worker life with empty device pools. Host memory keeps what it held, except moving blocks."""
-        self.leases.forget_all()
+        self.transfers.forget_all()
         self.promotions.forget_all()
         self.demotions.forget_all()
         held = {inventory.tier: inventory for inventory in inventories}
@@ -64,39 +64,39 @@ class TierManager:
     def take_jobs(self, now_s: float) -> list[TransferJob]:
         """Return the jobs to hand to the worker now."""
         self.demotions.plan(now_s)
-        return self.leases.take_jobs(now_s)
+        return self.transfers.take_jobs(now_s)
 
     def take_done(self, done: TransferDone, now_s: float) -> list[tuple[str, bool]]:
         """End a transfer. Returns the requests that waited for it, and whether each got all that it waited for."""
-        lease = self.leases.end(done.job_id)
-        if lease.kind == "store":
-            self.demotions.stored(lease, done, now_s)
-        elif lease.kind == "clear":
-            lease.tier.clearing = False
-        elif lease.kind == "find":
-            return self.promotions.found(lease, done)
-        elif lease.kind == "load":
-            return self.promotions.loaded(lease, done)
+        transfer = self.transfers.end(done.job_id)
+        if transfer.kind == "store":
+            self.demotions.stored(transfer, done, now_s)
+        elif transfer.kind == "clear":
+            transfer.tier.clearing = False
+        elif transfer.kind == "find":
+            return self.promotions.found(transfer, done)
+        elif transfer.kind == "load":
+            return self.promotions.loaded(transfer, done)
         return []
 
     def overdue(self, now_s: float) -> list[str]:
         """Mark the tiers that are stuck now. Returns the requests that wait for them; they should compute instead."""
-        late = [lease for lease in self.leases if now_s > lease.due_s]
+        late = [transfer for transfer in self.transfers if now_s > transfer.due_s]
         for tier in self.tiers:
-            tier.stuck = tier.left_out or any(lease.tier is tier for lease in late)
+            tier.stuck = tier.left_out or any(transfer.tier is tier for transfer in late)
         return self.promotions.waiting_for(late)
 
     def hanging(self, now_s: float) -> tuple[Tier, ...]:
         """Return the tiers of overdue transfers that hold device blocks; none while other transfers may free some."""
-        moving = self.leases.moving()
-        if any(now_s <= lease.due_s for lease in moving):
+        moving = self.transfers.moving()
+        if any(now_s <= transfer.due_s for transfer in moving):
             return ()
-        return tuple(sorted({lease.tier.config.tier for lease in moving}))
+        return tuple(sorted({transfer.tier.config.tier for transfer in moving}))
 
     def clear(self, tier_names: Collection[Tier]) -> None:
         """Forget what some lower tiers hold, and have their stores do so. Moving blocks will not be published."""
-        for lease in self.leases:
-            lease.void |= "device" in tier_names or lease.tier.config.tier in tier_names
+        for transfer in self.transfers:
+            transfer.void |= "device" in tier_names or transfer.tier.config.tier in tier_names
         for tier in self.tiers:
             if tier.config.tier in tier_names:
                 self._clear(tier)
@@ -104,8 +104,8 @@ class TierManager:
     def discard(self, blocks: Sequence[GroupKey]) -> None:
         """Forget these blocks in every lower tier. Transfers that contain one will publish nothing."""
         unwanted = set(blocks)
-        for lease in self.leases.moving():
-            lease.void |= any((piece.group, piece.key) in unwanted for piece in lease.moved)
+        for transfer in self.transfers.moving():
+            transfer.void |= any((piece.group, piece.key) in unwanted for piece in transfer.moved)
         for tier in self.tiers:
             for group, key in blocks:
                 tier.discard(group, key)
@@ -118,7 +118,7 @@ class TierManager:
         for pool in tier.pools.values():
             pool.drop_all()
         if not tier.left_out:
-            self.leases.begin("clear", tier, [])
+            self.transfers.begin("clear", tier, [])
 
     def record_hits(self, sources: Counter[Tier]) -> None:
         """Count the cached tokens of a request by the tier they came from."""
@@ -133,24 +133,24 @@ class TierManager:
 
     def is_idle(self, now_s: float) -> bool:
         """Return whether nothing moves and nothing waits to be stored where it can be."""
-        return not self.leases and not any(tier.backlog for tier in self.tiers if tier.accepts(now_s))
+        return not self.transfers and not any(tier.backlog for tier in self.tiers if tier.accepts(now_s))
 
     def references(self, group: KVGroup) -> Counter[int]:
-        """Count the references of leases to device blocks of a group."""
-        return self.leases.references(group)
+        """Count the references of transfers to device blocks of a group."""
+        return self.transfers.references(group)
 
     def check(self) -> None:
-        """Assert in every tier and group: free + held + in use = total, and references equal those of leases.
+        """Assert in every tier and group: free + held + in use = total, and references equal those of transfers.
 
         Pools that hold more than CHECKED_BLOCKS are left out.
         """
         for tier in self.tiers:
             references: dict[KVGroup, Counter[int]] = {group: Counter() for group in tier.pools}
-            for lease in self.leases.moving(tier):
-                for piece in lease.moved:
+            for transfer in self.transfers.moving(tier):
+                for piece in transfer.moved:
                     references[piece.group][piece.place] += 1
             for group, pool in tier.pools.items():
                 if pool.num_published <= CHECKED_BLOCKS:
                     pool.check(references[group])
-            self.leases.check(tier)
+            self.transfers.check(tier)
         self.promotions.check()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pypto_serving.kv.fetch import Fetch
 from pypto_serving.kv.manager import NO_MATCH, KVCacheManager, Match
+from pypto_serving.kv.prefix_load import PrefixLoad
 from pypto_serving.sched import budget
-from pypto_serving.sched.places import Places
+from pypto_serving.sched.registry import RequestRegistry
 from pypto_serving.sched.request import Request, Status
 from pypto_serving.sched.step import Counters, Step, new_row
 from pypto_serving.types.config import EngineConfig
@@ -24,16 +24,16 @@ MAX_SET_ASIDE = 64
 class Admission:
     """A part of the Scheduler, without state of its own: moves requests from where they wait into a step."""
 
-    def __init__(self, config: EngineConfig, kv: KVCacheManager, places: Places, counters: Counters) -> None:
+    def __init__(self, config: EngineConfig, kv: KVCacheManager, registry: RequestRegistry, counters: Counters) -> None:
         self._config = config
         self._kv = kv
-        self._places = places
+        self._registry = registry
         self._counters = counters
-        self._unsettled = config.unsettled_tokens
+        self._unsettled = config.uncommitted_tokens
 
     def admit_all(self, step: Step, now_s: float, before: Request | None = None) -> None:
         """Start waiting requests in order, all or those `before` a running one, until one must stay in the queue."""
-        rows, waiting = self._places.rows, self._places.waiting
+        rows, waiting = self._registry.rows, self._registry.waiting
         while step.admits and step.budget > 0 and rows and step.num_set_aside < MAX_SET_ASIDE:
             request = waiting.peek()
             if request is None or (before is not None and request.order > before.order):
@@ -42,41 +42,41 @@ class Admission:
 
     def admit(self, step: Step, request: Request, now_s: float) -> bool:
         """Start a waiting request, or let it wait elsewhere. Return False if it must stay first in the queue."""
-        kv, loading = self._kv, self._places.loading
+        kv, loading = self._kv, self._registry.load_wait
         match = kv.match(request.id, request.tokens, request.source.cache_salt)
-        may_wait = not self._places.strikes.suspects
+        may_wait = not self._registry.crash_counts.suspects
         if request.num_unscored:  # what is cached has no logits
             match, may_wait = NO_MATCH, False
-        if may_wait and self._places.following.follow(request, match):
+        if may_wait and self._registry.prefix_wait.follow(request, match):
             step.num_set_aside += 1
             return True
-        spare = SPARE_BLOCKS if self._places.running else 0.0
-        while not kv.fits(request.id, match, request.num_tokens, self._unsettled, spare, step.promised):
-            if self._places.running or loading.is_busy or not loading.release_one(request):
+        spare = SPARE_BLOCKS if self._registry.running else 0.0
+        while not kv.fits(request.id, match, request.num_tokens, self._unsettled, spare, step.reserved):
+            if self._registry.running or loading.is_busy or not loading.release_one(request):
                 return False
         if may_wait:
-            fetch = kv.fetch(request.id, request.tokens, match, may_begin=not loading.is_full)
-            if fetch is Fetch.BEGUN:
+            fetch = kv.load_prefix(request.id, request.tokens, match, may_begin=not loading.is_full)
+            if fetch is PrefixLoad.BEGUN:
                 loading.wait(request, now_s)
                 return True
-            if fetch is Fetch.LATER and loading.put_off(request, now_s):
+            if fetch is PrefixLoad.LATER and loading.put_off(request, now_s):
                 step.num_set_aside += 1
                 return True
         count = budget.chunk(self._config, step, request, request.num_tokens - match.num_tokens)
         if count == 0 or kv.reserve(request.id, match.num_tokens + count, match) is None:
             return False
-        self._places.start(request, match.num_tokens)
+        self._registry.start(request, match.num_tokens)
         if request.num_cached_tokens < 0:
             self._record_first_start(request, match, now_s)
         step.new_rows.append(new_row(request, kv.table(request.id)))
         step.schedule(request, count)
-        self.promise(step, request)
+        self.reserve_growth(step, request)
         return True
 
-    def promise(self, step: Step, request: Request, sign: int = 1) -> None:
+    def reserve_growth(self, step: Step, request: Request, sign: int = 1) -> None:
         """Keep the blocks that a running prompt still needs from requests that start; or, with -1, do so no longer."""
         if request.status is Status.RUNNING and request.num_uncomputed_tokens > 1:
-            step.promise(self._kv.growth(request.num_computed_tokens, request.num_tokens), sign)
+            step.reserve(self._kv.growth(request.num_computed_tokens, request.num_tokens), sign)
 
     def _record_first_start(self, request: Request, match: Match, now_s: float) -> None:
         """Record the cache hits of a request, by tier, and the time of its first step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pypto_serving.sched import scoring
+from pypto_serving.sched import prompt_logprobs
 from pypto_serving.sched.request import Request
 from pypto_serving.sched.step import Step
 from pypto_serving.types.config import EngineConfig
@@ -15,7 +15,7 @@ def chunk(config: EngineConfig, step: Step, request: Request, missing: int) -> i
     A prompt that is cut gets a multiple of the program's `chunk_tokens`.
     """
     if missing > 1 and request.num_unscored:
-        return scoring.chunk(config, step, request, missing)
+        return prompt_logprobs.chunk(config, step, request, missing)
     if not config.enable_chunked_prefill:
         return missing if missing <= step.budget else 0
     count = min(missing, step.budget, config.long_prefill_token_threshold or missing)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pypto_serving.sched.fairness import TokenShares
-from pypto_serving.sched.order import by_order
+from pypto_serving.sched.preemption import by_order
 from pypto_serving.sched.request import Request
 
 _SLACK = 16
@@ -64,37 +64,37 @@ class WaitingQueue:
 
     def __init__(self, shares: TokenShares | None = None) -> None:
         self._shares = shares
-        self._lanes: dict[str, RequestHeap] = {}
+        self._by_salt: dict[str, RequestHeap] = {}
 
-    def _lane_of(self, request: Request) -> str:
+    def _salt_of(self, request: Request) -> str:
         return "" if self._shares is None else request.source.cache_salt
 
     def push(self, request: Request) -> None:
         """Add a request."""
-        lane = self._lane_of(request)
-        if lane not in self._lanes:
-            self._lanes[lane] = RequestHeap(by_order)
-        self._lanes[lane].push(request)
+        heap = self._salt_of(request)
+        if heap not in self._by_salt:
+            self._by_salt[heap] = RequestHeap(by_order)
+        self._by_salt[heap].push(request)
 
     def remove(self, request: Request) -> None:
         """Remove a request; do nothing if it is not in the queue."""
-        lane = self._lanes.get(self._lane_of(request))
-        if lane is not None:
-            lane.remove(request)
-            if not lane:
-                del self._lanes[self._lane_of(request)]
+        heap = self._by_salt.get(self._salt_of(request))
+        if heap is not None:
+            heap.remove(request)
+            if not heap:
+                del self._by_salt[self._salt_of(request)]
 
     def peek(self) -> Request | None:
         """Return the first request, or None."""
-        firsts = (request for lane in self._lanes.values() if (request := lane.first()) is not None)
+        firsts = (request for heap in self._by_salt.values() if (request := heap.first()) is not None)
         return min(firsts, key=by_order if self._shares is None else self._shares.rank, default=None)
 
     def __len__(self) -> int:
-        return sum(map(len, self._lanes.values()))
+        return sum(map(len, self._by_salt.values()))
 
     def __iter__(self) -> Iterator[Request]:
         """Iterate over the requests in no particular order."""
-        return (request for lane in self._lanes.values() for request in lane)
+        return (request for heap in self._by_salt.values() for request in heap)
 
 
 class Deadlines:

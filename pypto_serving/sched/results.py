@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pypto_serving.kv.manager import KVCacheManager
-from pypto_serving.sched import outputs, scoring
-from pypto_serving.sched.places import Places
+from pypto_serving.sched import outputs, prompt_logprobs
+from pypto_serving.sched.registry import RequestRegistry
 from pypto_serving.sched.request import Request, Status
 from pypto_serving.sched.step import Counters, RowResult, Scheduled, Step, plain_tokens, rows_of
 from pypto_serving.types.request import RequestFault, RequestOutput
@@ -15,9 +15,9 @@ from pypto_serving.types.tokens import ID_BYTES
 class Results:
     """A part of the Scheduler, without state of its own."""
 
-    def __init__(self, kv: KVCacheManager, places: Places, counters: Counters) -> None:
+    def __init__(self, kv: KVCacheManager, registry: RequestRegistry, counters: Counters) -> None:
         self._kv = kv
-        self._places = places
+        self._registry = registry
         self._counters = counters
 
     def take(self, step: Step, result: StepResult, now_s: float) -> list[RequestOutput]:
@@ -37,7 +37,7 @@ class Results:
                 _take_back(request, entry.num_drafts)
                 self._advance(request, entry.count)
                 if request.num_committed == request.max_tokens:  # it samples no token
-                    added.append(self._places.finish(request, "length", now_s=now_s))
+                    added.append(self._registry.finish(request, "length", now_s=now_s))
             elif plain is not None:
                 added.append(self._append(entry, plain[request.row], now_s))
             elif (output := self._take_row(entry, rows[request.row], now_s)) is not None:
@@ -57,7 +57,7 @@ class Results:
             request.first_token_s = now_s
             output = outputs.started(request, output)
         self._advance(request, entry.count)
-        return output if reason is None else outputs.merged(output, self._places.finish(request, reason, now_s=now_s))
+        return output if reason is None else outputs.merged(output, self._registry.finish(request, reason, now_s=now_s))
 
     def _take_row(self, entry: Scheduled, row: RowResult, now_s: float) -> RequestOutput | None:
         """Append the tokens of a row, up to the one that ends its request. Take back rejected drafts.
@@ -87,11 +87,11 @@ class Results:
         self._advance(request, computed)
         if reason is None:
             return output if count else None
-        return outputs.merged(output, self._places.finish(request, reason, now_s=now_s))
+        return outputs.merged(output, self._registry.finish(request, reason, now_s=now_s))
 
     def _take_prompts(self, step: Step, result: StepResult, now_s: float) -> list[RequestOutput]:
         """Deliver log-probabilities of prompt tokens. End the requests that failed and did not sample."""
-        found, failed = scoring.results(step, result)
+        found, failed = prompt_logprobs.results(step, result)
         return found + [self._fail(request, fault, now_s) for request, fault in failed]
 
     def _fail(self, request: Request, fault: RowFault, now_s: float) -> RequestOutput:
@@ -99,14 +99,14 @@ class Results:
         if fault.code == NOT_FINITE:
             self._kv.discard(request.id)
         told = RequestFault(fault.status, fault.code, fault.message, fault.param)
-        return self._places.finish(request, "error", told, now_s)
+        return self._registry.finish(request, "error", told, now_s)
 
     def _advance(self, request: Request, count: int) -> None:
         """Confirm that `count` more tokens are computed."""
         request.num_committed += count
         self._kv.commit(request.id, request.tokens, request.num_committed, request.prompt_len)
-        if self._places.strikes:
-            self._places.strikes.clear_committed(request.id, request.num_committed)
+        if self._registry.crash_counts:
+            self._registry.crash_counts.clear_committed(request.id, request.num_committed)
 
     def _measure(self, step: Step, result: StepResult) -> None:
         """Record the times of a step, and its speed: that of prefill, unless it is one of mostly decodes."""

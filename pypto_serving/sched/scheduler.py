@@ -9,12 +9,12 @@ from itertools import islice
 from pypto_serving.kv.manager import KVCacheManager
 from pypto_serving.sched import budget, outputs
 from pypto_serving.sched.admission import Admission
-from pypto_serving.sched.order import by_order, decodes_and_prompts, victim_for
-from pypto_serving.sched.places import Places
+from pypto_serving.sched.crash_counts import MAX_STRIKES
+from pypto_serving.sched.preemption import by_order, decodes_and_prompts, victim_for
+from pypto_serving.sched.registry import RequestRegistry
 from pypto_serving.sched.request import Request, Status
 from pypto_serving.sched.results import Results
 from pypto_serving.sched.step import Counters, Step, step_plan
-from pypto_serving.sched.strikes import MAX_STRIKES
 from pypto_serving.sched.validation import require_blocks, unservable
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput
@@ -25,7 +25,7 @@ from pypto_serving.types.tier import Tier, TierInventory, TransferDone, Transfer
 class Scheduler:
     """Owns the steps in flight and, in three parts, all requests.
 
-    - Places: every Request from `add` to its last output, and the rows lent to requests.
+    - RequestRegistry: every Request from `add` to its last output, and the rows lent to requests.
     - Admission: starts requests that wait.
     - Results: what becomes of sampled tokens.
 
@@ -37,9 +37,9 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self.counters = Counters()
-        self._places = Places(config, kv)
-        self._admission = Admission(config, kv, self._places, self.counters)
-        self._results = Results(kv, self._places, self.counters)
+        self._registry = RequestRegistry(config, kv)
+        self._admission = Admission(config, kv, self._registry, self.counters)
+        self._results = Results(kv, self._registry, self.counters)
         self._in_flight: deque[Step] = deque()
         self._num_planned = 0
         self._last_writer = 0
@@ -53,27 +53,27 @@ class Scheduler:
     def add(self, source: EngineRequest) -> RequestOutput | None:
         """Queue a request. If it can never be served, return its last output instead."""
         fault = unservable(source, self.config)
-        if source.request_id in self._places.requests:
+        if source.request_id in self._registry.requests:
             fault = RequestFault(400, "duplicate_request", f"request id {source.request_id} is in use")
         if fault is not None:
             return RequestOutput(request_id=source.request_id, finish_reason="error", fault=fault)
-        self._places.enter(source)
+        self._registry.enter(source)
         return None
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """End requests at once and free their rows and blocks. Ignore unknown ids."""
-        requests = self._places.requests
+        requests = self._registry.requests
         known = [requests[request_id] for request_id in request_ids if request_id in requests]
-        return [self._places.finish(request, "abort") for request in known]
+        return [self._registry.finish(request, "abort") for request in known]
 
     def fail_all(self, fault: RequestFault, now_s: float) -> list[RequestOutput]:
         """End every request with `fault`. Return their last outputs."""
-        requests = list(self._places.requests.values())
-        return [self._places.finish(request, "error", fault, now_s) for request in requests]
+        requests = list(self._registry.requests.values())
+        return [self._registry.finish(request, "error", fault, now_s) for request in requests]
 
     def expire(self, now_s: float) -> list[RequestOutput]:
         """End the requests whose deadlines have passed. Return their last outputs."""
-        return self._places.finish_expired(now_s)
+        return self._registry.finish_expired(now_s)
 
     # Planning.
 
@@ -81,12 +81,12 @@ class Scheduler:
         """Decide one step. Return its plan, or None if nothing can run, and the last outputs of timed-out requests."""
         self._last_writer = self._in_flight[-1].step_id if self._in_flight else 0
         expired = self.expire(now_s)
-        self._places.loading.update(now_s)
-        self._places.following.update()
+        self._registry.load_wait.update(now_s)
+        self._registry.prefix_wait.update()
         self.kv.plan_stores(now_s)
         step_id, most = self._num_planned + 1, self.config.max_num_batched_tokens
         step = Step(step_id, now_s, most, len(self.kv.groups), self._scored_tokens)
-        if self._places.strikes.suspects:
+        if self._registry.crash_counts.suspects:
             self._schedule_alone(step, now_s)
         else:
             self._schedule_all(step, now_s)
@@ -98,10 +98,10 @@ class Scheduler:
 
         Decodes get again what prompts leave of the budget, and drafts what is left when every decode has its own token.
         """
-        running = self._places.running
+        running = self._registry.running
         decodes, prompts = decodes_and_prompts(running.values())
         share = budget.decode_share(self.config, len(running))
-        head = self._places.waiting.peek() if self._places.rows else None
+        head = self._registry.waiting.peek() if self._registry.rows else None
         if prompts and (head is None or prompts[0].order < head.order):
             head = prompts[0]
         decode_budget = step.budget - budget.prompt_share(self.config, step, head)
@@ -126,12 +126,12 @@ class Scheduler:
         """Schedule running and waiting prompts in order. A running one before which others start keeps its blocks."""
         admission = self._admission
         for request in prompts:
-            admission.promise(step, request)
+            admission.reserve_growth(step, request)
         for request in prompts:
             admission.admit_all(step, now_s, before=request)
-            admission.promise(step, request, -1)
+            admission.reserve_growth(step, request, -1)
             self._schedule(step, request, request.num_uncomputed_tokens)
-            admission.promise(step, request)
+            admission.reserve_growth(step, request)
         admission.admit_all(step, now_s)
 
     def _schedule(self, step: Step, request: Request, missing: int, anyone: bool = False) -> None:
@@ -163,11 +163,11 @@ class Scheduler:
 
         Return False if no other request can give any, or if stores in progress will free enough.
         """
-        if self._places.loading.release_one(request):
+        if self._registry.load_wait.release_one(request):
             return True
         if self.kv.will_fit(request.id, request.num_computed_tokens + count):
             return False
-        victim = victim_for(request, self._places.running.values(), step, anyone)
+        victim = victim_for(request, self._registry.running.values(), step, anyone)
         if victim is not None:
             self._preempt(step, victim)
         return victim is not None
@@ -179,17 +179,17 @@ class Scheduler:
         victim.num_preemptions += 1
         step.preempted.add(victim.id)
         self.kv.demote(victim.id, step.now_s)
-        self._places.put_back(victim)
+        self._registry.put_back(victim)
 
     def _schedule_alone(self, step: Step, now_s: float) -> None:
         """Schedule one suspect, with no other request in the step."""
-        places = self._places
-        suspect = min((places.requests[i] for i in places.strikes.suspects), key=by_order)
+        registry = self._registry
+        suspect = min((registry.requests[i] for i in registry.crash_counts.suspects), key=by_order)
         if suspect.status is Status.RUNNING:
             self._schedule(step, suspect, suspect.num_uncomputed_tokens, anyone=True)
             return
         while not self._admission.admit(step, suspect, now_s):
-            victim = victim_for(suspect, places.running.values(), step, anyone=True)
+            victim = victim_for(suspect, registry.running.values(), step, anyone=True)
             if victim is None:
                 step.admits = False
                 return
@@ -200,9 +200,9 @@ class Scheduler:
         self._num_planned = step.step_id
         self._in_flight.append(step)
         self.counters.record_step(len(step.scheduled), self.config.max_num_batched_tokens - step.budget)
-        if self._places.shares is not None:
-            self._places.shares.charge(step.scheduled)
-        return step_plan(step, self._places.rows.take_dropped())
+        if self._registry.shares is not None:
+            self._registry.shares.charge(step.scheduled)
+        return step_plan(step, self._registry.rows.take_dropped())
 
     def commit(self, result: StepResult, now_s: float) -> list[RequestOutput]:
         """Apply the result of the oldest step in flight. Return the new tokens of each request.
@@ -226,11 +226,11 @@ class Scheduler:
 
     def transferred(self, done: Iterable[TransferDone], now_s: float) -> None:
         """Record transfers that ended and queue the requests that waited for them."""
-        self._places.loading.transferred(done, now_s)
+        self._registry.load_wait.transferred(done, now_s)
 
     def hanging_tiers(self, now_s: float) -> tuple[Tier, ...]:
         """Return the tiers whose transfers hang, if nothing runs for want of the blocks that they hold, else none."""
-        if not self._lacks_blocks or self._in_flight or self._places.loading.is_busy:
+        if not self._lacks_blocks or self._in_flight or self._registry.load_wait.is_busy:
             return ()
         return self.kv.hanging_tiers(now_s)
 
@@ -244,12 +244,12 @@ class Scheduler:
         Return the last outputs of requests that fail because another model began to answer them.
         Raises ConfigError if a pool is too small for one request.
         """
-        assert not self._places.running and not self._in_flight and not self._places.loading
+        assert not self._registry.running and not self._in_flight and not self._registry.load_wait
         require_blocks(self.config, num_blocks)
         same = fingerprint == self.kv.fingerprint
         self.kv.open(num_blocks, fingerprint, inventories)
-        begun = [] if same else [request for request in self._places.requests.values() if request.has_begun]
-        return [self._places.finish(request, "error", outputs.model_changed(), now_s) for request in begun]
+        begun = [] if same else [request for request in self._registry.requests.values() if request.has_begun]
+        return [self._registry.finish(request, "error", outputs.model_changed(), now_s) for request in begun]
 
     def worker_lost(self, now_s: float) -> list[RequestOutput]:
         """Queue all requests again with nothing computed, since device and steps in flight are gone.
@@ -265,15 +265,15 @@ class Scheduler:
                     crashed[request.id] = request, end + entry.count + entry.num_drafts
         struck = [(request, request.num_committed, end) for request, end in crashed.values()]
         self._in_flight.clear()
-        self._places.put_all_back()
+        self._registry.put_all_back()
         return [output for each in struck if (output := self._strike(*each, now_s)) is not None]
 
     def _strike(self, request: Request, start: int, end: int, now_s: float) -> RequestOutput | None:
         """Give a request a strike for its tokens [start, end) of crashed steps. Fail it at the third."""
-        num_strikes = self._places.strikes.add(request.id, start, end)
+        num_strikes = self._registry.crash_counts.add(request.id, start, end)
         if num_strikes < MAX_STRIKES:
             return None
-        return self._places.finish(request, "error", outputs.crashes_worker(num_strikes), now_s)
+        return self._registry.finish(request, "error", outputs.crashes_worker(num_strikes), now_s)
 
     # Views.
 
@@ -284,26 +284,26 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._places.running)
+        return len(self._registry.running)
 
     @property
     def num_waiting(self) -> int:
-        return self._places.num_waiting
+        return self._registry.num_waiting
 
     @property
     def num_deferred(self) -> int:
         """Number of waiting requests that are not in the queue."""
-        return len(self._places.following) + len(self._places.loading)
+        return len(self._registry.prefix_wait) + len(self._registry.load_wait)
 
     @property
     def num_loading(self) -> tuple[int, int, int]:
         """Numbers of requests that wait for their turn to load, for loads, and with loaded blocks to start."""
-        return self._places.loading.counts
+        return self._registry.load_wait.counts
 
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
-        return bool(self._places.requests)
+        return bool(self._registry.requests)
 
     @property
     def num_in_flight(self) -> int:
@@ -312,6 +312,6 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert that requests and KV agree."""
-        self._places.check()
-        assert len(self.kv) <= len(self._places.requests), "the KV manager remembers finished requests"
+        self._registry.check()
+        assert len(self.kv) <= len(self._registry.requests), "the KV manager remembers finished requests"
         self.kv.check()

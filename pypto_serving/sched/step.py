@@ -76,7 +76,7 @@ class Step:
     - `new_blocks`: one list per KV group: row, block id, row, ...
     - `admits`: further requests may start; false once a running or waiting one does not find blocks.
     - `num_set_aside`: waiting requests that could not start, and that those behind them passed.
-    - `promised`: the blocks of each group that running prompts will need after this step.
+    - `reserved`: the blocks of each group that running prompts will need after this step.
     """
 
     def __init__(self, step_id: int, now_s: float, budget: int, num_groups: int, scored_budget: int = 0) -> None:
@@ -94,7 +94,7 @@ class Step:
         self.has_drafts = False
         self.new_rows: list[NewRow] = []
         self.new_blocks: list[list[int]] = [[] for _ in range(num_groups)]
-        self.promised = [0] * num_groups
+        self.reserved = [0] * num_groups
 
     def schedule(self, request: Request, count: int, num_drafts: int = 0) -> None:
         """Take tokens of a running request from the budget. Until the step commits, every draft counts as accepted."""
@@ -110,9 +110,9 @@ class Step:
         self.requests.add(request.id)
         self.scheduled.append(Scheduled(request, request.life, count, num_drafts, samples))
 
-    def promise(self, blocks: Sequence[int], sign: int) -> None:
+    def reserve(self, blocks: Sequence[int], sign: int) -> None:
         """Add to the blocks of each group that running prompts will need, or subtract from them."""
-        self.promised = [before + sign * more for before, more in zip(self.promised, blocks, strict=True)]
+        self.reserved = [before + sign * more for before, more in zip(self.reserved, blocks, strict=True)]
 
     def add_blocks(self, row: int, blocks: Sequence[Sequence[int]]) -> None:
         """Add a row's new blocks, one sequence of ids per KV group."""

@@ -120,7 +120,7 @@ def max_sequence_bytes(
     return sum((1 + blocks) * group.block_bytes for blocks, group in zip(first, groups, strict=True))
 
 
-def tail_bytes(groups: Sequence[KVCacheGroupSpec], model_len: int, decode_tokens: int) -> int:
+def resume_bytes(groups: Sequence[KVCacheGroupSpec], model_len: int, decode_tokens: int) -> int:
     """Count the bytes of windows and states that one decoding sequence holds."""
     live = max_live_blocks(groups, model_len, decode_tokens)
     return sum(blocks * g.block_bytes for blocks, g in zip(live, groups, strict=True) if not g.keeps_history)
@@ -149,7 +149,7 @@ def plan_groups(
     more = max_live_blocks(groups, model_len, decode_tokens)
     per_token = blocks_per_token(groups)
     cost = sum((blocks * group.block_bytes for blocks, group in zip(per_token, groups, strict=True)), Fraction())
-    tails = tail_bytes(groups, model_len, decode_tokens)
+    tails = resume_bytes(groups, model_len, decode_tokens)
     spare = kv_bytes - max_sequence_bytes(groups, model_len, step_tokens, tiered)
     num_more = min(num_beside(kv_bytes, tails, max_num_seqs), spare // max(1, tails))
     longest = Fraction(max_num_seqs * -(-model_len // resume_step(groups)) * resume_step(groups))

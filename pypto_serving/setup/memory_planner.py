@@ -10,7 +10,7 @@ from pypto_serving.backend.defaults import BackendDefaults
 from pypto_serving.errors import ConfigError
 from pypto_serving.parallel.topology import Topology
 from pypto_serving.setup.host import HostFacts
-from pypto_serving.setup.kv_shares import MemoryPlan, max_sequence_bytes, plan_groups, tail_bytes
+from pypto_serving.setup.kv_shares import MemoryPlan, max_sequence_bytes, plan_groups, resume_bytes
 from pypto_serving.setup.options import Options
 from pypto_serving.setup.rank_plan import RankWorkspace
 from pypto_serving.setup.rules import MAX_KV_BYTES
@@ -199,7 +199,7 @@ class MemoryPlanner:
 
     def _fits_beside_others(self, model_len: int) -> bool:
         limit = self._kv_limit(model_len)
-        tails = tail_bytes(self.model.kv_groups, model_len, self._unsettled(model_len, 1))
+        tails = resume_bytes(self.model.kv_groups, model_len, self._unsettled(model_len, 1))
         others = min((self.max_num_seqs - 1) * tails, limit // 2)
         return self._fits(model_len) and self._kv_needed(model_len) + others <= limit
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from pypto_serving.store.base import Piece, Store
 from pypto_serving.store.checksum import digest
-from pypto_serving.store.faults import FULL, GONE, Faults, reason_of
+from pypto_serving.store.faults import FULL, GONE, StoreFaults, reason_of
 from pypto_serving.store.files import FileStore
 from pypto_serving.store.folder import FORMAT, Folder, Meta, Unusable, make_room
 from pypto_serving.store.index import SlotTable
@@ -73,7 +73,7 @@ class DiskStore:
     ) -> None:
         """Open the folder. If nothing can be stored there, raises ConfigError, unless it is `known` as a used one."""
         self._root, self._size_bytes = Path(folder), size_bytes
-        self._faults = Faults(f"disk tier in {folder}", log, clock or MonotonicClock())
+        self._faults = StoreFaults(f"disk tier in {folder}", log, clock or MonotonicClock())
         self._lock = threading.Lock()
         self._tables: list[SlotTable] = []
         self._slabs: list[Slab] = []

@@ -1,4 +1,4 @@
-"""Faults: logs each kind of fault of a folder once, and doubles the wait before the next try."""
+"""StoreFaults: logs each kind of fault of a folder once, and doubles the wait before the next try."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FIRST_WAIT_S = 1.0
 _LONGEST_WAIT_S = 60.0
 
 
-class Faults:
+class StoreFaults:
     """Owns what is known about a folder's faults. Any thread may report one."""
 
     def __init__(self, name: str, log: logging.Logger, clock: Clock) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 
 from pypto_serving.store.base import Piece
 from pypto_serving.store.checksum import DIGEST_BYTES, digest
-from pypto_serving.store.faults import FULL, GONE, Faults, reason_of
+from pypto_serving.store.faults import FULL, GONE, StoreFaults, reason_of
 from pypto_serving.store.folder import FORMAT, Folder, Meta, Unusable
 from pypto_serving.store.slab import sync_folder
 from pypto_serving.types.arrays import BlockBytes
@@ -60,7 +60,7 @@ class FileStore:
         clock: Clock | None = None,
     ) -> None:
         """Open the folder. If nothing can be stored there, raises ConfigError, unless it is `known` as a used one."""
-        self._faults = Faults(f"disk tier in {folder}", log, clock or MonotonicClock())
+        self._faults = StoreFaults(f"disk tier in {folder}", log, clock or MonotonicClock())
         self._block_bytes, self._num_slots = block_bytes, num_slots
         self._keys: dict[tuple[int, int], bytes] = {}
         self._slots: dict[tuple[int, bytes], int] = {}

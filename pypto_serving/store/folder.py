@@ -202,7 +202,7 @@ def read_meta(path: Path) -> Meta | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class FolderUsage:
     """A folder seen from outside: bytes on disk, time of last use (Unix time), whether a server has it open."""
 
     path: Path
@@ -211,13 +211,13 @@ class Usage:
     in_use: bool
 
 
-def usage(path: Path) -> Usage:
+def usage(path: Path) -> FolderUsage:
     """Measure a folder. Raises OSError."""
     lock = take_alone(path)
     if lock is not None:
         os.close(lock)
     stats = [file.stat() for file in _files(path)]
-    return Usage(
+    return FolderUsage(
         path, sum(s.st_blocks * 512 for s in stats), max((s.st_mtime for s in stats), default=0.0), lock is None
     )
 

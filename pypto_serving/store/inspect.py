@@ -18,9 +18,9 @@ from pypto_serving.store.checksum import digest
 from pypto_serving.store.faults import reason_of
 from pypto_serving.store.files import block_files, read_block
 from pypto_serving.store.folder import (
+    FolderUsage,
     Meta,
     Unusable,
-    Usage,
     fingerprint_folders,
     open_lock,
     read_meta,
@@ -50,7 +50,7 @@ class GroupFacts:
 class FolderFacts:
     """A fingerprint's folder. Without `meta` it is not usable; `problem` says why."""
 
-    usage: Usage
+    usage: FolderUsage
     meta: Meta | None
     groups: tuple[GroupFacts, ...]
     problem: str = ""

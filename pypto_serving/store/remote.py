@@ -74,7 +74,7 @@ def own_address(host: str) -> str:
         return socket.gethostname()
 
 
-class Lane:
+class PoolChannel:
     """One channel to the pool's process, with its part of the shared memory. The holder of `lock` uses it."""
 
     def __init__(self, memory: BlockBytes, start: int) -> None:
@@ -96,7 +96,9 @@ class Lane:
 class PoolProcess:
     """One life of the process that has joined, or tries to join, the pool."""
 
-    def __init__(self, address: PoolAddress, lanes: Sequence[Lane], memory: int, num_bytes: int, now_s: float) -> None:
+    def __init__(
+        self, address: PoolAddress, lanes: Sequence[PoolChannel], memory: int, num_bytes: int, now_s: float
+    ) -> None:
         pairs = [SocketChannel.pair(PoolReply) for _ in lanes]
         start = PoolStart(address, tuple(end.fileno() for _, end in pairs), memory, num_bytes)
         self._child = start_module("pypto_serving.store.mooncake", start, *(end for _, end in pairs), shared=(memory,))
@@ -140,9 +142,9 @@ class RemoteStore:
         self._memory_fd = os.memfd_create("pypto-pool")
         os.ftruncate(self._memory_fd, self._num_bytes)
         memory = np.frombuffer(mmap.mmap(self._memory_fd, self._num_bytes), dtype=np.uint8)
-        self._lanes: dict[LaneName, Lane] = {
-            "up": Lane(memory[:lane_bytes], 0),
-            "down": Lane(memory[lane_bytes:], lane_bytes),
+        self._lanes: dict[LaneName, PoolChannel] = {
+            "up": PoolChannel(memory[:lane_bytes], 0),
+            "down": PoolChannel(memory[lane_bytes:], lane_bytes),
         }
         self._state = threading.Lock()
         self._process: PoolProcess | None = None
@@ -239,7 +241,7 @@ class RemoteStore:
         return True
 
     def _request(
-        self, kind: Literal["put", "get"], lane: Lane, pieces: Sequence[Piece]
+        self, kind: Literal["put", "get"], lane: PoolChannel, pieces: Sequence[Piece]
     ) -> tuple[PoolRequest, list[BlockBytes]]:
         """Return a request, and the parts of the lane's memory that hold its objects."""
         offsets = np.cumsum([0, *(self._strides[piece.group] for piece in pieces)]).tolist()[:-1]

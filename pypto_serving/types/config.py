@@ -184,14 +184,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return any(tensor.dtype == "int8" for tensor in self.groups[0].tensors[:1])
 
     @property
-    def unsettled_tokens(self) -> int:
+    def uncommitted_tokens(self) -> int:
         """Return the most tokens of a request that steps in flight compute, or whose blocks have no keys yet."""
         return self.max_num_batched_tokens * self.depth + publication_lag(self.groups)
 
     @property
     def longest_blocks(self) -> tuple[int, ...]:
         """Return the most blocks of each group that one request of the longest length holds."""
-        return max_live_blocks(self.groups, self.max_model_len, self.unsettled_tokens)
+        return max_live_blocks(self.groups, self.max_model_len, self.uncommitted_tokens)
 
     @property
     def drafts_in_model(self) -> bool:

@@ -143,7 +143,7 @@ class CompressedSpec(FullSpec, frozen=True, kw_only=True, tag="compressed"):
     """Attention to entries that stand for `ratio` earlier tokens each."""
 
 
-class TailSpec(GroupSpec, frozen=True, kw_only=True):
+class RecentSpec(GroupSpec, frozen=True, kw_only=True):
     """A group whose queries read only the last rows: an interval of positions, whose blocks are needed.
 
     A query at position p reads the rows of its period up to p, and `overlap` rows before that period: those of
@@ -180,7 +180,7 @@ class TailSpec(GroupSpec, frozen=True, kw_only=True):
         before = ceil_div(step_tokens - 1, shared) * shared
         return self.run + ceil_div(before + self.period - shared + self.overlap, self.block_size)
 
-    def tail_blocks(self, step: int) -> int:
+    def resume_blocks(self, step: int) -> int:
         """Return the most blocks needed to resume at a multiple of `step` tokens. A block ends at each multiple.
 
         A multiple lies at most `period - gcd(period, step)` tokens into its period.
@@ -194,14 +194,14 @@ class TailSpec(GroupSpec, frozen=True, kw_only=True):
     def live_blocks(self, num_tokens: int, step_tokens: int, step: int) -> int:
         """Return the blocks that the unsettled tokens read or took, plus the tail at the last multiple of `step`."""
         total = self.table_blocks(num_tokens)
-        return min(total, self.read_blocks(step_tokens)) + min(total, self.tail_blocks(step))
+        return min(total, self.read_blocks(step_tokens)) + min(total, self.resume_blocks(step))
 
     def blocks_per_token(self, step: int) -> Fraction:
         """Return the share of checkpoint tails. They count twice: prompts and turns end with one too."""
-        return Fraction(2 * self.tail_blocks(step), CHECKPOINT_TOKENS)
+        return Fraction(2 * self.resume_blocks(step), CHECKPOINT_TOKENS)
 
 
-class WindowSpec(TailSpec, frozen=True, kw_only=True, tag="sliding_window"):
+class WindowSpec(RecentSpec, frozen=True, kw_only=True, tag="sliding_window"):
     """Attention to a window of `window` tokens, the query itself included."""
 
     window: int
@@ -220,7 +220,7 @@ class WindowSpec(TailSpec, frozen=True, kw_only=True, tag="sliding_window"):
         return self.window - 1
 
 
-class StateSpec(TailSpec, frozen=True, kw_only=True, tag="rolling_state"):
+class StateSpec(RecentSpec, frozen=True, kw_only=True, tag="rolling_state"):
     """A state that is folded every `period` tokens, from the rows of that period and of `overlap` tokens before it.
 
     A block may hold several periods, part of one, or neither whole. With period 4, overlap 4 and blocks of 16 tokens:

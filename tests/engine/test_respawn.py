@@ -47,7 +47,7 @@ def count_solo_steps(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) ->
     schedule_alone = scheduler._schedule_alone
 
     def counted(step: Step, now_s: float) -> None:
-        found.append(",".join(sorted(scheduler._places.strikes.suspects)))
+        found.append(",".join(sorted(scheduler._registry.crash_counts.suspects)))
         schedule_alone(step, now_s)
 
     monkeypatch.setattr(scheduler, "_schedule_alone", counted)

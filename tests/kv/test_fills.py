@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from pypto_serving.kv.fetch import Fetch
 from pypto_serving.kv.manager import KVCacheManager
+from pypto_serving.kv.prefix_load import PrefixLoad
 from pypto_serving.model.null.spec import plain_groups
 from pypto_serving.types.tier import (
     KEY_BYTES,
@@ -49,7 +49,7 @@ def filled_from_two_tiers(measured: bool = True) -> tuple[KVCacheManager, dict[T
         host.pools[kv.groups[0]].drop(place)
     if measured:
         kv.record_prefill(100, 1.0)
-    assert kv.fetch("b", TOKENS, kv.match("b", TOKENS)) is Fetch.BEGUN
+    assert kv.load_prefix("b", TOKENS, kv.match("b", TOKENS)) is PrefixLoad.BEGUN
     loads = {job.tier: job for job in kv.take_jobs(1.0)}
     assert {tier: num_pieces(job) for tier, job in loads.items()} == {"host": 6, "disk": 4}
     return kv, loads
@@ -82,7 +82,7 @@ def test_what_arrived_of_a_fill_that_failed_came_from_its_tier() -> None:
     match = kv.match("b", TOKENS)
     assert match.num_tokens == 7 * BLOCK
     assert kv.sources("b", match) == Counter(host=6 * BLOCK, disk=BLOCK)
-    assert kv.fetch("b", TOKENS, match) is Fetch.COMPUTE
+    assert kv.load_prefix("b", TOKENS, match) is PrefixLoad.COMPUTE
     assert all(tier.counters.saved_s == 0 for tier in kv._tiers.tiers)
     kv.match("c", TOKENS)
     assert kv.sources("c", match) == Counter(device=7 * BLOCK), "another request finds them on the device"
@@ -112,7 +112,7 @@ def test_discarded_blocks_are_found_nowhere() -> None:
     kv.check()
     match = kv.match("c", TOKENS)
     assert match.num_tokens == 0
-    assert kv.fetch("c", TOKENS, match) is Fetch.COMPUTE
+    assert kv.load_prefix("c", TOKENS, match) is PrefixLoad.COMPUTE
 
     kv.reserve("c", len(TOKENS), match)
     kv.commit("c", TOKENS, len(TOKENS), len(TOKENS))
@@ -124,7 +124,7 @@ def test_discarded_blocks_are_found_nowhere() -> None:
         kv.transferred(TransferDone(job.job_id, b"\1" * num_pieces(job), 0.1), 3.0)
     kv.check()
     assert kv.match("d", TOKENS).num_tokens == 0
-    assert kv.fetch("d", TOKENS, kv.match("d", TOKENS)) is Fetch.COMPUTE
+    assert kv.load_prefix("d", TOKENS, kv.match("d", TOKENS)) is PrefixLoad.COMPUTE
     assert not kv.take_jobs(4.0)
 
 
@@ -146,7 +146,7 @@ def test_what_a_shared_store_still_holds_of_discarded_blocks_is_not_loaded() -> 
 
     def compute(request_id: str) -> int:
         """The tokens that a request found."""
-        while kv.fetch(request_id, TOKENS, kv.match(request_id, TOKENS)) is Fetch.BEGUN:
+        while kv.load_prefix(request_id, TOKENS, kv.match(request_id, TOKENS)) is PrefixLoad.BEGUN:
             assert transfer()
         match = kv.match(request_id, TOKENS)
         kv.reserve(request_id, len(TOKENS), match)
@@ -168,10 +168,12 @@ def test_what_a_shared_store_still_holds_of_discarded_blocks_is_not_loaded() -> 
 
 def test_who_waits_for_blocks_of_an_aborted_request_stops_waiting_when_they_are_overdue() -> None:
     kv, _ = filled_from_two_tiers()
-    assert kv.fetch("c", TOKENS, kv.match("c", TOKENS)) is Fetch.BEGUN, "another request loads the same blocks"
+    assert kv.load_prefix("c", TOKENS, kv.match("c", TOKENS)) is PrefixLoad.BEGUN, (
+        "another request loads the same blocks"
+    )
     kv.forget("b")
     assert kv.expire_fills(1000.0) == ["c"]
-    assert kv.fetch("c", TOKENS, kv.match("c", TOKENS)) is Fetch.COMPUTE, "the tiers are stuck"
+    assert kv.load_prefix("c", TOKENS, kv.match("c", TOKENS)) is PrefixLoad.COMPUTE, "the tiers are stuck"
     assert kv.expire_fills(2000.0) == []
     kv.check()
 
@@ -179,7 +181,7 @@ def test_who_waits_for_blocks_of_an_aborted_request_stops_waiting_when_they_are_
 def test_the_late_end_of_a_load_wakes_nobody_who_gave_it_up() -> None:
     """The requests wait for other loads by then: woken early, they would run on blocks that are being filled."""
     kv, loads = filled_from_two_tiers()
-    assert kv.fetch("c", TOKENS, kv.match("c", TOKENS)) is Fetch.BEGUN
+    assert kv.load_prefix("c", TOKENS, kv.match("c", TOKENS)) is PrefixLoad.BEGUN
     assert kv.expire_fills(1000.0) == ["b", "c"]
     for job in loads.values():
         assert kv.transferred(TransferDone(job.job_id, b"\0" * num_pieces(job), 0.1), 1001.0) == []

@@ -12,8 +12,8 @@ import pytest
 
 from pypto_serving.kv import keys
 from pypto_serving.kv.events import EventLog
-from pypto_serving.kv.fetch import Fetch
 from pypto_serving.kv.manager import NO_MATCH, KVCacheManager, Match
+from pypto_serving.kv.prefix_load import PrefixLoad
 from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
 from pypto_serving.types.kv import KVCacheGroupSpec, max_live_blocks
 from pypto_serving.types.kv_events import BlockStored
@@ -112,8 +112,8 @@ def test_events_of_a_tier_cost_a_match_nothing(model: str, monkeypatch: pytest.M
     monkeypatch.setattr(log, "holds", lambda g, key: looked_up.update(["holds"]) or EventLog.holds(log, g, key))
     monkeypatch.setattr(log, "lacks", lambda g, key: looked_up.update(["lacks"]) or EventLog.lacks(log, g, key))
     assert kv.match("a", TOKENS) == NO_MATCH and log.num_unknown == 53
-    expected = Fetch.BEGUN if groups is not V4 else Fetch.COMPUTE
-    assert kv.fetch("a", TOKENS, NO_MATCH) is expected
+    expected = PrefixLoad.BEGUN if groups is not V4 else PrefixLoad.COMPUTE
+    assert kv.load_prefix("a", TOKENS, NO_MATCH) is expected
     assert looked_up.total() <= 4 + 3 * 6
     stored = [event for event in log.take() if isinstance(event, BlockStored)]
     assert [event.key for event in stored] == held[:3] and log.num_unknown == 50

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pypto_serving.kv.manager import KVCacheManager
 from pypto_serving.model.null.spec import deepseek_v4_groups
-from pypto_serving.types.kv import KVCacheGroupSpec, TailSpec, max_live_blocks, publication_lag
+from pypto_serving.types.kv import KVCacheGroupSpec, RecentSpec, max_live_blocks, publication_lag
 from tests.kv.groups import GROUPS, blocks_in_use
 from tests.simulation import Simulation, null_config
 
@@ -46,7 +46,9 @@ def test_a_decode_changes_its_tables_once_in_16_tokens(depth: int, caching: bool
     assert grown == [PROMPT + 1, *range(305, PROMPT + 401, 16)]
     assert all(computed % 128 == 0 for computed in freed)
     tails = [g for g, group in enumerate(kv.groups) if not group.keeps_history]
-    planned = {g: spec.read_blocks(depth) for g, spec in enumerate(deepseek_v4_groups()) if isinstance(spec, TailSpec)}
+    planned = {
+        g: spec.read_blocks(depth) for g, spec in enumerate(deepseek_v4_groups()) if isinstance(spec, RecentSpec)
+    }
     assert {g: most[g] for g in tails} == planned
 
 

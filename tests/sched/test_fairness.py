@@ -24,7 +24,7 @@ def run_all(simulation: Simulation) -> None:
     simulation.run()
     for request_id in simulation.prompts:
         simulation.assert_correct(request_id)
-    shares = simulation.core.scheduler._places.shares
+    shares = simulation.core.scheduler._registry.shares
     assert shares is None or len(shares) == 0
 
 
@@ -51,8 +51,8 @@ def test_salts_get_the_same_tokens_however_long_their_requests_are() -> None:
     for _ in range(400):
         simulation.turn()
     scheduler = simulation.core.scheduler
-    assert scheduler._places.shares is not None and scheduler.num_waiting > 10
-    short, long = scheduler._places.shares["short"], scheduler._places.shares["long"]
+    assert scheduler._registry.shares is not None and scheduler.num_waiting > 10
+    short, long = scheduler._registry.shares["short"], scheduler._registry.shares["long"]
     assert short + long > 1000 and abs(short - long) <= 2 * 120
     run_all(simulation)
 

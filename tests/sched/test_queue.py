@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pypto_serving.sched.fairness import TokenShares
-from pypto_serving.sched.order import by_order
+from pypto_serving.sched.preemption import by_order
 from pypto_serving.sched.queue import Deadlines, WaitingQueue
 from pypto_serving.sched.request import Request
 from pypto_serving.sched.step import Scheduled
@@ -46,8 +46,8 @@ def test_aborted_requests_of_low_priority_are_forgotten_at_once() -> None:
     simulation.turn()
     assert num_requests() == before - len(late)
     scheduler = simulation.core.scheduler
-    heaps = [*scheduler._places.waiting._lanes.values(), scheduler._places._deadlines._heap]
-    assert len(scheduler._places.waiting) == 1 and sum(len(heap._heap) for heap in heaps) < 50
+    heaps = [*scheduler._registry.waiting._by_salt.values(), scheduler._registry._deadlines._heap]
+    assert len(scheduler._registry.waiting) == 1 and sum(len(heap._heap) for heap in heaps) < 50
     simulation.abort(running, patient)
     simulation.run()
 

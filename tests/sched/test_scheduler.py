@@ -200,7 +200,7 @@ def test_finished_requests_leave_the_registry() -> None:
         simulation.add(prompt(5, i), max_tokens=2)
     run_all(simulation)
     scheduler = simulation.core.scheduler
-    assert not scheduler._places.requests and len(scheduler.kv) == 0
+    assert not scheduler._registry.requests and len(scheduler.kv) == 0
 
 
 def test_priority_goes_before_arrival() -> None:

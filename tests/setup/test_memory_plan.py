@@ -19,7 +19,7 @@ from pypto_serving.errors import ConfigError
 from pypto_serving.model.null.spec import deepseek_v4_groups
 from pypto_serving.sched.validation import require_blocks
 from pypto_serving.setup.host import HostFacts
-from pypto_serving.setup.kv_shares import TRANSFERRED_PART, max_sequence_bytes, plan_groups, tail_bytes
+from pypto_serving.setup.kv_shares import TRANSFERRED_PART, max_sequence_bytes, plan_groups, resume_bytes
 from pypto_serving.setup.locate import BUNDLED
 from pypto_serving.setup.memory_planner import PROCESS_BYTES, TOKEN_BYTES, largest, row_bytes, size_option
 from pypto_serving.setup.resolver import Resolved
@@ -73,7 +73,7 @@ def test_groups_share_what_there_is(
     plans = plan_groups(groups, kv_bytes, model_len, step_tokens, 2, max_num_seqs)
     assert sum(plan.total_bytes for plan in plans) <= kv_bytes
     assert all(plan.num_sequences >= 1 for plan in plans)
-    tails = tail_bytes(groups, model_len, 2)
+    tails = resume_bytes(groups, model_len, 2)
     share = min(kv_bytes // 2, given_bytes)
     for plan in plans:
         if not plan.keeps_history:

@@ -71,7 +71,7 @@ def test_a_tail_is_at_most_these_blocks(spec: Tail, factor: int) -> None:
     step = spec.block_size * factor
     ends = range(step, (period(spec) + 1) * step + reach(spec), step)
     counted = (num_blocks(spec, first_read(spec, n), n) for n in ends)
-    assert spec.tail_blocks(step) == max(counted)
+    assert spec.resume_blocks(step) == max(counted)
 
 
 @given(st.one_of(WINDOWS, STATES), st.integers(1, 300))
@@ -87,5 +87,5 @@ def test_a_page_holds_many_periods() -> None:
     assert [csa.first_needed(n) for n in (0, 3, 4, 7, 128, 131, 132, 256)] == [0, 0, 0, 0, 124, 124, 128, 252]
     assert [csa.last_reader(n) for n in (0, 123, 124, 127, 128)] == [7, 127, 131, 131, 135]
     assert [spec.read_blocks(1) for spec in (csa, hca)] == [2, 1]
-    assert [spec.tail_blocks(128) for spec in (csa, hca)] == [1, 0]
+    assert [spec.resume_blocks(128) for spec in (csa, hca)] == [1, 0]
     assert max_live_blocks((csa, hca), 4096, 512) == (6 + 1, 5)

@@ -24,14 +24,14 @@ from pypto_serving.backend.cpu import CpuBackend
 from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.backend.philox import uniforms
 from pypto_serving.kernels import runnable
-from pypto_serving.kv import positions
-from pypto_serving.kv.positions import ResumePoints
+from pypto_serving.kv import resume_points
+from pypto_serving.kv.resume_points import ResumePoints
 from pypto_serving.model.family import Serving
 from pypto_serving.model.registry import load_spec
 from pypto_serving.types.arrays import Float32Array
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.drafts import NgramConfig
-from pypto_serving.types.kv import TailSpec, max_live_blocks, resume_step
+from pypto_serving.types.kv import RecentSpec, max_live_blocks, resume_step
 from pypto_serving.types.request import ClearCache
 from pypto_serving.types.sampler import DRAW
 from pypto_serving.types.sampling import SamplingParams
@@ -260,7 +260,7 @@ class Oracle:
         whole, groups = self.largest.max_model_len, self.largest.groups
         step = resume_step(groups)
         slots = [
-            max(1, 20 * group.tail_blocks(step)) if isinstance(group, TailSpec) else 5 * whole // group.block_size
+            max(1, 20 * group.resume_blocks(step)) if isinstance(group, RecentSpec) else 5 * whole // group.block_size
             for group in groups
         ]
         known = {

@@ -143,7 +143,7 @@ def test_followers_end_by_abort_and_by_deadline() -> None:
     late = simulation.add(prompt(600), deadline_s=simulation.clock.now() + 0.2)
     for _ in range(4):
         simulation.turn()
-    assert len(simulation.core.scheduler._places.following) == 2
+    assert len(simulation.core.scheduler._registry.prefix_wait) == 2
     simulation.abort(aborted)
     for _ in range(10):
         simulation.turn()
@@ -176,12 +176,12 @@ def test_followers_stop_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     last = simulation.add(prompt(8, 1), max_tokens=2)
     for _ in range(3):
         simulation.turn()
-    assert len(simulation.core.scheduler._places.following) < 12, "a step looks at a few"
+    assert len(simulation.core.scheduler._registry.prefix_wait) < 12, "a step looks at a few"
     first = simulation.add(prompt(8, 2), max_tokens=2, priority=-5)
     while not {first, last} <= simulation.last.keys():
         simulation.turn()
         simulation.core.check()
-    assert len(simulation.core.scheduler._places.following) == 12 and not simulation.last.keys() & set(same)
+    assert len(simulation.core.scheduler._registry.prefix_wait) == 12 and not simulation.last.keys() & set(same)
     assert len(simulation.executor.plans) < 16, "of 29 for the whole prompt"
     run_all(simulation)
     assert computed(simulation) == needed(simulation)

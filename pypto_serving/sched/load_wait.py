@@ -1,4 +1,4 @@
-"""Loading: which requests wait for KV loads, and which got blocks and are queued again."""
+"""LoadWait: which requests wait for KV loads, and which got blocks and are queued again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from pypto_serving.kv.manager import KVCacheManager
-from pypto_serving.sched.order import by_order
+from pypto_serving.sched.preemption import by_order
 from pypto_serving.sched.queue import RequestHeap, WaitingQueue
 from pypto_serving.sched.request import Request, Status
 from pypto_serving.types.tier import TransferDone
@@ -17,7 +17,7 @@ STALLED_S = 1.0
 """Once no load has ended for so long, requests no longer wait for their turn to load, but compute."""
 
 
-class Loading:
+class LoadWait:
     """Requests whose blocks come from a lower tier. A part of the Scheduler, with which it shares the queue.
 
     waiting    its transfers have not ended (WAITING_FOR_KV); it is not in the queue

@@ -1,4 +1,4 @@
-"""Strikes: which requests may have crashed the worker, and what follows."""
+"""CrashCounts: which requests may have crashed the worker, and what follows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Strike:
     end: int
 
 
-class Strikes:
+class CrashCounts:
     """The strikes of unfinished requests, by request id. Owned and changed by the Scheduler.
 
     A request gets a strike when a step that computes its tokens crashes:

@@ -1,15 +1,15 @@
-"""Settler: publishes the blocks of computed tokens and frees those that are not needed any more."""
+"""Committer: publishes the blocks of computed tokens and frees those that are not needed any more."""
 
 from __future__ import annotations
 
 from array import array
 
 from pypto_serving.kv.events import EventLog
-from pypto_serving.kv.positions import ResumePoints
+from pypto_serving.kv.resume_points import ResumePoints
 from pypto_serving.kv.sequence import SequencePart, SequenceState
 
 
-class Settler:
+class Committer:
     """A part of the KVCacheManager, without state of its own: settles the tokens of sequences.
 
     With `caching`, blocks are published up to the last resume point. With `keeps`, those that resuming needs are kept
@@ -22,16 +22,16 @@ class Settler:
         self._keeps = keeps
         self._events = events
 
-    def settle(self, sequence: SequenceState, tokens: array[int], num_computed: int, prompt_len: int) -> None:
+    def commit(self, sequence: SequenceState, tokens: array[int], num_computed: int, prompt_len: int) -> None:
         """Do what `KVCacheManager.commit` does for a sequence that is due."""
         if not self._caching:
             sequence.free_passed(num_computed)
             return
         end = min(num_computed, len(tokens) - self._points.lag)
-        if sequence.settled >= end:
+        if sequence.committed >= end:
             return
-        start, position = self._points.last(sequence.settled), self._points.last(end)
-        if position > sequence.held:
+        start, position = self._points.last(sequence.committed), self._points.last(end)
+        if position > sequence.resume_point:
             sequence.extend_keys(tokens)
             for part in sequence.parts:
                 self._publish(part, sequence, tokens, start, position)
@@ -55,15 +55,15 @@ class Settler:
         1. At each checkpoint: have the tail stored in lower tiers once nobody refers to it.
         2. At `end`: hold the tail, instead of the one held before.
         """
-        if sequence.tails and self._keeps:
+        if sequence.recent and self._keeps:
             for position in self._points.checkpoints(start, end, prompt_len):
-                self.keep_tails(sequence, position)
-        sequence.held = end
-        for part in sequence.tails:
+                self.keep_resume_blocks(sequence, position)
+        sequence.resume_point = end
+        for part in sequence.recent:
             part.hold(end)
 
-    def keep_tails(self, sequence: SequenceState, position: int) -> None:
+    def keep_resume_blocks(self, sequence: SequenceState, position: int) -> None:
         """Have the tails of a settled position stored in lower tiers once nobody refers to them."""
-        for part in sequence.tails if self._keeps else ():
-            for block_id in part.tail_at(position):
+        for part in sequence.recent if self._keeps else ():
+            for block_id in part.resume_blocks_at(position):
                 part.group.pool.keep(block_id)

@@ -1,4 +1,4 @@
-"""Places: owner of all Requests; where each one is, from its arrival to its last output."""
+"""RequestRegistry: owner of all Requests; where each one is, from its arrival to its last output."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Iterable
 
 from pypto_serving.kv.manager import KVCacheManager
 from pypto_serving.sched import outputs
+from pypto_serving.sched.crash_counts import CrashCounts
 from pypto_serving.sched.fairness import TokenShares
-from pypto_serving.sched.following import Following
-from pypto_serving.sched.loading import Loading
+from pypto_serving.sched.load_wait import LoadWait
+from pypto_serving.sched.prefix_wait import PrefixWait
 from pypto_serving.sched.queue import Deadlines, WaitingQueue
 from pypto_serving.sched.request import Request, Status
 from pypto_serving.sched.rows import Rows
-from pypto_serving.sched.strikes import Strikes
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput
 
 
-class Places:
+class RequestRegistry:
     """Owns every Request from `enter` to its last output, and the rows lent to requests. A part of the Scheduler.
 
     A request is in one of these places:
@@ -38,11 +38,11 @@ class Places:
         self.requests: dict[str, Request] = {}
         self.shares = TokenShares() if config.fair_scheduling else None
         self.waiting = WaitingQueue(self.shares)
-        self.following = Following(self.waiting, kv)
-        self.loading = Loading(self.waiting, kv)
+        self.prefix_wait = PrefixWait(self.waiting, kv)
+        self.load_wait = LoadWait(self.waiting, kv)
         self.running: dict[str, Request] = {}
         self.rows = Rows(config.max_num_seqs)
-        self.strikes = Strikes()
+        self.crash_counts = CrashCounts()
 
     def enter(self, source: EngineRequest) -> None:
         """Queue a new request."""
@@ -61,7 +61,7 @@ class Places:
         request.row = self.rows.take()
         request.num_committed = request.num_computed_tokens = num_cached
         self.running[request.id] = request
-        self.following.lead(request)
+        self.prefix_wait.lead(request)
 
     def put_back(self, request: Request) -> None:
         """Queue a request again, with nothing computed."""
@@ -71,7 +71,7 @@ class Places:
 
     def put_all_back(self) -> None:
         """Queue all requests again, with nothing computed, because the worker is gone."""
-        for request in [*self.running.values(), *self.loading.clear()]:
+        for request in [*self.running.values(), *self.load_wait.clear()]:
             self.put_back(request)
         self.rows.take_dropped()
 
@@ -82,7 +82,7 @@ class Places:
         self._leave(request)
         self._stop_waiting(request)
         self._deadlines.remove(request)
-        self.strikes.forget(request.id)
+        self.crash_counts.forget(request.id)
         if self.shares is not None:
             self.shares.leave(request)
         request.status = Status.FINISHED
@@ -100,8 +100,8 @@ class Places:
     def _stop_waiting(self, request: Request) -> None:
         """Remove a request that starts or ends from wherever it waits."""
         self.waiting.remove(request)
-        self.loading.forget(request)
-        self.following.forget(request.id)
+        self.load_wait.forget(request)
+        self.prefix_wait.forget(request.id)
 
     def _leave(self, request: Request) -> None:
         """Free the row and blocks of a running request. Its results still in flight will be dropped."""
@@ -116,18 +116,18 @@ class Places:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting) + len(self.following) + len(self.loading)
+        return len(self.waiting) + len(self.prefix_wait) + len(self.load_wait)
 
     def _all_waiting(self) -> Iterable[Request]:
-        return (*self.waiting, *self.following, *self.loading)
+        return (*self.waiting, *self.prefix_wait, *self.load_wait)
 
     def check(self) -> None:
         """Assert that rows, places and registry agree."""
         self.rows.check(request.row for request in self.running.values())
         found = Counter([*self.running, *(request.id for request in self._all_waiting())])
         assert found == Counter(self.requests.keys()), "a request is nowhere, or in two places"
-        self.strikes.check(self.requests.keys())
-        self.following.check()
+        self.crash_counts.check(self.requests.keys())
+        self.prefix_wait.check()
         for request in self.running.values():
             assert request.num_committed <= request.num_computed_tokens <= request.num_tokens
             assert len(request.tokens) <= request.max_tokens

@@ -1,4 +1,4 @@
-"""Leases: owner of the transfers between tiers that are decided and have not ended."""
+"""ActiveTransfers: owner of the transfers between tiers that are decided and have not ended."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOVES: tuple[TransferKind, ...] = ("load", "store")
 """Transfers that hold references to blocks."""
 
 
-class LeaseState(enum.Enum):
+class TransferState(enum.Enum):
     """PREPARING: decided. FILLING: sent to the worker. QUARANTINED: nobody waits, but the worker may still write."""
 
     PREPARING = "preparing"
@@ -30,7 +30,7 @@ class LeaseState(enum.Enum):
 
 
 class Moved(NamedTuple):
-    """One block of a lease: its id on the device, and its place in the tier's pool."""
+    """One block of a transfer: its id on the device, and its place in the tier's pool."""
 
     group: KVGroup
     block: int
@@ -47,11 +47,11 @@ class Wanted(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
+class Transfer:
     """One transfer, which holds a reference to each of its blocks on both sides until it ends.
 
     `moved` is in order of position for a load, and reversed for a store: the front of a sequence is freed last, and so
-    evicted last. Blocks of a `void` lease are not published: they were to be forgotten. After `due_s` it is overdue.
+    evicted last. Blocks of a `void` transfer are not published: they were to be forgotten. After `due_s` it is overdue.
     """
 
     job_id: int
@@ -60,14 +60,14 @@ class Lease:
     moved: list[Moved]
     num_bytes: int
     fill: Fill | None
-    state: LeaseState = LeaseState.PREPARING
+    state: TransferState = TransferState.PREPARING
     due_s: float = math.inf
     void: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Fill:
-    """The leases that one request waits for, which spare computing `num_tokens`.
+    """The transfers that one request waits for, which spare computing `num_tokens`.
 
     `num_leases` of them have not ended; `ended` are the others, with the seconds that each took. `waiters` are other
     requests that want some of the same blocks.
@@ -77,14 +77,14 @@ class Fill:
     num_tokens: int
     num_leases: int = 0
     failed: bool = False
-    ended: list[tuple[Lease, float]] = field(default_factory=list)
+    ended: list[tuple[Transfer, float]] = field(default_factory=list)
     waiters: list[str] = field(default_factory=list)
 
 
-class Leases:
-    """Owns every Lease until it ends, and the jobs that were not handed to the worker yet.
+class ActiveTransfers:
+    """Owns every Transfer until it ends, and the jobs that were not handed to the worker yet.
 
-    A transfer that hangs keeps its device blocks, so the leases together leave one sequence of the longest length,
+    A transfer that hangs keeps its device blocks, so the transfers together leave one sequence of the longest length,
     `longest_blocks` in each group, room beside them. A load may break this if it is the only one; if such a load is
     overdue after `timeout_s` and nothing can run beside it, the worker is replaced.
     """
@@ -93,21 +93,21 @@ class Leases:
         self._timeout_s = timeout_s
         self._longest = dict(zip(groups, longest_blocks or [0] * len(groups), strict=True))
         self._held: dict[KVGroup, Counter[int]] = {group: Counter() for group in groups}
-        self._leases: dict[int, Lease] = {}
+        self._transfers: dict[int, Transfer] = {}
         self._outbox: list[TransferJob] = []
         self._num_jobs = 0
 
     def __len__(self) -> int:
-        return len(self._leases)
+        return len(self._transfers)
 
-    def __iter__(self) -> Iterator[Lease]:
-        return iter(self._leases.values())
+    def __iter__(self) -> Iterator[Transfer]:
+        return iter(self._transfers.values())
 
     def begin(self, kind: TransferKind, tier: LowerTier, moved: list[Moved], fill: Fill | None = None) -> None:
         """Decide a transfer, for `fill` if one waits. It takes over a reference to each block that it moves."""
         self._num_jobs += 1
         num_bytes = 0 if kind == "find" else sum(piece.group.block_bytes for piece in moved)
-        self._leases[self._num_jobs] = Lease(self._num_jobs, kind, tier, moved, num_bytes, fill)
+        self._transfers[self._num_jobs] = Transfer(self._num_jobs, kind, tier, moved, num_bytes, fill)
         if fill is not None:
             fill.num_leases += 1
         tier.on_the_way(kind, num_bytes)
@@ -129,23 +129,23 @@ class Leases:
         """Return the jobs to hand to the worker now; from here on it may write."""
         jobs, self._outbox = self._outbox, []
         for job in jobs:
-            lease = self._leases[job.job_id]
-            before = lease.tier.loading_bytes + lease.tier.storing_bytes
-            lease.due_s = now_s + self._timeout_s + before / SLOWEST_BYTES_PER_S
-            if lease.state is LeaseState.PREPARING:
-                lease.state = LeaseState.FILLING
+            transfer = self._transfers[job.job_id]
+            before = transfer.tier.loading_bytes + transfer.tier.storing_bytes
+            transfer.due_s = now_s + self._timeout_s + before / SLOWEST_BYTES_PER_S
+            if transfer.state is TransferState.PREPARING:
+                transfer.state = TransferState.FILLING
         return jobs
 
-    def end(self, job_id: int) -> Lease:
-        """Remove the lease of a job that ended. The caller frees its blocks."""
-        lease = self._leases.pop(job_id)
-        lease.tier.on_the_way(lease.kind, -lease.num_bytes)
-        for group, block, _, _ in lease.moved if lease.kind in MOVES else ():
+    def end(self, job_id: int) -> Transfer:
+        """Remove the transfer of a job that ended. The caller frees its blocks."""
+        transfer = self._transfers.pop(job_id)
+        transfer.tier.on_the_way(transfer.kind, -transfer.num_bytes)
+        for group, block, _, _ in transfer.moved if transfer.kind in MOVES else ():
             held = self._held[group]
             held[block] -= 1
             if not held[block]:
                 del held[block]
-        return lease
+        return transfer
 
     def room(self, group: KVGroup) -> int:
         """Count the device blocks that further transfers may hold."""
@@ -154,36 +154,36 @@ class Leases:
     @property
     def num_loads(self) -> int:
         """Number of loads that have not ended."""
-        return sum(1 for lease in self if lease.kind == "load")
+        return sum(1 for transfer in self if transfer.kind == "load")
 
     def abandon(self, fill: Fill) -> None:
-        """Quarantine the leases of a fill that nobody waits for any more."""
-        for lease in self:
-            if lease.fill is fill:
-                lease.state = LeaseState.QUARANTINED
+        """Quarantine the transfers of a fill that nobody waits for any more."""
+        for transfer in self:
+            if transfer.fill is fill:
+                transfer.state = TransferState.QUARANTINED
 
     def forget_all(self) -> None:
-        """Drop all leases: the worker is gone. Their places in host memory, which stays, are freed."""
-        for lease in self:
-            for piece in lease.moved if lease.tier.config.tier == "host" else ():
-                lease.tier.pools[piece.group].free([piece.place])
-        self._leases.clear()
+        """Drop all transfers: the worker is gone. Their places in host memory, which stays, are freed."""
+        for transfer in self:
+            for piece in transfer.moved if transfer.tier.config.tier == "host" else ():
+                transfer.tier.pools[piece.group].free([piece.place])
+        self._transfers.clear()
         self._outbox.clear()
         for held in self._held.values():
             held.clear()
 
-    def moving(self, tier: LowerTier | None = None) -> list[Lease]:
-        """Return the leases that hold references to blocks, of one tier or of all."""
-        return [lease for lease in self if lease.kind in MOVES and tier in (None, lease.tier)]
+    def moving(self, tier: LowerTier | None = None) -> list[Transfer]:
+        """Return the transfers that hold references to blocks, of one tier or of all."""
+        return [transfer for transfer in self if transfer.kind in MOVES and tier in (None, transfer.tier)]
 
     def references(self, group: KVGroup) -> Counter[int]:
         """Count the references to device blocks of a group."""
-        counted = Counter(piece.block for lease in self.moving() for piece in lease.moved if piece.group is group)
-        assert counted == self._held[group], "leases hold other blocks than they count"
+        counted = Counter(piece.block for transfer in self.moving() for piece in transfer.moved if piece.group is group)
+        assert counted == self._held[group], "transfers hold other blocks than they count"
         return counted
 
     def check(self, tier: LowerTier) -> None:
-        """Assert that a tier counts the bytes on their way as its leases do."""
+        """Assert that a tier counts the bytes on their way as its transfers do."""
         moving = self.moving(tier)
-        assert tier.storing_bytes == sum(lease.num_bytes for lease in moving if lease.kind == "store")
-        assert tier.loading_bytes == sum(lease.num_bytes for lease in moving if lease.kind == "load")
+        assert tier.storing_bytes == sum(transfer.num_bytes for transfer in moving if transfer.kind == "store")
+        assert tier.loading_bytes == sum(transfer.num_bytes for transfer in moving if transfer.kind == "load")

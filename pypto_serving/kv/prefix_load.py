@@ -1,4 +1,4 @@
-"""Fetcher: decides which prefix of a waiting request is loaded from lower tiers."""
+"""PrefixLoader: decides which prefix of a waiting request is loaded from lower tiers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from pypto_serving.kv.group import Find, GroupKey, KVGroup
 from pypto_serving.kv.lower_tier import LowerTier, fastest
-from pypto_serving.kv.positions import ResumePoints
+from pypto_serving.kv.resume_points import ResumePoints
 from pypto_serving.kv.sequence import FindIn, SequenceState
 from pypto_serving.kv.tiers import TierManager
 
 
-class Fetch(enum.Enum):
+class PrefixLoad(enum.Enum):
     """COMPUTE: there is nothing to load. BEGUN: wait for transfers. LATER: loading pays, and can begin after others."""
 
     COMPUTE = "compute"
@@ -21,16 +21,18 @@ class Fetch(enum.Enum):
     LATER = "later"
 
 
-class Fetcher:
+class PrefixLoader:
     """A part of the KVCacheManager, without state of its own: gives a request blocks to load into."""
 
     def __init__(self, tiers: TierManager, points: ResumePoints) -> None:
         self._tiers = tiers.tiers
-        self._leases = tiers.leases
+        self._transfers = tiers.transfers
         self._promotions = tiers.promotions
         self._points = points
 
-    def fetch(self, request_id: str, sequence: SequenceState, num_tokens: int, matched: int, may_begin: bool) -> Fetch:
+    def load_prefix(
+        self, request_id: str, sequence: SequenceState, num_tokens: int, matched: int, may_begin: bool
+    ) -> PrefixLoad:
         """Begin to load what lower tiers hold of `num_tokens` tokens beyond `matched`, if that pays.
 
         First, tiers that others fill too are asked once what they hold. Then the prefix that all tiers hold together is
@@ -46,16 +48,16 @@ class Fetcher:
         if not sequence.asked:
             unknown = list(self._unknown(sequence, num_tokens)) if self._promotions.has_shared else []
             if unknown and not may_begin:
-                return Fetch.LATER
+                return PrefixLoad.LATER
             sequence.asked = True
             if unknown:
                 self._promotions.ask(request_id, unknown)
-                return Fetch.BEGUN
+                return PrefixLoad.BEGUN
         refused = matched
         for depth in range(len(self._tiers), 0, -1):
             fetched = sequence.longest(num_tokens - 1, self._find_in(depth))
             if fetched <= matched:
-                return Fetch.COMPUTE
+                return PrefixLoad.COMPUTE
             if fetched == refused:
                 continue
             lacking = self._lacking(sequence, fetched)
@@ -63,13 +65,13 @@ class Fetcher:
             if other is None and not self._promotions.pays(fetched - matched, self._bytes_by_tier(lacking)):
                 refused = fetched
             elif not may_begin:
-                return Fetch.LATER
+                return PrefixLoad.LATER
             elif other is not None:
                 self._promotions.join(request_id, other)
-                return Fetch.BEGUN
+                return PrefixLoad.BEGUN
             else:
                 return self._fill(request_id, sequence, fetched, fetched - matched)
-        return Fetch.COMPUTE
+        return PrefixLoad.COMPUTE
 
     def _find_in(self, depth: int) -> FindIn:
         """Find blocks on the device and in the first `depth` tiers."""
@@ -102,7 +104,7 @@ class Fetcher:
         """
         end = self._points.last(max(0, num_tokens - max(1, self._points.lag)))
         find_in = self._find_in(len(self._tiers))
-        for part in (*sequence.histories, *sequence.tails):
+        for part in (*sequence.histories, *sequence.recent):
             find = find_in(part.group)
             for i in part.group.useful(0, end):
                 if find(part.keys[i]) is None:
@@ -117,7 +119,7 @@ class Fetcher:
                 sizes[tier] += group.block_bytes
         return sizes
 
-    def _fill(self, request_id: str, sequence: SequenceState, num_tokens: int, num_spared: int) -> Fetch:
+    def _fill(self, request_id: str, sequence: SequenceState, num_tokens: int, num_spared: int) -> PrefixLoad:
         """Give a request the blocks of its first `num_tokens` tokens and load the missing ones, if they fit.
 
         That spares computing `num_spared` tokens. Loads that hang keep their blocks, so beside other loads a fill
@@ -127,19 +129,19 @@ class Fetcher:
         for part, blocks in zip(sequence.parts, found, strict=True):
             pool = part.group.pool
             if sum(1 for block_id in blocks if block_id is None or pool.is_free(block_id)) > pool.num_free:
-                return Fetch.COMPUTE
-        if self._leases.num_loads and self._overfills(sequence, found):
-            return Fetch.LATER if self._promotions.num_fills else Fetch.COMPUTE
+                return PrefixLoad.COMPUTE
+        if self._transfers.num_loads and self._overfills(sequence, found):
+            return PrefixLoad.LATER if self._promotions.num_fills else PrefixLoad.COMPUTE
         filled = zip(sequence.parts, found, strict=True)
         wanted = [missing for part, blocks in filled for missing in part.fill(num_tokens, blocks)]
         sequence.set_capacity()
-        sequence.filled = sequence.computed = sequence.settled = num_tokens
+        sequence.filled = sequence.computed = sequence.committed = num_tokens
         sequence.origins.update(self._promotions.load(request_id, wanted, num_spared))
-        return Fetch.BEGUN
+        return PrefixLoad.BEGUN
 
     def _overfills(self, sequence: SequenceState, found: Iterable[Sequence[int | None]]) -> bool:
         """Return whether loading the blocks not `found` would leave too little room in a group."""
         return any(
-            blocks.count(None) > self._leases.room(part.group)
+            blocks.count(None) > self._transfers.room(part.group)
             for part, blocks in zip(sequence.parts, found, strict=True)
         )

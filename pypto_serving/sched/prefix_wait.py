@@ -1,4 +1,4 @@
-"""Following: which running requests compute prefixes that waiting ones want, and who waits for them."""
+"""PrefixWait: which running requests compute prefixes that waiting ones want, and who waits for them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Prefill(NamedTuple):
         return self.request.life == self.life and self.request.num_committed < self.end
 
 
-class Following:
+class PrefixWait:
     """Leaders and their followers. A part of the Scheduler, with which it shares the queue.
 
     leader      a running request until all blocks of the tokens that it started with are published
