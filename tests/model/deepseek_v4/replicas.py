@@ -442,7 +442,7 @@ def run_schedule(oracle: Oracle, schedule: Schedule, disk: Path) -> Counter[str]
     rng = random.Random(repr(schedule))
     tiers = oracle.tiers(schedule.tiers, disk)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(positions, "CHECKPOINT_TOKENS", oracle.subject.interval)
+        patch.setattr(resume_points, "CHECKPOINT_TOKENS", oracle.subject.interval)
         counts, unanswered = _live(oracle, schedule, rng, tiers, [], ends=not schedule.restarts)
         if schedule.restarts:
             counts = Counter({f"before a restart: {name}": count for name, count in counts.items()})
