@@ -71,7 +71,7 @@ def test_with_fairness_only_the_first_requests_of_salts_are_compared() -> None:
         queue.push(request)
     while (request := queue.peek()) is not None:
         queue.remove(request)
-    assert shares.compared <= 3 * 3001 and not queue._lanes
+    assert shares.compared <= 3 * 3001 and not queue._by_salt
 
 
 @settings(max_examples=80)
