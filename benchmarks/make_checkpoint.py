@@ -257,6 +257,17 @@ def make_folder(out: Path, force: bool) -> None:
         file.unlink()
 
 
+def write_settings(out: Path, config: dict[str, Any], end_token: str, deepseek: bool = False) -> None:
+    """Write config.json, and those of generation and tokenizer."""
+    files = {
+        "config.json": config,
+        "generation_config.json": {"do_sample": False, "eos_token_id": config["eos_token_id"]},
+        "tokenizer_config.json": {"eos_token": end_token} | ({} if deepseek else {"chat_template": CHAT_TEMPLATE}),
+    }
+    for name, content in files.items():
+        (out / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
 def main(
     shape: Annotated[str, typer.Argument(help=f"One of {', '.join((*SHAPES, DEEPSEEK, AGREEING))}.")],
     out: Annotated[Path, typer.Argument(help="Folder to write; created if missing.")],
@@ -284,13 +295,7 @@ def main(
         write_weights(out, make_deepseek_weights(sizes, visible, shape == AGREEING))
     else:
         write_weights(out, make_weights(config, format, visible))
-    files = {
-        "config.json": config,
-        "generation_config.json": {"do_sample": False, "eos_token_id": end},
-        "tokenizer_config.json": {"eos_token": end_token} | ({} if deepseek else {"chat_template": CHAT_TEMPLATE}),
-    }
-    for name, content in files.items():
-        (out / name).write_text(json.dumps(content, indent=2) + "\n")
+    write_settings(out, config, end_token, deepseek)
 
 
 if __name__ == "__main__":

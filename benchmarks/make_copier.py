@@ -12,14 +12,13 @@ those of a model that edits a file without a mistake.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
-from make_checkpoint import CHAT_TEMPLATE, QWEN_TOKENS, SHAPES, make_config, make_tokenizer, make_weights
+from make_checkpoint import QWEN_TOKENS, SHAPES, make_config, make_tokenizer, make_weights, write_settings
 from numpy.typing import NDArray
 from random_weights import Tensor, write_weights
 
@@ -119,13 +118,7 @@ def main(out: Annotated[Path, typer.Argument(help="Folder to write; created if m
     tensors |= {f"model.layers.0.{name}.weight": given(values) for name, values in own.items()}
     tensors[EMBEDDING] = given(embedded)
     write_weights(out, tensors)
-    files = {
-        "config.json": config,
-        "generation_config.json": {"do_sample": False, "eos_token_id": end},
-        "tokenizer_config.json": {"eos_token": "<|im_end|>", "chat_template": CHAT_TEMPLATE},
-    }
-    for name, content in files.items():
-        (out / name).write_text(json.dumps(content, indent=2) + "\n")
+    write_settings(out, config, "<|im_end|>")
 
 
 if __name__ == "__main__":

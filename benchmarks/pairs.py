@@ -1,30 +1,37 @@
-"""Compare two commands that serve the same model: both are up, and answer the same load in turns.
+"""Compare `serve` commands of one model in turns: the speed of two that are both up, or the starts of several.
 
-    pairs.py "pypto-serving serve DIR" "pypto-serving serve DIR --tp 2" --load 1x128+96 --load 16x256+64
+    pairs.py speed "pypto-serving serve DIR" "pypto-serving serve DIR --tp 2" --load 1x128+96 --load 16x256+64
+    pairs.py starts "pypto-serving serve DIR" "pypto-serving serve DIR --tp 2" [--cold DIR]
 
-Prints the speed of the second over that of the first, which a machine that changes its speed from minute to minute
-leaves alone: the median of all pairs, and quartiles. Prompts are fresh random token ids; answers are greedy.
+Ratios to the first command are those of the rounds, which a machine that changes its speed from minute to minute leaves
+alone: their median and quartiles. Prompts are fresh random token ids; answers are greedy. A first start of each command
+does not count; it stays up for a while, in which `--packed-cache` writes its files. Before a cold start, the page cache
+forgets the files of the given folders.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import shlex
 import statistics
-import subprocess
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import httpx
 import typer
+from rounds import head, in_turns, quartiles, ratios, row, seconds
+from servers import served
+from workloads import forget_pages
 
 FIRST_ID, LAST_ID = 1000, 4000
 """Token ids that any tested vocabulary holds and that are no special tokens."""
+
+app = typer.Typer(help="Compare serve commands.")
+Rounds = Annotated[int, typer.Option(min=2, help="Rounds that count.")]
 
 
 class Load(NamedTuple):
@@ -42,59 +49,68 @@ class Load(NamedTuple):
         return Load(*map(int, found.groups()))
 
 
-@contextmanager
-def served(command: str) -> Iterator[httpx.Client]:
-    """Run a `serve` command on a free port and yield a client of it."""
-    words = [*shlex.split(command), "--port", "0", "--log-level", "error"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        assert process.stdout is not None
-        try:
-            ready = process.stdout.readline()
-            if not ready:
-                raise typer.BadParameter(f"{command} ended before it was ready; run it by itself")
-            with httpx.Client(base_url=json.loads(ready)["url"], timeout=600) as client:
-                yield client
-        finally:
-            process.terminate()
-
-
-def seconds(client: httpx.Client, load: Load, rng: random.Random) -> float:
-    """Return how long a server takes for a load."""
+def answer(client: httpx.Client, load: Load, rng: random.Random) -> None:
+    """Send a load and wait for all answers."""
     prompts = [rng.choices(range(FIRST_ID, LAST_ID), k=load.prompt) for _ in range(load.requests)]
 
     def ask(prompt: list[int]) -> None:
         body = {"prompt": prompt, "max_tokens": load.output, "ignore_eos": True, "temperature": 0}
         client.post("/v1/completions", json=body).raise_for_status()
 
-    start = time.perf_counter()
     with ThreadPoolExecutor(load.requests) as pool:
         list(pool.map(ask, prompts))
-    return time.perf_counter() - start
 
 
-def main(
+@app.command()
+def speed(
     first: Annotated[str, typer.Argument(help="A serve command without --port.")],
     second: Annotated[str, typer.Argument(help="Another one.")],
     load: Annotated[list[str], typer.Option(help="REQUESTSxPROMPT+OUTPUT; may be given several times.")],
-    rounds: Annotated[int, typer.Option(min=2, help="Pairs of each load.")] = 7,
+    rounds: Rounds = 7,
 ) -> None:
     """Ask both in turns."""
     loads, rng = [Load.parse(text) for text in load], random.Random(0)
-    print("| load | first s | second s | speed of the second | quartiles |\n|---|---|---|---|---|", flush=True)
+    print(head("load", "first s", "second s", "speed of the second (quartiles)"), flush=True)
     with ExitStack() as stack:
-        clients = [stack.enter_context(served(command)) for command in (first, second)]
+        readies = [stack.enter_context(served(shlex.split(command))) for command in (first, second)]
+        clients = [stack.enter_context(httpx.Client(base_url=ready["url"], timeout=600)) for ready in readies]
         for text, each in zip(load, loads, strict=True):
             for client in clients:
-                seconds(client, each, rng)
+                answer(client, each, rng)
             times: tuple[list[float], list[float]] = ([], [])
-            for i in range(rounds):
-                for which in (0, 1) if i % 2 == 0 else (1, 0):
-                    times[which].append(seconds(clients[which], each, rng))
-            ratios = [a / b for a, b in zip(*times, strict=True)]
-            low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-            first_s, second_s = map(statistics.median, times)
-            print(f"| {text} | {first_s:.2f} | {second_s:.2f} | {middle:.2f} | {low:.2f} to {high:.2f} |", flush=True)
+            for _, which in in_turns((0, 1), rounds):
+                times[which].append(seconds(lambda client=clients[which], each=each: answer(client, each, rng)))
+            middle = (f"{statistics.median(own):.2f}" for own in times)
+            print(row(text, *middle, quartiles(ratios(*times))), flush=True)
+
+
+def start_s(command: str, cold: list[Path], settle_s: float = 0) -> float:
+    """Start a server, and end it after `settle_s`. Return how long it took to be ready."""
+    forget_pages(cold)
+    began_s = time.perf_counter()
+    with served(shlex.split(command)):
+        ready_s = time.perf_counter() - began_s
+        time.sleep(settle_s)
+    return ready_s
+
+
+@app.command()
+def starts(
+    commands: Annotated[list[str], typer.Argument(help="Serve commands without --port.")],
+    rounds: Rounds = 7,
+    cold: Annotated[list[Path] | None, typer.Option(help="A folder that the page cache forgets before each.")] = None,
+    settle: Annotated[float, typer.Option(min=0, help="Seconds that first starts stay up.")] = 10,
+) -> None:
+    """Start all in turns."""
+    for command in commands:
+        start_s(command, [], settle)
+    times: dict[str, list[float]] = {command: [] for command in commands}
+    for _, command in in_turns(commands, rounds):
+        times[command].append(start_s(command, cold or []))
+    print(head("command", "ready s", "of the first (quartiles)"))
+    for command, own in times.items():
+        print(row(f"`{command}`", f"{statistics.median(own):.2f}", quartiles(ratios(own, times[commands[0]]))))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

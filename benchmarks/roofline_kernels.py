@@ -35,13 +35,11 @@ _WEIGHT_SCALE = 1 / 32
 
 @dataclass(frozen=True)
 class Rounds:
-    """What rounds of a measurement saw: seconds [rounds, operations], torch's mean [rounds] where there is torch, and
-    the machine's limits [rounds] in bytes and operations per second, on bfloat16 and on int8: the better of those just
-    before and just after.
+    """Rounds of a measurement: seconds [rounds, operations], and the machine's limits [rounds] in bytes and operations
+    per second, on bfloat16 and on int8: the better of those just before and just after.
     """
 
     seconds: Array
-    torch: Array
     bandwidths: Array
     peaks: Array
     int8_peaks: Array
@@ -60,9 +58,9 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Result:
-    """Seconds that `works` take, one after the other; `torch` is the best and median time of torch.
+    """Seconds that `works` take, one after the other.
 
-    `limit` and `fraction` are medians over the rounds: the least possible time, and what part of the time taken it is.
+    `limit` and `fraction` are medians over the rounds: the least possible time, and its share of the time taken.
     """
 
     name: str
@@ -72,16 +70,13 @@ class Result:
     median: float
     limit: float
     fraction: float
-    torch: tuple[float, float] | None = None
 
     @staticmethod
     def of(name: str, shape: str, works: Sequence[Work], seconds: Any, rounds: Rounds) -> Result:
-        """From the mean time of a call in each round."""
-        torch = rounds.torch
-        rival = (float(np.min(torch)), float(np.median(torch))) if len(torch) else None
+        """Make a result from the mean time of a call in each round."""
         limits = rounds.limits(works)
         middle = (float(np.median(values)) for values in (seconds, limits, limits / seconds))
-        return Result(name, shape, tuple(works), float(np.min(seconds)), *middle, rival)
+        return Result(name, shape, tuple(works), float(np.min(seconds)), *middle)
 
 
 @dataclass(frozen=True)
@@ -94,13 +89,10 @@ class Group:
 
 
 class Bench:
-    """Measures recordings of `engine` for about `budget_s` each, in turns with the limits, which it reads `memory` for,
-    and with torch where `with_torch`.
-    """
+    """Measures recordings of `engine` for about `budget_s` each, in turns with the machine's limits."""
 
-    def __init__(self, engine: Engine, budget_s: float, with_torch: bool, memory: Memory) -> None:
-        self.engine, self.with_torch, self._memory = engine, with_torch, memory
-        self.budget_s = budget_s
+    def __init__(self, engine: Engine, budget_s: float, memory: Memory) -> None:
+        self.engine, self.budget_s, self._memory = engine, budget_s, memory
         self.rng = np.random.default_rng(0)
         self._pool = self.rng.standard_normal(_POOL, np.float32)
         self._lead = (
@@ -134,29 +126,19 @@ class Bench:
         recording.rms_norm(x, weight, 1e-6, out)
         return recording
 
-    def measure(self, recording: Recording, inputs: Callable[[], StepInputs], rivals: Sequence[Call] = ()) -> Rounds:
-        """Rounds of a recording and of what takes turns with it; the first one is left out."""
-        ours: list[Array] = []
-        theirs: list[float] = []
+    def measure(self, recording: Recording, inputs: Callable[[], StepInputs]) -> Rounds:
+        """Replay a recording again and again, with the inputs of each time; the first round does not count."""
+        found: list[Array] = []
+        limits = self.rounds(lambda: found.append(replay(recording, inputs())[1:]))
+        return Rounds(np.array(found[1:]), *limits)
 
-        def once() -> None:
-            ours.append(replay(recording, inputs())[1:])
-
-        def rival() -> None:
-            if rivals:
-                theirs.append(_mean_seconds(rivals))
-
-        limits = self.rounds(once, rival)
-        return Rounds(np.array(ours[1:]), np.array(theirs[1:]), *limits)
-
-    def rounds(self, once: Callable[[], None], rival: Callable[[], None] = lambda: None) -> tuple[Array, Array, Array]:
-        """Call both again and again; returns the limits around each call of `once` but the first, [rounds] each."""
+    def rounds(self, once: Callable[[], None]) -> tuple[Array, Array, Array]:
+        """Call it again and again. Return the limits around each call but the first, [rounds] each."""
         seen = [self._limits()]
         until = math.inf
         while len(seen) <= LEAST_ROUNDS + 1 or time.perf_counter() < until:
             once()
             seen.append(self._limits())
-            rival()
             until = min(until, time.perf_counter() + self.budget_s)
         around = np.maximum(seen[1:-1], seen[2:])
         return around[:, 0], around[:, 1], around[:, 2]
@@ -187,20 +169,6 @@ def replay(recording: Recording, inputs: StepInputs) -> NDArray[np.float64]:
     return seconds
 
 
-def _mean_seconds(calls: Sequence[Call]) -> float:
-    began = time.perf_counter()
-    for call in calls:
-        call()
-    return (time.perf_counter() - began) / len(calls)
-
-
-def as_torch(values: NDArray[np.uint16], *shape: int) -> Any:
-    """The same memory as a bfloat16 tensor."""
-    import torch
-
-    return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16).view(*shape)
-
-
 # The shape of Qwen3-0.6B.
 WIDTH, HEADS, KV_HEADS, DIM, VOCAB = 1024, 16, 8, 128, 151936
 LINEARS = (
@@ -213,7 +181,7 @@ LINEARS = (
 
 
 def linear(name: str, n: int, k: int, finish: str, bench: Bench, int8: bool = False) -> Callable[[int], list[Result]]:
-    """Products of several row counts with rotating weights; torch computes the product alone, and none of int8."""
+    """Products of several row counts with rotating weights."""
     each, label = (1, f"int8 {name}") if int8 else (2, name)
     matrices = [bench.matrix(n, k, int8=int8) for _ in range(-(-ROTATED_BYTES // (n * k * each)))]
     matrices *= -(-LEAST_CALLS // len(matrices))
@@ -224,22 +192,12 @@ def linear(name: str, n: int, k: int, finish: str, bench: Bench, int8: bool = Fa
         record: Any = {"store": recording.linear, "add": recording.linear_add, "gate": recording.linear_swiglu}[finish]
         for matrix in matrices:
             record(x, matrix, out)
-        rivals = _torch_linears(x, rows, matrices) if bench.with_torch and isinstance(x, np.ndarray) else ()
         inputs = Batch.decode(rows).inputs(bench.rng)
-        rounds = bench.measure(recording, lambda: inputs, rivals)
+        rounds = bench.measure(recording, lambda: inputs)
         works = [work.linear(rows, n, k, finish, int8=int8, stored=Int8().packed_bytes(n, k) if int8 else None)]
         return [Result.of(f"linear {label}", f"M={rows}", works, rounds.calls, rounds)]
 
     return run
-
-
-def _torch_linears(x: NDArray[np.uint32], rows: int, matrices: Sequence[Matrix]) -> list[Call]:
-    import torch
-
-    n, k = matrices[0].n, matrices[0].k
-    row_major = as_torch(x.view(np.uint16), rows, k)
-    weights = [as_torch(matrix.words.view(np.uint16), n, k) for matrix in matrices]
-    return [functools.partial(torch.nn.functional.linear, row_major, weight) for weight in weights]
 
 
 def attend(bench: Bench, int8: bool = False) -> Callable[[Batch], list[Result]]:
@@ -256,48 +214,20 @@ def attend(bench: Bench, int8: bool = False) -> Callable[[Batch], list[Result]]:
             recording.paged_attention(
                 queries.reshape(tokens, HEADS, DIM), KVCacheLayer(pages, layer % layers, DIM), out
             )
-        with_torch = bench.with_torch and not (int8 or batch.shared)  # which it would have to copy for each row
-        rivals = _torch_attention(bench, batch, queries, layers) if with_torch else ()
         inputs = batch.inputs(bench.rng)
-        rounds = bench.measure(recording, lambda: inputs, rivals)
+        rounds = bench.measure(recording, lambda: inputs)
         works = [work.attend(batch, HEADS, KV_HEADS, DIM, int8)]
-        name = f"attend {'int8 ' * int8}{_kind(batch)}"
-        return [Result.of(name, _shape(batch), works, rounds.calls, rounds)]
+        kind = "decode" if max(batch.queries) == 1 else "prefill"
+        return [Result.of(f"attend {'int8 ' * int8}{kind}", batch.shape, works, rounds.calls, rounds)]
 
     return run
 
 
 def int8_pages(bench: Bench, shape: tuple[int, ...]) -> Array:
-    """Random bytes with equal scales behind each panel."""
+    """Random bytes with equal scales after each panel."""
     pages = fill(zeros(np.uint8, math.prod(shape)), bench.rng.integers(0, 256, _POOL, np.uint8))
     pages.view(np.float32).reshape(-1, PANEL * (DIM // 4 + 1))[:, -PANEL:] = 0.01
     return pages.reshape(shape)
-
-
-def _kind(batch: Batch) -> str:
-    return "decode" if max(batch.queries) == 1 else "prefill"
-
-
-def _shape(batch: Batch) -> str:
-    first = f"batch {len(batch.queries)}" if max(batch.queries) == 1 else f"{batch.tokens} queries"
-    return f"{first}, context {batch.contexts[0]}{f', {batch.shared} shared' * bool(batch.shared)}"
-
-
-def _torch_attention(bench: Bench, batch: Batch, queries: NDArray[np.uint16], layers: int) -> list[Call]:
-    """Keys and values of each row lie behind each other. Decoding, the heads that share a key are queries of one."""
-    import torch
-
-    rows, count, context = len(batch.queries), batch.queries[0], batch.contexts[0]
-    size = rows * KV_HEADS * context * DIM
-    caches = as_torch(bench.normal(2 * layers * size), layers, 2, rows, KV_HEADS, context, DIM)
-    attention, scale = torch.nn.functional.scaled_dot_product_attention, DIM**-0.5
-    if count == 1:
-        q = as_torch(queries, rows, KV_HEADS, HEADS // KV_HEADS, DIM)
-        return [functools.partial(attention, q, keys, values, scale=scale) for keys, values in caches]
-    q = as_torch(queries, rows, HEADS, count, DIM)
-    mask = None if count == context else torch.ones(count, context, dtype=torch.bool).tril(context - count)
-    options = {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": True, "scale": scale}
-    return [functools.partial(attention, q, keys, values, **options) for keys, values in caches]
 
 
 REPEATS = 16
@@ -319,32 +249,36 @@ def embed(bench: Bench) -> Callable[[int], list[Result]]:
     return run
 
 
-def norm(bench: Bench) -> Callable[[int], list[Result]]:
-    """Of activations that are in a cache, as in a step."""
+def cached(name: str, record: Callable[[Bench, Recording, int], object], rows_work: Callable[[int, int], Work]) -> Any:
+    """Return a group's `prepare` for an operation on activations that are in a cache, as in a step."""
 
-    def run(rows: int) -> list[Result]:
-        x, weight = bench.rng.standard_normal((rows, WIDTH), np.float32), np.ones(WIDTH, np.float32)
-        recording, out = bench.recording(), zeros(np.uint32, rows * WIDTH // 2)
-        for _ in range(REPEATS):
-            recording.rms_norm(x, weight, 1e-6, out)
-        rounds = bench.measure(recording, lambda: Batch.decode(rows).inputs(bench.rng))
-        return [Result.of("norm", f"M={rows}", [work.norm(rows, WIDTH)], rounds.calls, rounds)]
+    def prepare(bench: Bench) -> Callable[[int], list[Result]]:
+        def run(rows: int) -> list[Result]:
+            recording = bench.recording()
+            record(bench, recording, rows)
+            rounds = bench.measure(recording, lambda: Batch.decode(rows).inputs(bench.rng))
+            return [Result.of(name, f"M={rows}", [rows_work(rows, WIDTH)], rounds.calls, rounds)]
 
-    return run
+        return run
+
+    return prepare
 
 
-def quantize(bench: Bench) -> Callable[[int], list[Result]]:
-    """Of activations that are in a cache, as in a step."""
+def _record_norms(bench: Bench, recording: Recording, rows: int) -> None:
+    x, weight = bench.rng.standard_normal((rows, WIDTH), np.float32), np.ones(WIDTH, np.float32)
+    out = zeros(np.uint32, rows * WIDTH // 2)
+    for _ in range(REPEATS):
+        recording.rms_norm(x, weight, 1e-6, out)
 
-    def run(rows: int) -> list[Result]:
-        x, out = bench.strips(rows, WIDTH), bench.strips(rows, WIDTH, int8=True)
-        recording = bench.recording()
-        for _ in range(REPEATS):
-            recording.quantize(x, WIDTH, out)
-        rounds = bench.measure(recording, lambda: Batch.decode(rows).inputs(bench.rng))
-        return [Result.of("quantize", f"M={rows}", [work.quantize(rows, WIDTH)], rounds.calls, rounds)]
 
-    return run
+def _record_quantizing(bench: Bench, recording: Recording, rows: int) -> None:
+    x, out = bench.strips(rows, WIDTH), bench.strips(rows, WIDTH, int8=True)
+    for _ in range(REPEATS):
+        recording.quantize(x, WIDTH, out)
+
+
+norm = cached("norm", _record_norms, work.norm)
+quantize = cached("quantize", _record_quantizing, work.quantize)
 
 
 def heads(bench: Bench) -> Callable[[int], list[Result]]:
@@ -360,11 +294,7 @@ def heads(bench: Bench) -> Callable[[int], list[Result]]:
         for layer in range(REPEATS):
             recording.qk_norm_rope(x, weights, cos, sin, 1e-6, queries, KVCacheLayer(pages, layer, DIM))
         rounds = bench.measure(recording, lambda: batch.inputs(bench.rng))
-        return [
-            Result.of(
-                "heads", f"M={rows}", [work.heads(rows, HEADS, KV_HEADS, DIM)], rounds.seconds.mean(axis=1), rounds
-            )
-        ]
+        return [Result.of("heads", f"M={rows}", [work.heads(rows, HEADS, KV_HEADS, DIM)], rounds.calls, rounds)]
 
     return run
 
@@ -436,8 +366,8 @@ def groups(quick: bool) -> list[Group]:
             )
         ),
         *(
-            Group(one.__name__, (1, 128) if quick else (1, 8, 32, 128, 512), one)
-            for one in (embed, norm, heads, quantize)
+            Group(name, (1, 128) if quick else (1, 8, 32, 128, 512), one)
+            for name, one in (("embed", embed), ("norm", norm), ("heads", heads), ("quantize", quantize))
         ),
         Group("experts", (8,) if quick else (1, 8, 64), experts),
     ]

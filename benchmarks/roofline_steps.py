@@ -13,6 +13,7 @@ from roofline_kernels import Bench, Result, Rounds, bfloat16, fill, replay
 from roofline_work import BLOCK, Batch, Operation, Work, operations
 
 from pypto_serving.backend.cpu import CpuBackend
+from pypto_serving.kernels import Recording
 from pypto_serving.model.family import Serving
 from pypto_serving.model.registry import load_config, load_spec
 from pypto_serving.setup.host import read_host_facts
@@ -59,26 +60,26 @@ class Steps:
         )
         self._model = load_config(str(model))[1]
         self._program: Any = CpuBackend(self.config).prepare(lambda *_: None)
+        self.recording: Recording = self._program.model.step
         pool = np.random.default_rng(0).standard_normal(1 << 22, np.float32)
         fill(self._program.model.pages.reshape(-1), bfloat16(pool))
 
     def measure(self, batch: Batch, bench: Bench) -> list[Result]:
         """Rows for each kind of operation, for what is left, and for the whole step."""
-        recording = self._program.model.step
         planned = list(operations(self._model, batch, self.config.head))
-        assert [operation.name for operation in planned] == recording.names, "the model records other operations"
+        assert [operation.name for operation in planned] == self.recording.names, "the model records other operations"
         inputs = batch.inputs(bench.rng, self._model.vocab_size)
         seconds: list[Any] = []
         whole: list[float] = []
 
         def once() -> None:
             began = time.perf_counter()
-            seconds.append(replay(recording, inputs))
+            seconds.append(replay(self.recording, inputs))
             whole.append(time.perf_counter() - began)
 
         limits = bench.rounds(once)
-        rounds = Rounds(np.array(seconds[1:]), np.zeros(0), *limits)
-        return list(_by_label(_shape(batch), planned, rounds, np.array(whole[1:])))
+        rounds = Rounds(np.array(seconds[1:]), *limits)
+        return list(_by_label(batch.shape, planned, rounds, np.array(whole[1:])))
 
 
 def _by_label(shape: str, planned: list[Operation], rounds: Rounds, totals: Any) -> Iterator[Result]:
@@ -94,10 +95,3 @@ def _by_label(shape: str, planned: list[Operation], rounds: Rounds, totals: Any)
         yield result(label, [planned[i].work for i in chosen], seconds[:, chosen].sum(axis=1))
     yield result(REST, [], totals - seconds.sum(axis=1))
     yield result(STEP, [operation.work for operation in planned], totals)
-
-
-def _shape(batch: Batch) -> str:
-    if max(batch.queries) > 1:
-        return f"prefill, {batch.tokens} tokens"
-    shared = f", {batch.shared} shared" * bool(batch.shared)
-    return f"decode, batch {len(batch.queries)}, context {batch.contexts[0]}{shared}"

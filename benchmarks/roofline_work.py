@@ -70,6 +70,12 @@ class Batch:
         return sum(self.queries)
 
     @property
+    def shape(self) -> str:
+        """Return the shape as text for a table."""
+        first = f"batch {len(self.queries)}" if max(self.queries) == 1 else f"{self.tokens} queries"
+        return f"{first}, context {self.contexts[0]}{f', {self.shared} shared' * bool(self.shared)}"
+
+    @property
     def num_blocks(self) -> int:
         """Blocks of the cache that hold its history, and the null block."""
         common = self.shared // BLOCK

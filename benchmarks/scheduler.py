@@ -23,8 +23,8 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from rich.console import Console
-from rich.table import Table
+from peers import install_vllm
+from rounds import head, row
 from scheduler_trace import VOCAB_SIZE, Replay, Trace, at_context, replay, steady, with_waiting
 
 from pypto_serving.kv.manager import KVCacheManager
@@ -45,7 +45,6 @@ CONTEXTS = (100, 1_000, 10_000, 100_000)
 WAITING = (0, 100, 1_000, 10_000)
 SAME_WORK = 0.01
 """Two sides did the same work if their numbers of sampled tokens differ by at most this share."""
-WIDTH = 170
 SIDES = ("ours", "V4", "vLLM")
 FAR_S = 1e9
 PEER = Path(__file__).parent / "scheduler_vllm.py"
@@ -124,11 +123,8 @@ class Ours:
 class VllmProcess:
     """vLLM's scheduler in a process of its own environment. It replays traces on request and is idle otherwise."""
 
-    def __init__(self, environment: Path) -> None:
-        python = environment / "bin" / "python"
-        if not python.exists():
-            raise SystemExit(f"{python} does not exist; install vLLM with: python benchmarks/compare.py --install-only")
-        pipe = subprocess.PIPE
+    def __init__(self, root: Path) -> None:
+        python, pipe = install_vllm(root).python, subprocess.PIPE
         self._process = subprocess.Popen([str(python), str(PEER)], stdin=pipe, stdout=pipe, text=True)
 
     def __call__(self, trace: Trace) -> Replay:
@@ -158,17 +154,13 @@ def ours_deepseek_v4(trace: Trace) -> Replay:
     return replay(trace, Ours(trace, deepseek_v4_groups()))
 
 
-def measure(
-    traces: Sequence[Trace], sides: Sequence[Side], rounds: int, tell: Callable[[str], None]
-) -> list[list[Replay]]:
-    """Return medians over the rounds by trace and side. In a round traces take turns, and for each trace the sides."""
-    seen: list[list[list[Replay]]] = [[[] for _ in sides] for _ in traces]
-    for number in range(rounds):
-        for trace, of_trace in zip(traces, seen, strict=True):
-            tell(f"{trace.name}, round {number + 1}")
-            for replays, side in zip(of_trace, sides, strict=True):
-                replays.append(side(trace))
-    return [[median(replays) for replays in of_trace] for of_trace in seen]
+def measure(trace: Trace, sides: Sequence[Side], rounds: int) -> list[Replay]:
+    """Return medians over the rounds by side. The sides take turns."""
+    seen: list[list[Replay]] = [[] for _ in sides]
+    for _ in range(rounds):
+        for replays, side in zip(seen, sides, strict=True):
+            replays.append(side(trace))
+    return [median(replays) for replays in seen]
 
 
 def median(replays: Sequence[Replay]) -> Replay:
@@ -178,28 +170,28 @@ def median(replays: Sequence[Replay]) -> Replay:
     return Replay(*times, int(tokens))
 
 
-def row(trace: Trace, replays: Replays) -> list[str]:
+def cells(trace: Trace, replays: Replays) -> list[str]:
     """Return microseconds per step of each side, then the ratios of DeepSeek V4 to plain and of plain to vLLM."""
-    cells = [trace.name]
+    found = [trace.name]
     for one in replays:
         times = (one.step_us, one.median_step_us, one.add_us, one.longest_us)
-        cells += [f"{microseconds:.0f}" for microseconds in times]
+        found += [f"{microseconds:.0f}" for microseconds in times]
     plain, deepseek_v4, *peer = replays
     ratios = deepseek_v4.step_us / plain.step_us, deepseek_v4.longest_us / plain.longest_us
-    cells += [f"{ratio:.2f}" for ratio in ratios]
-    cells.append("yes" if max(ratios) <= MODEL_GOAL else "no")
+    found += [f"{ratio:.2f}" for ratio in ratios]
+    found.append("yes" if max(ratios) <= MODEL_GOAL else "no")
     for theirs in peer:
         with_add = (plain.step_us + plain.add_us) / (theirs.step_us + theirs.add_us)
         met = "yes" if plain.step_us <= GOAL * theirs.step_us else "no"
-        cells += [f"{plain.step_us / theirs.step_us:.2f}", f"{with_add:.2f}", met]
+        found += [f"{plain.step_us / theirs.step_us:.2f}", f"{with_add:.2f}", met]
     for other in (deepseek_v4, *peer):
         if abs(plain.tokens - other.tokens) > SAME_WORK * plain.tokens:
-            cells[-1] += f" ({plain.tokens} and {other.tokens} tokens)"
-    return cells
+            found[-1] += f" ({plain.tokens} and {other.tokens} tokens)"
+    return found
 
 
 def growth(traces: Sequence[Trace], seen: Sequence[Replays]) -> str:
-    """Return the growth of our median step time over a series of traces. It should be none."""
+    """Return the growth of our median step time over a series of traces. It should be 1."""
     first, last = (replays[0].median_step_us for replays in (seen[0], seen[-1]))
     return f"ours, {traces[-1].name} over {traces[0].name}: {last / first:.2f}"
 
@@ -209,28 +201,21 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Replays of each trace and side; medians are shown.")] = 3,
 ) -> None:
     """Measure all traces, with the KV groups of a plain model and of DeepSeek V4, and print the table."""
-    peer = VllmProcess(vllm / "vllm") if vllm else None
+    peer = VllmProcess(vllm.expanduser()) if vllm else None
     sides: list[Side] = [ours, ours_deepseek_v4, *([peer] if peer else [])]
-    table = Table(title="Microseconds per step", title_justify="left")
-    table.add_column("trace")
     headings = [h for name in SIDES[: len(sides)] for h in (f"{name} mean", "median", "add", "longest")]
     headings += ["V4 / ours", "longest", f"at most {MODEL_GOAL}"]
     headings += ["ours / vLLM", "with add", f"at most {GOAL}"] if peer else []
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    console = Console()
-    console.width = max(console.width, WIDTH)
+    typer.echo(f"Microseconds per step\n\n{head('trace', *headings)}")
     growing = [list(map(at_context, CONTEXTS)), list(map(with_waiting, WAITING))]
     lines = []
-    with console.status("") as status:
-        for traces in ([steady(64), steady(256)], *growing):
-            seen = measure(traces, sides, rounds, status.update)
-            for trace, replays in zip(traces, seen, strict=True):
-                table.add_row(*row(trace, replays))
-            table.add_section()
-            if traces in growing:
-                lines.append(growth(traces, seen))
-    console.print(table, *lines, sep="\n")
+    for traces in ([steady(64), steady(256)], *growing):
+        seen = [measure(trace, sides, rounds) for trace in traces]
+        for trace, replays in zip(traces, seen, strict=True):
+            typer.echo(row(*cells(trace, replays)))
+        if traces in growing:
+            lines.append(growth(traces, seen))
+    typer.echo("\n" + "\n".join(lines))
     if peer:
         peer.close()
 

@@ -15,10 +15,8 @@
 | disagrees | DISAGREEING | 128 random tokens | 128 tokens, greedy: the draft layer predicts none |
 
 Each is asked alone and with `--at-once` others. Answers of both servers must be the same, and those of `edit` right.
-Ratios are of tokens per second behind the first token, and of whole requests; both servers are up all the time.
-
-Below the draft layer's rows stands what bounds them; see speculation_limit.py. With `--vllm FOLDER`, where
-compare_peers.py installs its peers, vLLM's CPU build answers the loads of n-grams too, with its n-grams and without.
+Ratios are of tokens per second after the first token, and of whole requests; both servers are up all the time. With
+`--vllm FOLDER`, where compare.py installs its peers, vLLM's CPU build answers the loads of n-grams too.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from __future__ import annotations
 import json
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,14 +31,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import compare_install
 import httpx
+import rounds as turns
 import typer
-from compare_peers import VLLM, vllm_launch
-from compare_servers import running
 from make_copier import PROMPT, RENAMED
-from pairs import FIRST_ID, LAST_ID, served
-from speculation_limit import table
+from pairs import FIRST_ID, LAST_ID
+from peers import Checkpoint, Vllm
+from servers import PROGRAM, running, served
 from tokenizers import Tokenizer
 
 WORDS = (
@@ -56,7 +52,7 @@ Body = dict[str, Any]
 
 
 class Answer(NamedTuple):
-    """What a request was answered with, seconds to the first token and to the last, and its drafts."""
+    """The text of a reply, seconds to its first token and to its last, and its drafts."""
 
     text: str
     first_s: float
@@ -67,7 +63,7 @@ class Answer(NamedTuple):
 
 
 def make_file(tokenizer: Tokenizer, rng: random.Random) -> list[int]:
-    """Return PROMPT tokens of what looks like a program: lines come again with other words, as they do in programs."""
+    """Return PROMPT tokens that look like a program: lines come again with other words."""
     ids: list[int] = []
     shapes = [[rng.choice(MARKS) for _ in range(rng.randint(3, 8))] for _ in range(12)]
     while len(ids) < PROMPT:
@@ -111,12 +107,13 @@ STREAMED: Body = {"stream": True, "stream_options": {"include_usage": True}, "ig
 
 
 def ask_all(client: httpx.Client, bodies: list[Body]) -> list[Answer]:
+    """Send all requests at once."""
     with ThreadPoolExecutor(len(bodies)) as pool:
         return list(pool.map(lambda body: ask(client, body), bodies))
 
 
 def speeds(answers: list[Answer]) -> tuple[float, float]:
-    """Return tokens per second behind the first tokens, and in all."""
+    """Return tokens per second after the first tokens, and in all."""
     last_s = max(answer.last_s for answer in answers)
     first_s = statistics.mean(answer.first_s for answer in answers)
     num_tokens = sum(answer.num_tokens for answer in answers)
@@ -161,23 +158,23 @@ def main(
     disagreeing: Annotated[Path, typer.Argument(help="In the shape deepseek-v4-1b.")],
     only: Annotated[str, typer.Option(help="Loads to measure, separated by commas.")] = "edit,random,misses,"
     "agrees,disagrees",
-    drafts: Annotated[int, typer.Option(help="Most drafts of a step that are looked up.")] = 8,
-    passes: Annotated[int, typer.Option(help="Most drafts of a step from a draft layer.")] = 2,
+    drafts: Annotated[int, typer.Option(help="Maximum drafts of a step that are looked up.")] = 8,
+    passes: Annotated[int, typer.Option(help="Maximum drafts of a step from a draft layer.")] = 2,
     at_once: Annotated[int, typer.Option(help="Requests at once, beside one alone.")] = 8,
     output: Annotated[int, typer.Option(help="Tokens of the file that are written again.")] = 512,
     rounds: Annotated[int, typer.Option(min=2, help="Pairs of each load.")] = 5,
     vllm: Annotated[Path | None, typer.Option(help="Measure vLLM's n-grams too; the folder it is in.")] = None,
 ) -> None:
     """Print the speeds, and the ratio of each pair: median and range."""
-    print("| load | at once | without tok/s | with | speed-up | range | of whole requests | accepted of drafts |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(turns.head("load", "at once", "without tok/s", "with", "speed-up (range)", "of whole requests", "accepted"))
     every, most = loads(copier, plain, agreeing, disagreeing, output), {"ngram": drafts, "mtp": passes}
     for name in only.split(","):
         load = every[name]
-        options = f"--spec-method {load.method} --spec-tokens {most[load.method]}"
+        command = [*PROGRAM, "serve", str(load.model)]
+        options = ["--spec-method", load.method, "--spec-tokens", str(most[load.method])]
         with ExitStack() as stack:
-            command = f"{sys.executable} -m pypto_serving serve {load.model}"
-            clients = [stack.enter_context(served(each)) for each in (command, f"{command} {options}")]
+            readies = [stack.enter_context(served(each)) for each in (command, command + options)]
+            clients = [httpx.Client(base_url=ready["url"], timeout=600) for ready in readies]
             for count in dict.fromkeys((1, at_once)):
                 print(row(name, count, load, clients, rounds), flush=True)
         if vllm is not None and load.method == "ngram":
@@ -185,17 +182,18 @@ def main(
                 clients = [stack.enter_context(peer(vllm, load.model, most)) for most in (0, drafts)]
                 for count in dict.fromkeys((1, at_once)):
                     print(row(f"{name}, vLLM", count, load, clients, rounds, exact=False), flush=True)
-    if "agrees" in only:
-        print(f"\nBytes of weights of one request alone:\n\n{table(agreeing, passes)}")
 
 
 @contextmanager
-def peer(folder: Path, model: Path, drafts: int) -> Iterator[httpx.Client]:
-    """Run vLLM with this many drafts at most, looked up as ours are."""
+def peer(root: Path, model: Path, drafts: int) -> Iterator[httpx.Client]:
+    """Run vLLM with at most this many drafts, looked up as ours are."""
     looked_up = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_min": 2, "prompt_lookup_max": 8}
-    flags = ["--speculative-config", json.dumps(looked_up)] if drafts else []
-    env = compare_install.vllm(folder, print, VLLM)
-    with running(vllm_launch(env, model, 2, flags), folder / "log" / f"speculation-{drafts}.log") as server:
+    vllm = Vllm()
+    vllm.prepare(root)
+    launch = vllm.launch(Checkpoint(model), root)
+    if drafts:
+        launch = launch.with_flags("--speculative-config", json.dumps(looked_up))
+    with running(launch, root / "log" / f"speculation-{drafts}.log") as server:
         yield httpx.Client(base_url=server.url, timeout=600)
 
 
@@ -204,28 +202,25 @@ def row(name: str, count: int, load: Load, clients: list[httpx.Client], rounds: 
 
     If `exact`, answers must be equal and right.
     """
-    rng, pairs, answers = random.Random(f"{name} {count}"), [], []
-    for i in range(1 + rounds):
-        bodies = [load.body(rng) for _ in range(count)]
-        found: dict[int, list[Answer]] = {}
-        for which in (0, 1) if i % 2 == 0 else (1, 0):
-            found[which] = ask_all(clients[which], bodies)
-        for body, plain, guessed in zip(bodies, found[0], found[1], strict=True) if exact else ():
-            assert plain.text == guessed.text, "drafts changed an answer"
-            assert plain.text == (load.right(body) or plain.text), "the model does not edit"
-        if i:
-            pairs.append((speeds(found[0]), speeds(found[1])))
-            answers += found[1]
-    ratios = sorted(b[0] / a[0] for a, b in pairs)
-    whole = statistics.median(b[1] / a[1] for a, b in pairs)
-    before, after = (statistics.median(pair[i][0] for pair in pairs) for i in (0, 1))
-    accepted = sum(answer.accepted for answer in answers)  # which vLLM does not say
-    verified = accepted + sum(answer.rejected for answer in answers)
-    cells = (
-        f"{name} | {count} | {before:.1f} | {after:.1f} | {statistics.median(ratios):.2f}",
-        f"{ratios[0]:.2f} to {ratios[-1]:.2f} | {whole:.2f} | {accepted} of {verified}",
+    rng = random.Random(f"{name} {count}")
+    found: tuple[list[list[Answer]], list[list[Answer]]] = ([], [])
+    bodies = [[load.body(rng) for _ in range(count)] for _ in range(1 + rounds)]
+    for number, which in turns.in_turns((0, 1), 1 + rounds):
+        found[which].append(ask_all(clients[which], bodies[number]))
+    for asked, plain, guessed in zip(bodies, *found, strict=True):
+        for body, one, other in zip(asked, plain, guessed, strict=True) if exact else ():
+            assert one.text == other.text, "drafts changed an answer"
+            assert one.text == (load.right(body) or one.text), "the model does not edit"
+    (before, before_whole), (after, after_whole) = (
+        zip(*(speeds(answers) for answers in side[1:]), strict=True) for side in found
     )
-    return f"| {' | '.join(cells)} |"
+    drafted = [answer for answers in found[1][1:] for answer in answers]
+    accepted = sum(answer.accepted for answer in drafted)  # which vLLM does not say
+    verified = accepted + sum(answer.rejected for answer in drafted)
+    whole = statistics.median(turns.ratios(after_whole, before_whole))
+    middle = (f"{statistics.median(side):.1f}" for side in (before, after))
+    speed_up = turns.spread(turns.ratios(after, before))
+    return turns.row(name, count, *middle, speed_up, f"{whole:.2f}", f"{accepted} of {verified}")
 
 
 if __name__ == "__main__":

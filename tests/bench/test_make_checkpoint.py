@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import deepseek_v4
 import make_checkpoint
 import make_gptq
 import numpy as np
 import pytest
 import random_weights
-import speculation_limit
 import typer
 
 from pypto_serving.model.formats.dequantise import dequantised
 from pypto_serving.model.formats.matrix_tensors import MatrixTensors
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
-from pypto_serving.model.registry import load_config, read_config
+from pypto_serving.model.registry import read_config
 from pypto_serving.model.tensors import StoredTensors
 
 SMALL = {"hidden_size": 64, "num_attention_heads": 8, "head_dim": 64, "q_lora_rank": 32, "o_lora_rank": 32}
@@ -28,12 +26,10 @@ def test_a_deepseek_v4_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     make_checkpoint.main("deepseek-v4-1b", tmp_path)
     contents = read_config(str(tmp_path)).contents()
     assert contents is not None and contents.source == "files" and contents.verdicts == ()
-    read = deepseek_v4.active_bytes(load_config(str(tmp_path))[1])
-    assert 0 < read < sum(tensors.num_bytes for tensors in contents.tensors)
 
 
 def test_a_draft_layer_that_is_always_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each visible token is followed by the one whose output row is its embedding; what bounds drafts is counted."""
+    """Each visible token is followed by the one whose output row is its embedding."""
     monkeypatch.setattr(make_checkpoint, "DEEPSEEK_V4_1B", make_checkpoint.DEEPSEEK_V4_1B | SMALL | FEW_LAYERS)
     make_checkpoint.main("deepseek-v4-1b-agreeing", tmp_path)
     stored = StoredTensors(tmp_path, lambda phase, done, total: None)
@@ -44,8 +40,6 @@ def test_a_draft_layer_that_is_always_right(tmp_path: Path, monkeypatch: pytest.
     visible = np.flatnonzero(lengths > lengths.max() / 4)
     follows = (embed[visible] @ head.T).argmax(axis=1)
     assert len(visible) > 50 and sorted(follows) == visible.tolist()
-    found = speculation_limit.limit(load_config(str(tmp_path), drafts=True)[1], 2)
-    assert found.plain < found.verifying < 3 * found.plain and 1 < found.speed_up < 3
 
 
 @pytest.mark.parametrize("format", make_checkpoint.FORMATS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from scheduler import Ours, growth, row
+from scheduler import Ours, cells, growth
 from scheduler_trace import PREFIX_TOKENS, Arrival, Replay, Trace, at_context, replay, steady, with_waiting
 
 from pypto_serving.model.null.spec import deepseek_v4_groups
@@ -55,7 +55,7 @@ def test_growth_is_that_of_our_median() -> None:
 
 def test_a_row_of_the_table() -> None:
     trace, plain, v4 = small(), Replay(10, 9, 1, 50, 5), Replay(15, 9, 1, 60, 5)
-    assert row(trace, [plain, v4]) == ["small", "10", "9", "1", "50", "15", "9", "1", "60", "1.50", "1.20", "yes"]
-    assert row(trace, [plain, v4, Replay(40, 39, 4, 0, 5)])[-3:] == ["0.25", "0.25", "yes"]
-    assert row(trace, [plain, v4, Replay(15, 39, 4, 0, 6)])[-1] == "no (5 and 6 tokens)"
-    assert row(trace, [plain, Replay(10, 9, 1, 80, 5)])[-1] == "no"
+    assert cells(trace, [plain, v4]) == ["small", "10", "9", "1", "50", "15", "9", "1", "60", "1.50", "1.20", "yes"]
+    assert cells(trace, [plain, v4, Replay(40, 39, 4, 0, 5)])[-3:] == ["0.25", "0.25", "yes"]
+    assert cells(trace, [plain, v4, Replay(15, 39, 4, 0, 6)])[-1] == "no (5 and 6 tokens)"
+    assert cells(trace, [plain, Replay(10, 9, 1, 80, 5)])[-1] == "no"

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from kv_restart import Answer, Clients, Shape, end, next_round, one_round
 
 from pypto_serving.kernels.library import runnable
+from tests.e2e.restart_clients import Answer, Clients, Shape, end, next_round, one_round
 from tests.e2e.server import Server
 
 pytestmark = pytest.mark.e2e

@@ -1,33 +1,19 @@
-"""Measure how much of the KV cache survives a restart under load: cached prompt tokens before and after.
-
-    python benchmarks/kv_restart.py --model DIR_06B --disk DIR        # an empty folder on the disk to measure
-
-Each client sends one request after another. A prompt is one of a few shared prefixes, then tokens of its own. The
-prefixes do not fit on the device together. After some rounds over all of them the server is killed, or told to stop,
-while all clients have requests in flight, and is started again on the same folder. The last round before is compared
-with the first one after. Then the cache is cleared and the same prompts are sent again; no answer may change.
-"""
+"""Clients of a restart under load: each sends one request after another, with a shared prefix and tokens of its own."""
 
 from __future__ import annotations
 
 import random
 import signal
-import statistics
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import httpx
 import psutil
-import typer
-import workloads
 
-TIERS = ("device", "disk")
 PATIENCE_S = 240
 
 
@@ -162,60 +148,3 @@ def end(pid: int, signum: int) -> None:
             process.send_signal(signum)
     _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive, f"left behind: {alive}"
-
-
-@contextmanager
-def server(model: Path, options: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """Run a server and yield its process id and address. The block may end it."""
-    with workloads.server(model, list(options)) as ready:
-        yield ready["pid"], ready["url"]
-
-
-def restart(
-    model: Path, options: Sequence[str], shape: Shape, rounds: int, signum: int
-) -> tuple[list[Answer], list[Answer], int]:
-    """Return one round of answers before a restart, one after it, and how many of the latter were wrong."""
-    with server(model, options) as (pid, url):
-        clients = Clients(url, shape, 0)
-        before = clients.wait(lambda answers: len(answers) >= rounds * shape.prefixes)[-shape.prefixes :]
-        end(pid, signum)
-        first = next_round(clients.join(), shape)
-    with server(model, options) as (_, url):
-        after = one_round(url, shape, first)
-        httpx.post(f"{url}/reset_prefix_cache", timeout=120).raise_for_status()
-        computed = one_round(url, shape, first)
-    return before, after, sum(a.text != b.text for a, b in zip(after, computed, strict=True))
-
-
-def rows(name: str, shape: Shape, before: Sequence[Answer], after: Sequence[Answer], wrong: int) -> Iterator[str]:
-    """Yield lines of a table."""
-    for when, answers, differ in (("before", before, ""), ("after", after, str(wrong))):
-        prompts = len(answers) * (shape.prefix + shape.own)
-        by_tier = {tier: sum(a.cached[tier] for a in answers) for tier in TIERS}
-        rates = [f"{count / prompts:.1%}" for count in (sum(by_tier.values()), *by_tier.values())]
-        took_ms = statistics.median(a.seconds for a in answers) * 1e3
-        yield f"| {name}, {when} | {len(answers)} | {' | '.join(rates)} | {took_ms:.0f} | {differ} |"
-
-
-def main(
-    model: Annotated[Path, typer.Option(help="Checkpoint in the shape of Qwen3-0.6B.")],
-    disk: Annotated[Path, typer.Option(help="Folder on the disk to measure.")],
-    prefixes: Annotated[int, typer.Option(min=1)] = 12,
-    clients: Annotated[int, typer.Option(min=1)] = 4,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds over all prefixes before the restart.")] = 3,
-    kv_memory: Annotated[str, typer.Option(help="Device memory for KV.")] = "192MiB",
-) -> None:
-    """Measure both signals and print the table."""
-    shape = Shape(prefixes, prefix=256, own=20, output=8, clients=clients, vocabulary=range(1000))
-    typer.echo("| | requests | prompt tokens cached | from device | from disk | median ms | wrong answers |")
-    typer.echo("|---|---|---|---|---|---|---|")
-    for signum in (signal.SIGTERM, signal.SIGKILL):
-        with tempfile.TemporaryDirectory(dir=disk) as folder:
-            options = ["--kv-memory", kv_memory, "--max-model-len", "512", "--kv-disk", folder]
-            found = restart(model, options, shape, rounds, signum)
-            for line in rows(signum.name, shape, *found):
-                typer.echo(line)
-
-
-if __name__ == "__main__":
-    typer.run(main)
