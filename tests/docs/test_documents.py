@@ -81,6 +81,12 @@ def test_names_in_the_map_are_in_their_files() -> None:
     assert lost == []
 
 
+def test_names_in_the_glossary_are_in_the_code() -> None:
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "pypto_serving").rglob("*.py")))
+    names = set(re.findall(r"`([A-Za-z_]\w+)`", text_of("docs/glossary.md")))
+    assert sorted(name for name in names if not re.search(rf"{name}\b", text)) == []
+
+
 def test_every_folder_of_the_package_is_in_the_overview() -> None:
     folders = {path.parent.name for path in (ROOT / "pypto_serving").glob("*/__init__.py")}
     overview = text_of("docs/design.md").split("## Folders")[1].split("\n## ")[0]
