@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -30,30 +31,84 @@ STEP_PARTS = ("core", "packing", "computing", "sampling")
 """Fields of StepStats, without their unit."""
 _SOURCES = ("device", "host", "disk", "external_unspecified")
 """What vLLM calls each of TIERS."""
+Values = float | Mapping[str, float]
+"""The value of one engine, or its values by a further label."""
 _FETCH_STAGES = ("waiting_to_start", "in_progress", "completed_waiting")
 
-_ENGINE_GAUGES: dict[str, tuple[str, Callable[[StepStats], float]]] = {
-    "vllm:num_requests_running": ("Requests in the running batch.", lambda stats: stats.num_running),
-    "vllm:num_requests_waiting": ("Requests waiting to be scheduled.", lambda stats: stats.num_waiting),
+
+def _lower_hits(stats: StepStats) -> int:
+    return sum(tier.hit_tokens for tier in stats.tiers)
+
+
+def _device_hits(stats: StepStats) -> int:
+    """Return the prompt tokens that came from the device, counted apart from lower tiers as vLLM does."""
+    return max(0, stats.prefix_hits - _lower_hits(stats))
+
+
+def _waiting_by_reason(stats: StepStats) -> Mapping[str, float]:
+    return {"capacity": stats.num_waiting - stats.num_deferred, "deferred": stats.num_deferred}
+
+
+def _tokens_by_source(stats: StepStats) -> Mapping[str, float]:
+    return {
+        "local_compute": max(0, stats.prompt_tokens - stats.prefix_hits),
+        "local_cache_hit": _device_hits(stats),
+        "external_kv_transfer": _lower_hits(stats),
+    }
+
+
+def _cached_by_source(stats: StepStats) -> Mapping[str, float]:
+    names = dict(zip(TIERS, _SOURCES, strict=True))
+    return {"device": _device_hits(stats)} | {names[tier.tier]: tier.hit_tokens for tier in stats.tiers}
+
+
+_GAUGES: dict[str, tuple[str, Callable[[StepStats], Values]]] = {
+    "vllm:num_requests_running": ("Requests in the running batch.", attrgetter("num_running")),
+    "vllm:num_requests_waiting": ("Requests waiting to be scheduled.", attrgetter("num_waiting")),
     "vllm:kv_cache_usage_perc": (
         "Share of KV blocks in use, in the fullest group; 1 is full.",
         lambda stats: max(stats.kv_usage, default=0.0),
     ),
-    "pypto:worker_epoch": ("Number of worker starts so far.", lambda stats: stats.epoch),
+    "pypto:worker_epoch": ("Number of worker starts so far.", attrgetter("epoch")),
+    "vllm:num_requests_waiting_by_reason": (
+        "Requests waiting for room (capacity), or for a load or another's prefix (deferred).",
+        _waiting_by_reason,
+    ),
 }
-_ENGINE_COUNTERS = {
-    "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", "prefix_queries"),
-    "vllm:prompt_tokens_cached": ("Prompt tokens that came from the device or a tier.", "prefix_hits"),
-    "vllm:prompt_tokens": ("Prompt tokens processed.", "prompt_tokens"),
-    "vllm:generation_tokens": ("Output tokens generated.", "generation_tokens"),
-    "vllm:num_preemptions": ("Preemptions.", "num_preemptions"),
-    "pypto:worker_respawns": ("Worker restarts.", "num_respawns"),
-    "pypto:core_respawns": ("Engine core restarts.", "num_core_respawns"),
-    "pypto:engine_steps": ("Engine steps.", "num_steps"),
+_COUNTERS: dict[str, tuple[str, Callable[[StepStats], Values]]] = {
+    "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", attrgetter("prefix_queries")),
+    "vllm:prefix_cache_hits": ("Prompt tokens found on the device.", _device_hits),
+    "vllm:external_prefix_cache_queries": (
+        "Prompt tokens looked up in tiers below the device.",
+        lambda stats: stats.prefix_queries - _device_hits(stats) if stats.tiers else 0,
+    ),
+    "vllm:external_prefix_cache_hits": ("Prompt tokens found in tiers below the device.", _lower_hits),
+    "vllm:prompt_tokens_cached": ("Prompt tokens that came from the device or a tier.", attrgetter("prefix_hits")),
+    "vllm:prompt_tokens_by_source": ("Prompt tokens by where they came from.", _tokens_by_source),
+    "vllm:prompt_tokens_cached_by_source": (
+        "Cached prompt tokens by tier; external_unspecified is the remote one.",
+        _cached_by_source,
+    ),
+    "vllm:prompt_tokens": ("Prompt tokens processed.", attrgetter("prompt_tokens")),
+    "vllm:generation_tokens": ("Output tokens generated.", attrgetter("generation_tokens")),
+    "vllm:num_preemptions": ("Preemptions.", attrgetter("num_preemptions")),
+    "pypto:worker_respawns": ("Worker restarts.", attrgetter("num_respawns")),
+    "pypto:core_respawns": ("Engine core restarts.", attrgetter("num_core_respawns")),
+    "pypto:engine_steps": ("Engine steps.", attrgetter("num_steps")),
+    "pypto:step_part_seconds": (
+        "Time of the core, and of each part of steps in the worker.",
+        lambda stats: {part: getattr(stats, f"{part}_s") for part in STEP_PARTS},
+    ),
+}
+_LABELS = {
+    "vllm:num_requests_waiting_by_reason": "reason",
+    "vllm:prompt_tokens_by_source": "source",
+    "vllm:prompt_tokens_cached_by_source": "source",
+    "pypto:step_part_seconds": "part",
 }
 _DRAFT_COUNTERS = {
-    "vllm:spec_decode_num_drafts": ("Times that a request had drafts to verify.", "num_draft_rounds"),
-    "vllm:spec_decode_num_draft_tokens": ("Drafts that were verified.", "num_drafts"),
+    "vllm:spec_decode_num_drafts": ("Times that a request had drafts to verify.", attrgetter("num_draft_rounds")),
+    "vllm:spec_decode_num_draft_tokens": ("Drafts that were verified.", attrgetter("num_drafts")),
 }
 _TIER_GAUGES = {
     "writable": "1 while a tier has room for new blocks, and they can be stored.",
@@ -76,8 +131,6 @@ _TIER_COUNTERS = {
     "refused_fills": "Loads not started because computing was expected to be faster.",
     "saved_s": "Computing time saved by loads from a tier, minus loading time.",
 }
-Values = float | Mapping[str, float]
-"""The value of one engine, or its values by a further label."""
 
 
 class ServerMetrics(Collector):
@@ -158,17 +211,17 @@ class ServerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics. The registry calls this at a scrape."""
         stats = [engine.stats for engine in self._engine.engines]
-        yield from self._gauges(stats)
-        yield from self._waiting(stats)
-        yield from self._counters(stats, _ENGINE_COUNTERS)
-        parts = [{part: getattr(each, f"{part}_s") for part in STEP_PARTS} for each in stats]
-        help_text = "Time of the core, and of each part of steps in the worker."
-        yield self._counter("pypto:step_part_seconds", help_text, parts, "part")
+        for make, table in ((self._gauge, _GAUGES), (self._counter, _COUNTERS)):
+            for name, (help_text, value_of) in table.items():
+                yield make(name, help_text, map(value_of, stats), _LABELS.get(name, ""))
+        yield from self._configured(stats)
         if self._engine.config.num_drafts:
-            yield from self._counters(stats, _DRAFT_COUNTERS)
-            yield from self._accepted(stats)
+            yield from self._drafts(stats)
+        if self._engine.config.tiers:
+            stages = [dict(zip(_FETCH_STAGES, each.loading, strict=False)) for each in stats]
+            help_text = "Waiting requests whose blocks come from a tier."
+            yield self._gauge("vllm:num_requests_kv_fetch_by_stage", help_text, stages, "stage")
         yield from self._tiers([each.tiers for each in stats])
-        yield from self._cached(stats)
         yield from self._of_server()
 
     def _of_server(self) -> Iterator[Metric]:
@@ -194,9 +247,8 @@ class ServerMetrics(Collector):
     def _observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)
 
-    def _gauges(self, stats: Sequence[StepStats]) -> Iterator[Metric]:
-        for name, (help_text, value_of) in _ENGINE_GAUGES.items():
-            yield self._gauge(name, help_text, map(value_of, stats))
+    def _configured(self, stats: Sequence[StepStats]) -> Iterator[Metric]:
+        """Yield metrics that need the configuration or the health of engines."""
         healths = [engine.health() for engine in self._engine.engines]
         yield self._gauge("pypto:engine_ok", "1 while the engine makes progress.", [each.ok for each in healths])
         ages = [each.age_s for each in healths]
@@ -209,16 +261,6 @@ class ServerMetrics(Collector):
         yield self._gauge("pypto:ranks", help_text, of_hosts, "host")
         shares = [dict(zip([group.name for group in groups], each.kv_usage, strict=False)) for each in stats]
         yield self._gauge("pypto:kv_group_usage_perc", "Share of KV blocks in use.", shares, "group")
-
-    def _waiting(self, stats: Sequence[StepStats]) -> Iterator[Metric]:
-        """Yield why requests wait, and with tiers how far their loads are."""
-        reasons = [{"capacity": each.num_waiting - each.num_deferred, "deferred": each.num_deferred} for each in stats]
-        help_text = "Requests waiting for room (capacity), or for a load or another's prefix (deferred)."
-        yield self._gauge("vllm:num_requests_waiting_by_reason", help_text, reasons, "reason")
-        if self._engine.config.tiers:
-            stages = [dict(zip(_FETCH_STAGES, each.loading, strict=False)) for each in stats]
-            help_text = "Waiting requests whose blocks come from a tier."
-            yield self._gauge("vllm:num_requests_kv_fetch_by_stage", help_text, stages, "stage")
 
     def _cache_config(self) -> Metric:
         """Return the constant that routers read: block size and number of blocks, those of the first KV group."""
@@ -235,41 +277,10 @@ class ServerMetrics(Collector):
             gauge.add_metric([*self._labels, str(index), *labels.values()], 1.0)
         return gauge
 
-    def _cached(self, stats: Sequence[StepStats]) -> Iterator[Metric]:
-        """Yield where prompt tokens came from, as vLLM counts them: the device's own cache apart from lower tiers."""
-        lower = [sum(tier.hit_tokens for tier in each.tiers) for each in stats]
-        device = [max(0, each.prefix_hits - tokens) for each, tokens in zip(stats, lower, strict=True)]
-        looked = [each.prefix_queries - tokens if each.tiers else 0 for each, tokens in zip(stats, device, strict=True)]
-        for name, help_text, values in (
-            ("vllm:prefix_cache_hits", "Prompt tokens found on the device.", device),
-            ("vllm:external_prefix_cache_queries", "Prompt tokens looked up in tiers below the device.", looked),
-            ("vllm:external_prefix_cache_hits", "Prompt tokens found in tiers below the device.", lower),
-        ):
-            yield self._counter(name, help_text, values)
-        parts = [
-            {
-                "local_compute": max(0, each.prompt_tokens - each.prefix_hits),
-                "local_cache_hit": own,
-                "external_kv_transfer": other,
-            }
-            for each, own, other in zip(stats, device, lower, strict=True)
-        ]
-        help_text = "Prompt tokens by where they came from."
-        yield self._counter("vllm:prompt_tokens_by_source", help_text, parts, "source")
-        named = dict(zip(TIERS, _SOURCES, strict=True))
-        sources = [
-            {"device": own} | {named[tier.tier]: tier.hit_tokens for tier in each.tiers}
-            for each, own in zip(stats, device, strict=True)
-        ]
-        help_text = "Cached prompt tokens by tier; external_unspecified is the remote one."
-        yield self._counter("vllm:prompt_tokens_cached_by_source", help_text, sources, "source")
-
-    def _counters(self, stats: Sequence[StepStats], counters: Mapping[str, tuple[str, str]]) -> Iterator[Metric]:
-        for name, (help_text, field) in counters.items():
-            yield self._counter(name, help_text, [getattr(each, field) for each in stats])
-
-    def _accepted(self, stats: Sequence[StepStats]) -> Iterator[Metric]:
-        """Yield how many drafts were accepted, in all and by their position, from 0."""
+    def _drafts(self, stats: Sequence[StepStats]) -> Iterator[Metric]:
+        """Yield how many drafts were verified, and accepted, in all and by their position from 0."""
+        for name, (help_text, value_of) in _DRAFT_COUNTERS.items():
+            yield self._counter(name, help_text, map(value_of, stats))
         name, count = "vllm:spec_decode_num_accepted_tokens", self._engine.config.num_drafts
         help_text = "Drafts that were accepted, also behind the end of the request."
         yield self._counter(name, help_text, [sum(each.accepted_at) for each in stats])

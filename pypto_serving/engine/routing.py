@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from pypto_serving.kv.keys import KeyChain
 from pypto_serving.types.config import EngineConfig
@@ -13,13 +13,13 @@ from pypto_serving.types.stats import StepStats
 from pypto_serving.util import ceil_div, hash128
 
 LINK_TOKENS = 128
-"""Prefixes are compared in links of at least so many tokens."""
+"""Min tokens of a link, the unit in which prefixes are compared."""
 MAX_LINKS = 1 << 17
 """Links remembered for each replica: about 100 bytes each."""
 AFFINITY = 8
 """Cost of computing a token again, relative to one that is computed for the first time anywhere.
 
-It delays those that wait behind it, too, and it evicts what others would have hit. In a simulation of Mooncake's
+Recomputing also delays the requests after it, and evicts what others would have hit. In a simulation of Mooncake's
 conversation trace over four replicas, 8 gives 0.98 to 0.99 of the hit rate of one cache of the same total size, and the
 shortest waits; 1 gives 0.69 to 0.88.
 """
@@ -36,7 +36,7 @@ class KnownPrefixes:
         self._capacity = capacity
         self._links: OrderedDict[bytes, None] = OrderedDict()
 
-    def count(self, links: Sequence[bytes]) -> int:
+    def count_held(self, links: Sequence[bytes]) -> int:
         """Return how many of the first links are held."""
         return next((i for i, link in enumerate(links) if link not in self._links), len(links))
 
@@ -48,48 +48,32 @@ class KnownPrefixes:
         while len(self._links) > self._capacity:
             self._links.popitem(last=False)
 
-    def clear(self) -> None:
+    def forget_all(self) -> None:
         """Forget all links."""
         self._links.clear()
 
 
-class Work:
-    """Owns the work of one replica: prompt tokens of requests without output, and the requests that decode."""
-
-    def __init__(self) -> None:
-        self.prompts: dict[str, int] = {}
-        self.prompt_tokens = 0
-        self.decoding: set[str] = set()
-
-    def add(self, request_id: str, num_tokens: int) -> None:
-        """Add a request with so many tokens to compute."""
-        self.prompts[request_id] = num_tokens
-        self.prompt_tokens += num_tokens
-
-    def begin_output(self, request_id: str) -> None:
-        """Record the first token of a request."""
-        if request_id in self.prompts:
-            self._drop_prompt(request_id)
-            self.decoding.add(request_id)
-
-    def remove(self, request_id: str) -> None:
-        """Remove a request that ended. Ignore unknown ones."""
-        self._drop_prompt(request_id)
-        self.decoding.discard(request_id)
-
-    def _drop_prompt(self, request_id: str) -> None:
-        self.prompt_tokens -= self.prompts.pop(request_id, 0)
-
-
-class Unfinished(NamedTuple):
-    """Where a request is, and the links of its prompt."""
+@dataclass(slots=True)
+class _Unfinished:
+    """A request: its replica, the links of its prompt, and the tokens to compute before it decodes."""
 
     replica: int
     links: Sequence[bytes]
+    num_tokens: int
+    decodes: bool = False
+
+
+class _Load:
+    """The work of one replica: prompt tokens of requests without output, requests that decode, tokens ever given."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.num_decoding = 0
+        self.given_tokens = 0
 
 
 class Router:
-    """Owns what is known of each replica's cache and work.
+    """Owns the known cache content and load of each replica.
 
     A request goes to the replica with the least cost, in prompt tokens:
 
@@ -108,10 +92,9 @@ class Router:
         self._caching = config.enable_prefix_caching
         capacity = min(MAX_LINKS, _held_tokens(config) // self._link_tokens)
         self._known = [KnownPrefixes(capacity) for _ in range(num_replicas)]
-        self._works = [Work() for _ in range(num_replicas)]
-        self._given = [0] * num_replicas
+        self._loads = [_Load() for _ in range(num_replicas)]
         self._has_tiers = bool(config.tiers)
-        self._unfinished: dict[str, Unfinished] = {}
+        self._unfinished: dict[str, _Unfinished] = {}
         self._num_finished = 0
 
     def links(self, prompt: bytes, cache_salt: str) -> list[bytes]:
@@ -127,37 +110,40 @@ class Router:
         decode_tokens = mean_output / 2 * _speed_ratio(stats)
 
         def cost(replica: int) -> tuple[float, int]:
-            work = self._works[replica]
+            load = self._loads[replica]
             missing = self._missing(replica, num_tokens, links)
-            return AFFINITY * missing + work.prompt_tokens + len(work.decoding) * decode_tokens, self._given[replica]
+            return AFFINITY * missing + load.prompt_tokens + load.num_decoding * decode_tokens, load.given_tokens
 
-        return sorted(range(len(self._works)), key=cost)
+        return sorted(range(len(self._loads)), key=cost)
 
     def add(self, replica: int, request_ids: Sequence[str], num_tokens: int, links: Sequence[bytes]) -> None:
         """Record requests with one prompt of `num_tokens` that a replica admitted; it computes the prompt once."""
-        missing = self._missing(replica, num_tokens, links)
+        load, missing = self._loads[replica], self._missing(replica, num_tokens, links)
+        load.prompt_tokens += missing
+        load.given_tokens += missing
         for request_id in request_ids:
-            self._works[replica].add(request_id, missing)
-            self._unfinished[request_id] = Unfinished(replica, links)
-            self._given[replica] += missing
+            self._unfinished[request_id] = _Unfinished(replica, links, missing)
             missing = 0
         self._known[replica].touch(links)
 
     def begin_output(self, request_id: str) -> None:
         """Record the first token of a request. Ignore unknown ones."""
-        if (request := self._unfinished.get(request_id)) is not None:
-            self._works[request.replica].begin_output(request_id)
+        if (request := self._unfinished.get(request_id)) is not None and not request.decodes:
+            request.decodes = True
+            self._loads[request.replica].prompt_tokens -= request.num_tokens
+            self._loads[request.replica].num_decoding += 1
 
     def finish(self, request_id: str) -> None:
         """Record the end of a request. Ignore unknown ones."""
-        if (request := self._unfinished.pop(request_id, None)) is not None:
-            self._works[request.replica].remove(request_id)
+        if request_id in self._unfinished:
+            self.begin_output(request_id)
+            self._loads[self._unfinished.pop(request_id).replica].num_decoding -= 1
             self._num_finished += 1
 
     def lose(self, replica: int) -> None:
         """Forget the requests of a replica whose core ended, and what its device held."""
-        self._works[replica] = Work()
-        self._known[replica].clear()
+        self._loads[replica].prompt_tokens = self._loads[replica].num_decoding = 0
+        self._known[replica].forget_all()
         self._unfinished = {key: each for key, each in self._unfinished.items() if each.replica != replica}
 
     def lose_device(self, replica: int) -> None:
@@ -166,7 +152,7 @@ class Router:
         The next worker computes the prompts of unfinished requests again.
         """
         if not self._has_tiers:
-            self._known[replica].clear()
+            self._known[replica].forget_all()
             for request in self._unfinished.values():
                 if request.replica == replica:
                     self._known[replica].touch(request.links)
@@ -174,10 +160,10 @@ class Router:
     def clear_caches(self) -> None:
         """Forget what all replicas hold."""
         for known in self._known:
-            known.clear()
+            known.forget_all()
 
     def _missing(self, replica: int, num_tokens: int, links: Sequence[bytes]) -> int:
-        return max(1, num_tokens - self._known[replica].count(links) * self._link_tokens)
+        return max(1, num_tokens - self._known[replica].count_held(links) * self._link_tokens)
 
 
 def _speed_ratio(stats: Sequence[StepStats]) -> float:

@@ -160,9 +160,9 @@ def test_a_replica_holds_what_fits_its_history(changes: dict[str, Any], holds: b
 def test_the_choices_of_a_prompt_compute_it_once() -> None:
     group = Group(2)
     group.router.add(0, ["a", "b", "c"], 500, [])
-    assert group.router._works[0].prompt_tokens == 500
+    assert group.router._loads[0].prompt_tokens == 500
     group.router.finish("a")
-    assert group.router._works[0].prompt_tokens == 0
+    assert group.router._loads[0].prompt_tokens == 0
 
 
 def test_without_a_prefix_cache_only_work_counts() -> None:
@@ -180,7 +180,7 @@ def test_known_prefixes_keep_the_newest_links(touched: list[list[int]], capacity
         order = [link for link in order if link not in links] + links[::-1]
         order = order[-capacity:]
         held = [link in order for link in links]
-        assert known.count([bytes([link]) for link in links]) == [*held, False].index(False)
+        assert known.count_held([bytes([link]) for link in links]) == [*held, False].index(False)
         assert all(held[i] or not held[i + 1] for i in range(len(links) - 1)), (
             "a link is kept without the one before it"
         )
