@@ -60,11 +60,11 @@ class PacedRunner:
     def is_full(self) -> bool:
         return self._runner.is_full
 
-    def submit(self, plan: StepPlan) -> None:
-        self._runner.submit(plan)
+    def submit_plan(self, plan: StepPlan) -> None:
+        self._runner.submit_plan(plan)
 
-    def collect(self) -> StepResult:
-        result = self._runner.collect()
+    def collect_result(self) -> StepResult:
+        result = self._runner.collect_result()
         self._due_s = max(self._due_s + PACE_S, time.monotonic())
         time.sleep(max(0.0, self._due_s - time.monotonic()))
         return result

@@ -66,7 +66,7 @@ def sampling(
     (count, vocab), length = logits.shape, tokens.shape[1] - 1
     samplers = RowSamplers(tokens, vocab)
     for i in range(count):
-        samplers.set(i, replace(row, seed=i), int(length * (1 - OUTPUT)))
+        samplers.set_row(i, replace(row, seed=i), int(length * (1 - OUTPUT)))
     rows, positions = np.arange(count, dtype=np.int32), np.full(count, length, np.int32)
     mask = np.full(-(-vocab // 32), 0x0F0F0F0F, np.uint32)
 

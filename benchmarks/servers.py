@@ -22,7 +22,7 @@ import psutil
 
 from pypto_serving.kernels import Engine
 from pypto_serving.kernels.roofline import Memory
-from pypto_serving.worker.ahead import AHEAD_TOKENS
+from pypto_serving.worker.loop import PREFAULT_TOKENS
 
 PROGRAM = [sys.executable, "-m", "pypto_serving"]
 CPUS = len(os.sched_getaffinity(0))
@@ -273,7 +273,7 @@ class Server:
         are subtracted, but at most the growth since the server was ready.
         """
         peak, resident = memory_bytes(self.pid)
-        used = self.launch.kv_token_bytes * (self.kv_tokens + AHEAD_TOKENS)
+        used = self.launch.kv_token_bytes * (self.kv_tokens + PREFAULT_TOKENS)
         held = min(used, max(0, resident - self._ready_bytes)) + self.launch.kv_bytes
         return {"peak": peak, "resident": resident, "without_kv": resident - held}
 

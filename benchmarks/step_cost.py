@@ -99,8 +99,8 @@ class InlineWorker:
         start_s = time.perf_counter()
         plan = self.ours.receive()
         if isinstance(plan, StepPlan):
-            self.runner.submit(plan)
-            self.ours.send(self.runner.collect())
+            self.runner.submit_plan(plan)
+            self.ours.send(self.runner.collect_result())
         return time.perf_counter() - start_s
 
     def poll(self, now_s: float) -> list[WorkerEvent]:
@@ -109,10 +109,10 @@ class InlineWorker:
             events.append(message)
         return events
 
-    def send(self, plan: StepPlan) -> None:
+    def send_plan(self, plan: StepPlan) -> None:
         self.core_end.send(plan)
 
-    def forgive(self) -> None: ...
+    def forgive_deaths(self) -> None: ...
 
     def stop(self) -> None: ...
 

@@ -101,9 +101,9 @@ class Vocabulary:
 
         self._raw = Tokenizer.from_file(str(Path(model_dir) / "tokenizer.json"))
         self._raw.encode_special_tokens = True
-        bytes_of = VocabularyBytes(self._raw)
+        vocabulary = VocabularyBytes(self._raw)
         size = max(vocab_size, self._raw.get_vocab_size())
-        self.tokens = [bytes_of.of(i) for i in range(size)]
+        self.tokens = [vocabulary.bytes_of(i) for i in range(size)]
         self.special_token_ids = [i for i, token in self._raw.get_added_tokens_decoder().items() if token.special]
         self.eos_token_id = eos_token_id
         self.greedy: llguidance.LLTokenizer | None = None

@@ -20,7 +20,7 @@ class VocabularyBytes:
         decoder = raw.decoder.__getstate__() if raw.decoder is not None else b""
         self._bytes_of = _byte_alphabet() if b'"ByteLevel"' in decoder else None
 
-    def of(self, token_id: int) -> bytes:
+    def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes of one token: for some tokens part of a character, b"" for unknown ids."""
         if token_id in self._added:
             return self._added[token_id].encode()

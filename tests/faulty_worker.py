@@ -52,7 +52,7 @@ class FaultyRunner:
     def is_full(self) -> bool:
         return self.runner.is_full
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit_plan(self, plan: StepPlan) -> None:
         self.num_submitted += 1
         due = self.num_submitted == self.step
         if due and self.point == "raise":
@@ -63,13 +63,13 @@ class FaultyRunner:
             linger()
         if due and self.point == "before":
             os.kill(os.getpid(), signal.SIGKILL)
-        self.runner.submit(plan)
+        self.runner.submit_plan(plan)
         rows, counts = unpack_ids(plan.rows).tolist(), unpack_ids(plan.num_tokens).tolist()
         ends = self.runner.batch.num_computed[rows].tolist()
         self.held.append([(row, end - count, end) for row, count, end in zip(rows, counts, ends, strict=True)])
 
-    def collect(self) -> StepResult:
-        result = self.runner.collect()
+    def collect_result(self) -> StepResult:
+        result = self.runner.collect_result()
         self.num_collected += 1
         due = self.num_collected == self.step and self.point == "after"
         tokens, held = self.runner.batch.tokens, self.held.popleft()

@@ -168,7 +168,7 @@ class InlineExecutor:
         events: list[WorkerEvent] = [self._move()] if self._moving else []
         if self._sent and not self._runner.is_full:
             self._submitted.append(self._sent.pop(0))
-            self._runner.submit(self._submitted[-1])
+            self._runner.submit_plan(self._submitted[-1])
         if self._runner.is_full or (self._runner.num_in_flight and not self._sent):
             events.append(self.kill() if self.die_if(self._submitted.pop(0)) else self._collect())
         return events
@@ -185,7 +185,7 @@ class InlineExecutor:
         self._moving = left
         return TransferReport(self.epoch, done)
 
-    def transfer(self, transfers: Transfers) -> None:
+    def send_transfers(self, transfers: Transfers) -> None:
         self._moving += [(self.delay(), transfers.after_step, job) for job in transfers.jobs]
 
     def _start(self) -> WorkerEvent:
@@ -216,7 +216,7 @@ class InlineExecutor:
 
     def _collect(self) -> StepResult:
         assert self._runner is not None
-        result = self._runner.collect()
+        result = self._runner.collect_result()
         self.clock.advance(result.elapsed_s)
         self._completed_step = result.step_id
         return result
@@ -235,15 +235,15 @@ class InlineExecutor:
             self.stores.pop("disk").close()
         return WorkerDown("killed by the test")
 
-    def send(self, plan: StepPlan) -> None:
+    def send_plan(self, plan: StepPlan) -> None:
         assert plan.step_id == (self.plans[-1].step_id + 1 if self.plans else 1)
         self.plans.append(plan)
         self._sent.append(plan)
 
-    def forgive(self) -> None:
+    def forgive_deaths(self) -> None:
         self.num_forgiven += 1
 
-    def replace(self, hanging: tuple[Tier, ...]) -> None:
+    def replace_worker(self, hanging: tuple[Tier, ...]) -> None:
         self.left_out, self._replaced = hanging, True
 
     def stop(self) -> None:

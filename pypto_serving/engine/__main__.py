@@ -44,7 +44,7 @@ def run(parent: Parent[CoreStart]) -> None:
     finally:
         executor.stop()
         if publisher is not None:
-            publisher.close()
+            publisher.stop()
     channel.close(linger_s=1.0)
 
 

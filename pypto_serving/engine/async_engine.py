@@ -81,7 +81,7 @@ class AsyncEngine:
         self._workers_ended = asyncio.Event()
         self._deaths = RespawnLimit("the engine core", MAX_CORE_RESPAWNS, config.faults)
         self._past = StepStats()
-        self._heard_s = time.monotonic()
+        self._last_message_s = time.monotonic()
         self._finish_times: list[float] = []
 
     # Life of the core.
@@ -103,7 +103,7 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         loop.add_reader(self._child.pipe.fileno(), self._on_control)
         loop.add_reader(self._channel.socket.fileno(), self._read)
-        self._heard_s = time.monotonic() + START_PATIENCE_S
+        self._last_message_s = time.monotonic() + START_PATIENCE_S
         self._watcher = loop.create_task(self._watch(self._child))
 
     async def wait_ready(self) -> None:
@@ -169,13 +169,13 @@ class AsyncEngine:
 
         A late tick means that this process was held up itself. Then the silence proves nothing.
         """
-        beat_s, silent_s = self.config.faults.heartbeat_s, self.config.faults.silent_s
+        heartbeat_s, silent_s = self.config.faults.heartbeat_s, self.config.faults.silent_s
         while True:
             slept_s = -time.monotonic()
-            await asyncio.sleep(beat_s)
+            await asyncio.sleep(heartbeat_s)
             slept_s += time.monotonic()
-            if slept_s < 2 * beat_s and time.monotonic() - self._heard_s > silent_s:
-                log.error("the engine core is silent for %.0f s; ending it", time.monotonic() - self._heard_s)
+            if slept_s < 2 * heartbeat_s and time.monotonic() - self._last_message_s > silent_s:
+                log.error("the engine core is silent for %.0f s; ending it", time.monotonic() - self._last_message_s)
                 child.process.kill()
                 return
 
@@ -188,7 +188,7 @@ class AsyncEngine:
         await self._close(STOP_PATIENCE_S)
         await self._outlive_workers()
         self.stats = self._past = self.stats.ended()
-        too_many = self._deaths.add(time.monotonic())
+        too_many = self._deaths.count_death(time.monotonic())
         if self._dead is None and too_many:
             self._die(too_many, EXIT_ENGINE)
         if self._dead is None and not self._stopping:
@@ -220,13 +220,13 @@ class AsyncEngine:
     def _read(self) -> None:
         channel = self._channel
         while channel is not None and (message := channel.receive()) is not None:
-            self._heard_s = time.monotonic()
-            self._take(message)
+            self._last_message_s = time.monotonic()
+            self._handle_message(message)
         self._deliver()
         if channel is not None and channel.gone:
             asyncio.get_running_loop().remove_reader(channel.socket.fileno())
 
-    def _take(self, message: FromCore) -> None:
+    def _handle_message(self, message: FromCore) -> None:
         if isinstance(message, CoreOutputs):
             self._take_outputs(message)
         elif isinstance(message, CoreProgress):
@@ -243,7 +243,7 @@ class AsyncEngine:
     def _take_outputs(self, message: CoreOutputs) -> None:
         stats = message.stats.after(self._past) if self._past.num_core_respawns else message.stats
         if stats.num_steps > self.stats.num_steps:
-            self._deaths.progress()
+            self._deaths.count_step()
         if stats.num_respawns > self.stats.num_respawns:
             self.on_worker_lost()
         self.stats = stats
@@ -272,7 +272,7 @@ class AsyncEngine:
 
     def _fail_all(self, fault: RequestFault) -> None:
         streams, self._streams = self._streams, {}
-        self._queued.clear()
+        self._queued.forget_all()
         for request_id, stream in streams.items():
             if stream.push(RequestOutput(request_id=request_id, finish_reason="error", fault=fault)):
                 self._due.append(stream)
@@ -371,8 +371,8 @@ class AsyncEngine:
         age_s = max(0.0, now_s - stats.last_step_s) if stats.last_step_s else 0.0
         if self._dead is not None:
             return Health(False, "dead", str(self._dead), age_s)
-        if now_s - self._heard_s > faults.silent_s:
-            return Health(False, "silent", f"the engine core is silent for {now_s - self._heard_s:.0f} s", age_s)
+        if now_s - self._last_message_s > faults.silent_s:
+            return Health(False, "silent", f"the engine core is silent for {now_s - self._last_message_s:.0f} s", age_s)
         if self.ready is None or not stats.ready:
             return Health(False, "loading", "no worker is ready", age_s)
         if stats.work_since_s and now_s - max(stats.last_step_s, stats.work_since_s) > faults.step_timeout_s:

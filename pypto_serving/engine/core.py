@@ -83,9 +83,9 @@ class EngineCore:
         """Handle all messages, plan steps up to the depth, and report."""
         now_s = self._clock.now()
         while (message := self._api.receive()) is not None:
-            self._take(message)
+            self._handle_message(message)
         for event in self._executor.poll(now_s):
-            self._handle(event, now_s)
+            self._handle_event(event, now_s)
         if self._ready:
             self._plan_ahead(now_s)
         else:
@@ -95,7 +95,7 @@ class EngineCore:
         self._report(now_s)
         self._worked_s += self._clock.now() - now_s
 
-    def _take(self, message: ToCore) -> None:
+    def _handle_message(self, message: ToCore) -> None:
         self._checked = False
         if isinstance(message, AddRequests):
             refused = [self.scheduler.add(request) for request in message.unpack()]
@@ -108,7 +108,7 @@ class EngineCore:
             self._outputs += self.scheduler.fail_all(SHUTTING_DOWN, self._clock.now())
             self.stopping = True
 
-    def _handle(self, event: WorkerEvent, now_s: float) -> None:
+    def _handle_event(self, event: WorkerEvent, now_s: float) -> None:
         if isinstance(event, ChildProgress):
             self._api.send(CoreProgress(event.phase, event.done, event.total))
             return
@@ -124,9 +124,9 @@ class EngineCore:
                 if output.fault is not None:
                     log.error("%s", output.fault.message, extra=of_request(log_ids[output.request_id]))
             if given_up:
-                self._executor.forgive()
+                self._executor.forgive_deaths()
             self._outputs += given_up
-            self._tell(now_s)
+            self._send_outputs(now_s)
         elif isinstance(event, GaveUp):
             self._give_up(event, now_s)
         elif isinstance(event, TransferReport):
@@ -146,7 +146,7 @@ class EngineCore:
         self._ready = True
         self._epoch = hello.epoch
         self._last_step_s = now_s
-        self._tell(now_s)
+        self._send_outputs(now_s)
         endpoints = (self._publisher.endpoint, self._publisher.replay_endpoint) if self._publisher else None
         self._api.send(CoreReady(hello.epoch, hello.pid, hello.num_blocks, hello.load_s, endpoints))
 
@@ -155,7 +155,7 @@ class EngineCore:
         self._ready = False
         self._outputs += self.scheduler.worker_lost(now_s)
         self._outputs += self.scheduler.fail_all(RequestFault(503, "engine_dead", event.reason), now_s)
-        self._tell(now_s)
+        self._send_outputs(now_s)
         self._api.send(CoreFailed(event.reason, event.exit_code))
         self.stopping = True
 
@@ -167,12 +167,12 @@ class EngineCore:
                 break
             self._checked = False
             self._step_tokens.append(self.scheduler.counters.step_tokens)
-            self._executor.send(plan)
+            self._executor.send_plan(plan)
         if transfers := self.scheduler.take_transfers(now_s):
             self._checked = False
-            self._executor.transfer(transfers)
+            self._executor.send_transfers(transfers)
         if hanging := self.scheduler.hanging_tiers(now_s):
-            self._executor.replace(hanging)
+            self._executor.replace_worker(hanging)
 
     def _report(self, now_s: float) -> None:
         """Send outputs at once, and a snapshot at least every heartbeat. Check for leaks when work ends."""
@@ -186,9 +186,9 @@ class EngineCore:
         if due and not self._checked and not self.scheduler.has_work:
             self.check()
             self._checked = True
-        self._tell(now_s)
+        self._send_outputs(now_s)
 
-    def _tell(self, now_s: float) -> None:
+    def _send_outputs(self, now_s: float) -> None:
         self._reported_s = now_s
         self._api.send(CoreOutputs(self._outputs, self.stats()))
         self._outputs, self._step_tokens = [], []

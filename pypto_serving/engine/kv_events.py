@@ -67,9 +67,9 @@ class KVEventPublisher:
         except ConfigError:
             self._context.destroy(linger=0)
             raise
-        self._bell, self._heard = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
-        self._bell.bind("inproc://bell")
-        self._heard.connect("inproc://bell")
+        self._wake_sender, self._wake_receiver = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+        self._wake_sender.bind("inproc://wake")
+        self._wake_receiver.connect("inproc://wake")
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
         log.info("KV events at %s, replay at %s", self.endpoint, self.replay_endpoint)
@@ -92,16 +92,16 @@ class KVEventPublisher:
         """Hand a batch to the thread without waiting. `now_s` is of the host's monotonic clock."""
         if self._thread.is_alive():
             self._handed.append((self._epoch_s + now_s, events))
-            self._ring()
+            self._wake_thread()
 
-    def _ring(self) -> None:
+    def _wake_thread(self) -> None:
         with contextlib.suppress(zmq.Again):  # the queue is full of rings, so the thread will wake anyway
-            self._bell.send(b"", zmq.NOBLOCK)
+            self._wake_sender.send(b"", zmq.NOBLOCK)
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """End the thread and drop batches that readers have not taken."""
         self._stopping = True
-        self._ring()
+        self._wake_thread()
         self._thread.join(STOP_PATIENCE_S)
         if not self._thread.is_alive():
             self._context.destroy(linger=0)
@@ -116,12 +116,12 @@ class KVEventPublisher:
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._heard, zmq.POLLIN)
+        poller.register(self._wake_receiver, zmq.POLLIN)
         poller.register(self._router, zmq.POLLIN)
         while not self._stopping:
             ready = dict(poller.poll())
-            while self._heard.poll(0):
-                self._heard.recv()
+            while self._wake_receiver.poll(0):
+                self._wake_receiver.recv()
             while self._handed:
                 self._send(*self._handed.popleft())
             if self._router in ready:

@@ -39,7 +39,7 @@ class QueuedTokens:
         """Count a request no longer, since it has a token or ended. Ignore it if it is not counted."""
         self.num_tokens -= self._tokens.pop(request_id, 0)
 
-    def clear(self) -> None:
+    def forget_all(self) -> None:
         """Count nothing."""
         self._tokens.clear()
         self.num_tokens = 0

@@ -122,7 +122,7 @@ class Replicas:
                 refusals.append(refusal)
                 continue
             ids = [request.request_id for request in requests]
-            self._router.add(index, ids, len(prompt) // ID_BYTES, links)
+            self._router.add_requests(index, ids, len(prompt) // ID_BYTES, links)
             shares[index] += requests
             return
         raise refusals[0]

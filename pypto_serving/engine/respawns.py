@@ -21,7 +21,7 @@ class RespawnLimit:
         self._most, self._window_s = faults.max_deaths, faults.deaths_window_s
         self._times_s: deque[float] = deque()
 
-    def add(self, now_s: float) -> str | None:
+    def count_death(self, now_s: float) -> str | None:
         """Count a death. Return the reason not to start the child again, or None."""
         self.in_a_row += 1
         self._times_s.append(now_s)
@@ -33,11 +33,11 @@ class RespawnLimit:
             return f"{self._child} died {counted(len(self._times_s), 'time')} within {self._window_s:.0f} s"
         return None
 
-    def progress(self) -> None:
+    def count_step(self) -> None:
         """Begin a new row, since a step was completed."""
         self.in_a_row = 0
 
-    def forgive(self) -> None:
+    def forgive_deaths(self) -> None:
         """Forget all deaths, since something else explains them."""
         self.in_a_row = 0
         self._times_s.clear()

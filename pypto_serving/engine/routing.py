@@ -116,7 +116,7 @@ class Router:
 
         return sorted(range(len(self._loads)), key=cost)
 
-    def add(self, replica: int, request_ids: Sequence[str], num_tokens: int, links: Sequence[bytes]) -> None:
+    def add_requests(self, replica: int, request_ids: Sequence[str], num_tokens: int, links: Sequence[bytes]) -> None:
         """Record requests with one prompt of `num_tokens` that a replica admitted; it computes the prompt once."""
         load, missing = self._loads[replica], self._missing(replica, num_tokens, links)
         load.prompt_tokens += missing

@@ -23,7 +23,7 @@ from pypto_serving.types.tier import Tier, TransferReport, Transfers
 
 log = logging.getLogger(__name__)
 
-HELD_UP_BEATS = 3
+HELD_UP_HEARTBEATS = 3
 STOP_PATIENCE_S = 1.0
 RANK_PATIENCE_S = 60.0
 """Longest wait for the ranks of a worker that has ended."""
@@ -53,16 +53,16 @@ class Executor(Protocol):
     def poll(self, now_s: float) -> list[WorkerEvent]:
         """Return all events since the last call, in order. Start and restart the worker as needed."""
 
-    def send(self, plan: StepPlan) -> None:
+    def send_plan(self, plan: StepPlan) -> None:
         """Send a plan to the worker that said hello last."""
 
-    def transfer(self, transfers: Transfers) -> None:
+    def send_transfers(self, transfers: Transfers) -> None:
         """Send transfers to the worker that said hello last."""
 
-    def forgive(self) -> None:
+    def forgive_deaths(self) -> None:
         """Do not count the last deaths: a request that failed explains them."""
 
-    def replace(self, hanging: tuple[Tier, ...]) -> None:
+    def replace_worker(self, hanging: tuple[Tier, ...]) -> None:
         """End the worker, because transfers hang. Its next life goes without the tiers that are `hanging`."""
 
     def stop(self) -> None:
@@ -91,8 +91,8 @@ class WorkerProcess:
 
     Waits between lives double until a step is completed; `RespawnLimit` bounds the number of lives. The next one starts
     when all ranks of the last have ended. Each worker inherits the file descriptors `inherited`. `respawned`: another
-    core had a worker before the first one. Call `poll` at least once per heartbeat. A gap of more
-    than HELD_UP_BEATS heartbeats means that this process was stopped itself; then a worker's silence proves nothing.
+    core had a worker before the first one. Call `poll` at least once per heartbeat. A gap of more than
+    HELD_UP_HEARTBEATS means that this process was stopped itself; then a worker's silence proves nothing.
     """
 
     def __init__(self, config: EngineConfig, inherited: tuple[int, ...] = (), respawned: bool = False) -> None:
@@ -108,7 +108,7 @@ class WorkerProcess:
         self._gave_up = False
         self._deaths = RespawnLimit("the worker", config.faults.max_respawns, config.faults)
         self._restart_s = 0.0
-        self._heard_s = 0.0
+        self._last_message_s = 0.0
         self._sent_s: deque[float] = deque()
         self._now_s = 0.0
         self._fault: ChildFault | None = None
@@ -116,8 +116,8 @@ class WorkerProcess:
         self._left_out: tuple[Tier, ...] = ()
 
     def poll(self, now_s: float) -> list[WorkerEvent]:
-        if now_s - self._now_s > HELD_UP_BEATS * self.config.faults.heartbeat_s:
-            self._heard_s = now_s
+        if now_s - self._now_s > HELD_UP_HEARTBEATS * self.config.faults.heartbeat_s:
+            self._last_message_s = now_s
         self._now_s = now_s
         if self._gave_up:
             return []
@@ -125,10 +125,10 @@ class WorkerProcess:
             if now_s >= self._restart_s and self._ranks_ended():
                 self._start()
             return []
-        events = self._listen()
-        reason = self._loss()
+        events = self._receive_events()
+        reason = self._find_loss()
         if reason is not None:
-            events.append(self._lose(reason))
+            events.append(self._lose_worker(reason))
         return events
 
     def _start(self) -> None:
@@ -143,7 +143,7 @@ class WorkerProcess:
         start = WorkerStart(self.config, channel, transfers, memory.fd, descendants, *lives, self._left_out)
         shared = (*memory.shared, *self._inherited)
         self._child = start_module(self.config.worker_module, start, *ends, shared=shared, leads=True)
-        self._heard_s = self._now_s
+        self._last_message_s = self._now_s
         log.info("worker %d started, pid %d", self.epoch, self._child.pid)
 
     def _ranks_ended(self) -> bool:
@@ -155,34 +155,34 @@ class WorkerProcess:
             self._descendants = None
         return True
 
-    def _listen(self) -> list[WorkerEvent]:
+    def _receive_events(self) -> list[WorkerEvent]:
         assert self._child is not None and self._channel is not None and self._transfers is not None
         events: list[WorkerEvent] = []
         for message in self._child.messages():
-            self._heard_s = self._now_s
+            self._last_message_s = self._now_s
             if isinstance(message, ChildFault):
                 self._fault = message
             else:
                 events.append(message)
         while (said := self._channel.receive()) is not None:
-            self._heard_s = self._now_s
+            self._last_message_s = self._now_s
             if isinstance(said, WorkerHello):
                 self._up = True
                 self._left_out = ()
                 events.append(said)
             elif isinstance(said, StepResult) and said.epoch == self.epoch:
                 self._sent_s.popleft()
-                self._deaths.progress()
+                self._deaths.count_step()
                 events.append(said)
         while (report := self._transfers.receive()) is not None:
             if report.epoch == self.epoch:
                 events.append(report)
         return events
 
-    def _loss(self) -> str | None:
+    def _find_loss(self) -> str | None:
         """Return why the worker is lost, or None while it is well."""
         assert self._child is not None
-        faults, silent_s = self.config.faults, self._now_s - self._heard_s
+        faults, silent_s = self.config.faults, self._now_s - self._last_message_s
         if self._child.gone:
             return "it ended"
         if self._replaced:
@@ -191,17 +191,17 @@ class WorkerProcess:
         if not self._up and silent_s > faults.load_timeout_s:
             return f"it made no progress in loading for {faults.load_timeout_s:.0f} s"
         if self._up and self._sent_s:
-            running_s = self._now_s - max(self._sent_s[0], self._heard_s)
+            running_s = self._now_s - max(self._sent_s[0], self._last_message_s)
             if running_s > faults.step_timeout_s:
                 return f"a step took more than {faults.step_timeout_s:.0f} s"
         elif self._up and silent_s > faults.silent_s:
             return f"it was silent for {silent_s:.1f} s"
         return None
 
-    def _lose(self, reason: str) -> WorkerEvent:
+    def _lose_worker(self, reason: str) -> WorkerEvent:
         code = self._close(patience_s=STOP_PATIENCE_S if reason == "it ended" else 0)
         fault, self._fault = self._fault, None
-        too_many = self._deaths.add(self._now_s)
+        too_many = self._deaths.count_death(self._now_s)
         if fault is not None and fault.exit_code in (EXIT_MODEL, EXIT_USAGE, EXIT_ENGINE):
             return self._give_up(fault.message, fault.exit_code)
         cause = fault.message if fault is not None else f"{reason} (exit code {code})"
@@ -229,19 +229,19 @@ class WorkerProcess:
         self._sent_s.clear()
         return code
 
-    def forgive(self) -> None:
-        self._deaths.forgive()
+    def forgive_deaths(self) -> None:
+        self._deaths.forgive_deaths()
         self._restart_s = min(self._restart_s, self._now_s + self.config.faults.respawn_delay_s)
 
-    def replace(self, hanging: tuple[Tier, ...]) -> None:
+    def replace_worker(self, hanging: tuple[Tier, ...]) -> None:
         self._replaced, self._left_out = True, hanging
 
-    def send(self, plan: StepPlan) -> None:
+    def send_plan(self, plan: StepPlan) -> None:
         assert self._channel is not None
         self._sent_s.append(self._now_s)
         self._channel.send(msgspec.structs.replace(plan, epoch=self.epoch))
 
-    def transfer(self, transfers: Transfers) -> None:
+    def send_transfers(self, transfers: Transfers) -> None:
         assert self._transfers is not None
         self._transfers.send(msgspec.structs.replace(transfers, epoch=self.epoch))
 

@@ -22,8 +22,7 @@ from pypto_serving.types.model import default_model_name
 from pypto_serving.types.start import WorkerStart
 from pypto_serving.types.step import ToWorker
 from pypto_serving.types.tier import Tier, TierInventory, Transfers
-from pypto_serving.worker.ahead import MemoryAhead
-from pypto_serving.worker.loop import serve
+from pypto_serving.worker.loop import Prefault, serve
 from pypto_serving.worker.runner import PlanExecutor, Runner, hello
 from pypto_serving.worker.transfer import Mover, TransferServer
 
@@ -42,21 +41,24 @@ def run(parent: Parent[WorkerStart], wrap: Wrap = lambda runner: runner) -> None
     backend.watch(parent.fault)
     backend.pin_main_thread()
     own_runner = Runner(program, buffers, config.vocab_size, config.num_drafts, config.model, ngram=config.ngram)
-    runner, ahead = wrap(own_runner), memory_ahead(config, program, own_runner)
+    runner, prefault = wrap(own_runner), open_prefault(config, program, own_runner)
     stores = open_stores(program, start)
     greeting = hello(program, start.epoch, time.monotonic() - started_s, inventories(stores, start.left_out))
     channel: SocketChannel[ToWorker] = SocketChannel(socket.socket(fileno=start.channel), ToWorker)
     own: SocketChannel[Transfers] = SocketChannel(socket.socket(fileno=start.transfers), Transfers)
     transfers = TransferServer(own, Mover(program.memory, stores), start.epoch)
     heartbeat_s = start.config.faults.heartbeat_s
-    serve(channel, greeting, runner, heartbeat_s, transfers.step_done, lambda: not transfers.is_busy and ahead())
-    transfers.close()
+    serve(channel, greeting, runner, heartbeat_s, transfers.step_done, lambda: not transfers.is_busy and prefault())
+    transfers.shut_down()
 
 
-def memory_ahead(config: EngineConfig, program: Program, runner: Runner) -> Callable[[], bool]:
-    """Return what provides memory ahead of its use, if this process may: it would lie on the NUMA node it runs on."""
+def open_prefault(config: EngineConfig, program: Program, runner: Runner) -> Callable[[], bool]:
+    """Return the prefault of KV memory; a function that does nothing with ranks on several NUMA nodes.
+
+    Memory would lie on the node of this process.
+    """
     if isinstance(program.memory, HostBlocks) and len({place.node for place in config.placements}) <= 1:
-        return MemoryAhead(program.memory.arenas, program.groups, runner.batch.tables)
+        return Prefault(program.memory.arenas, program.groups, runner.batch.tables)
     return lambda: False
 
 

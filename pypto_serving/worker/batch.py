@@ -105,12 +105,12 @@ class RowBatch:
         if make_drafter is not None:
             self.drafts = RowDrafts(make_drafter, self.tokens, self._lay_out_drafts, self.samplers.draws)
 
-    def pack(self, plan: StepPlan) -> list[Dispatch]:
+    def pack_plan(self, plan: StepPlan) -> list[Dispatch]:
         """Apply a plan's differences and lay out its tokens: in one dispatch, or in two if steps are split."""
         for row in id_list(plan.drops):
             self.num_tokens[row] = 0
             self._lives[row] += 1
-            self.samplers.clear(row)
+            self.samplers.clear_row(row)
             self.prompt_logprobs.clear_row(row)
             self.guides.clear(row)
         fresh: list[list[Int32Array]] = [[] for _ in self._groups]
@@ -119,7 +119,7 @@ class RowBatch:
         for table, data, ids in zip(self.tables, plan.new_blocks, fresh, strict=True):
             if data:
                 pairs = unpack_ids(data).reshape(-1, 2)
-                table.append(pairs.tolist())
+                table.append_blocks(pairs.tolist())
                 ids.append(pairs[:, 1])
         blocks = tuple(np.concatenate(ids) if ids else NONE for ids in fresh)
         dispatches = []
@@ -136,7 +136,7 @@ class RowBatch:
         self.num_computed[new.row] = new.num_computed
         self.ahead[new.row] = 0
         self._lives[new.row] += 1
-        self.samplers.set(new.row, new.sampling, new.prompt_len)
+        self.samplers.set_row(new.row, new.sampling, new.prompt_len)
         self.prompt_logprobs.set_row(new.row, new.sampling, new.prompt_len)
         if self.drafts is not None:
             self.drafts.start_row(new.row)
@@ -145,7 +145,7 @@ class RowBatch:
             self.guides.start(new.row, new.sampling, tokens[new.prompt_len :].tolist())
         for group, table, data, ids in zip(self._groups, self.tables, new.blocks, fresh, strict=True):
             blocks = unpack_ids(data)
-            table.set(new.row, blocks)
+            table.set_row(new.row, blocks)
             ids.append(blocks[new.num_computed // group.block_size :])
 
     def _parts(self, plan: StepPlan) -> Iterator[tuple[DispatchKind, Int32Array, Int32Array, Int32Array | None]]:

@@ -69,6 +69,7 @@ class DispatchLayout:
             self._slots(g, table, owner, positions)
         padded = self._pad(part.kind, num_rows, num_tokens)
         num_tokens += padded - num_rows
+        pairs = zip(self.copies, tables, strict=True)
         find_rows = self._with_prompt_rows if part.prompt_spans else self._logits_rows
         return StepInputs(
             token_ids=buffers.token_ids[:num_tokens],
@@ -77,7 +78,7 @@ class DispatchLayout:
             context_lens=buffers.context_lens[:padded],
             logits_rows=find_rows(part, starts),
             slot_mapping=tuple(slots[:num_tokens] for slots in buffers.slot_mapping),
-            block_tables=tuple(copy.pack(table, rows, padded) for copy, table in zip(self.copies, tables, strict=True)),
+            block_tables=tuple(copy.pack_rows(table, rows, padded) for copy, table in pairs),
             fresh_blocks=fresh,
             kind=part.kind,
             num_rows=num_rows,

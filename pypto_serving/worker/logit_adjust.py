@@ -29,7 +29,7 @@ class RowAdjustments:
         self._until: Int32Array = np.zeros(len(tokens), np.int32)
         self._table: ChangeTable | None = None
 
-    def set(self, row: int, sampling: RowSampling, prompt_len: int) -> None:
+    def set_row(self, row: int, sampling: RowSampling, prompt_len: int) -> None:
         """Set what `sampling` asks for. The prompt of `row` has `prompt_len` tokens."""
         if sampling.allowed_ids:
             self.masks.allow(row, unpack_ids(sampling.allowed_ids))
@@ -42,14 +42,14 @@ class RowAdjustments:
         self._given[row] = sampling, prompt_len
         self._table = None
 
-    def clear(self, row: int) -> None:
+    def clear_row(self, row: int) -> None:
         """Forget the changes of `row`."""
         self.masks.clear(row)
         if self._given.pop(row, None) is not None:
             self._until[row] = 0
             self._table = None
 
-    def of(self, rows: Int32Array, positions: Int32Array, known: Int32Array) -> LogitAdjustments | None:
+    def for_rows(self, rows: Int32Array, positions: Int32Array, known: Int32Array) -> LogitAdjustments | None:
         """Return what changes the logits of `rows` [n] for the tokens at `positions` [n]; None if nothing does.
 
         See LogitAdjustments for `known` [n]. Rows may repeat, with their next positions.

@@ -1,15 +1,24 @@
-"""Run the worker's loop over any channel: receive plans, send results, and send heartbeats when idle."""
+"""Run the worker's loop over any channel: receive plans, send results; when idle, send heartbeats, prefault memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pypto_serving.ipc import Channel
+from pypto_serving.kernels import populate
+from pypto_serving.types.arrays import BlockBytes
+from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.step import StopWorker, ToWorker, WorkerHeartbeat, WorkerHello
+from pypto_serving.util import ceil_div
 from pypto_serving.worker.runner import PlanExecutor
+from pypto_serving.worker.tables import RowTables
 
 QUIET_S, PAUSE_S = 0.25, 0.005
-"""How long no message must come for the worker to be idle, and to go on with what can wait."""
+"""How long no message must come before the worker is idle, and before it continues to prefault."""
+PREFAULT_TOKENS = 8192
+"""Tokens for whose blocks there is memory after those that rows have had."""
+PREFAULT_BYTES = 4 << 20
+"""Memory to provide at once: a request that comes meanwhile waits for it, or its loads."""
 
 
 def serve(
@@ -28,7 +37,7 @@ def serve(
     patience_s = QUIET_S
 
     def finish() -> None:
-        result = runner.collect()
+        result = runner.collect_result()
         channel.send(result)
         step_done(result.step_id)
 
@@ -38,7 +47,7 @@ def serve(
     channel.send(hello)
     while not isinstance(message := channel.receive(wait_s()), StopWorker):
         if message is not None:
-            runner.submit(message)
+            runner.submit_plan(message)
             patience_s = QUIET_S
         elif not runner.num_in_flight:
             patience_s = PAUSE_S if idle() else heartbeat_s
@@ -47,3 +56,30 @@ def serve(
             finish()
     while runner.num_in_flight:
         finish()
+
+
+class Prefault:
+    """Provides memory in `arenas`, uint8 [blocks, block_bytes] of each group, ahead of the block tables `tables`.
+
+    The system zeroes a page when it is first written, and a virtual machine may first have to ask its host for it; a
+    step that fills new blocks would wait for that. Blocks are used in order of their ids, so memory is provided after
+    the highest one, and a server takes at most that much more than it uses.
+    """
+
+    def __init__(
+        self, arenas: Sequence[BlockBytes], groups: Sequence[KVCacheGroupSpec], tables: Sequence[RowTables]
+    ) -> None:
+        self._groups = list(zip(arenas, groups, tables, strict=True))
+        self._ends = [0] * len(self._groups)
+
+    def __call__(self) -> bool:
+        """Provide the next piece; return whether one was missing."""
+        for g, (arena, group, table) in enumerate(self._groups):
+            used = 1 + int(table.blocks.max())
+            begin = max(self._ends[g], used)
+            end = min(len(arena), used + ceil_div(PREFAULT_TOKENS, group.block_size))
+            if begin < end:
+                end = min(end, begin + max(1, PREFAULT_BYTES // arena.shape[1]))
+                self._ends[g] = end if populate(arena[begin:end].reshape(-1)) else len(arena)
+                return True
+        return False

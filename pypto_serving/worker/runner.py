@@ -46,10 +46,10 @@ class PlanExecutor(Protocol):
     def num_in_flight(self) -> int:
         """Number of steps submitted and not collected."""
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit_plan(self, plan: StepPlan) -> None:
         """Begin a step. Any exception is a device error: the caller ends the worker."""
 
-    def collect(self) -> StepResult:
+    def collect_result(self) -> StepResult:
         """Wait for the oldest step. Any exception is a device error: the caller ends the worker."""
 
 
@@ -126,10 +126,10 @@ class Runner:
     def is_full(self) -> bool:
         return len(self._steps) >= self._held_steps
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit_plan(self, plan: StepPlan) -> None:
         """Pack a plan and hand it to the program."""
         started_s = time.perf_counter()
-        dispatches = self.batch.pack(plan)
+        dispatches = self.batch.pack_plan(plan)
         step = _PendingStep(plan, dispatches, started_s, time.perf_counter(), [])
         for dispatch in dispatches if self._submits_all else dispatches[:1]:
             self._submit(step, dispatch)
@@ -143,7 +143,7 @@ class Runner:
             sampling = self.batch.samplers.inputs(rows, owners, positions, self.batch.num_tokens[rows])
         self.program.submit(dispatch.inputs, sampling)
 
-    def collect(self) -> StepResult:
+    def collect_result(self) -> StepResult:
         """Wait for the oldest step, sample if the host does, and return the result."""
         step = self._steps.popleft()
         found, sampling_s, virtual_s = [], 0.0, None

@@ -45,14 +45,14 @@ class RowSamplers:
     def masks(self) -> RowMasks:
         return self._adjustments.masks
 
-    def set(self, row: int, sampling: RowSampling, prompt_len: int) -> None:
+    def set_row(self, row: int, sampling: RowSampling, prompt_len: int) -> None:
         """Set the sampling parameters of `row`. Its prompt has `prompt_len` tokens."""
-        self.clear(row)
+        self.clear_row(row)
         self._draws[row] = (0.0, sampling.top_p, sampling.min_p, sampling.temperature, sampling.top_k)
         self._seeds[row], self._choices[row] = sampling.seed, sampling.choice
         self._uniforms_from[row] = -self._ahead
         self._num_logprobs[row] = sampling.num_logprobs
-        self._adjustments.set(row, sampling, prompt_len)
+        self._adjustments.set_row(row, sampling, prompt_len)
         if sampling.temperature > 0:
             self._random.add(row)
         if sampling.num_logprobs >= 0:
@@ -60,9 +60,9 @@ class RowSamplers:
         if sampling.logprob_ids:
             self._named[row] = unpack_ids(sampling.logprob_ids)
 
-    def clear(self, row: int) -> None:
+    def clear_row(self, row: int) -> None:
         """Clear the sampling parameters of `row`."""
-        self._adjustments.clear(row)
+        self._adjustments.clear_row(row)
         self._random.discard(row)
         self._asking.discard(row)
         self._named.pop(row, None)
@@ -76,7 +76,7 @@ class RowSamplers:
         A token is -1 if its logits are not finite. Also return log-probabilities, by index, for rows that ask for them.
         """
         draws = self.draws(rows, positions)
-        tokens = sampler.choose(logits, draws, self._adjustments.of(rows, positions, positions))
+        tokens = sampler.choose(logits, draws, self._adjustments.for_rows(rows, positions, positions))
         return tokens, self._logprobs(tokens, logits, rows, sampler) if self._asking else {}
 
     def draws(self, rows: Int32Array, positions: Int32Array) -> NDArray[np.void]:
@@ -103,7 +103,7 @@ class RowSamplers:
             choices=self._choices[rows],
             positions=positions,
             num_logprobs=self._num_logprobs[rows],
-            adjustments=self._adjustments.of(rows, positions, known),
+            adjustments=self._adjustments.for_rows(rows, positions, known),
         )
 
     def _random_numbers(self, rows: Int32Array, positions: Int32Array) -> NDArray[np.float64]:

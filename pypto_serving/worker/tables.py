@@ -15,14 +15,14 @@ class RowTables:
         self.lengths: Int32Array = np.zeros(rows, dtype=np.int32)
         self._copies = copies
 
-    def set(self, row: int, blocks: Int32Array) -> None:
+    def set_row(self, row: int, blocks: Int32Array) -> None:
         """Set the block table of a new row."""
         self.blocks[row, : len(blocks)] = blocks
         self.lengths[row] = len(blocks)
         for copy in self._copies:
-            copy.forget(row)
+            copy.forget_row(row)
 
-    def append(self, pairs: list[list[int]]) -> None:
+    def append_blocks(self, pairs: list[list[int]]) -> None:
         """Append blocks to rows' tables, as pairs (row, block id)."""
         for row, block_id in pairs:
             self.blocks[row, self.lengths[row]] = block_id
@@ -41,11 +41,11 @@ class PackedTable:
         self._owner: Int32Array = np.full(len(buffer), -1, dtype=np.int32)
         self._copied: Int32Array = np.zeros(len(buffer), dtype=np.int32)
 
-    def forget(self, row: int) -> None:
+    def forget_row(self, row: int) -> None:
         """Copy the whole table of `row` next time, since the row has a new request."""
         self._owner[self._owner == row] = -1
 
-    def pack(self, tables: RowTables, rows: Int32Array, padded: int) -> Int32Array:
+    def pack_rows(self, tables: RowTables, rows: Int32Array, padded: int) -> Int32Array:
         """Copy the tables of `rows` [r], then null blocks up to `padded` rows. Return a view as wide as the longest."""
         num_rows = len(rows)
         owner, copied, lengths = self._owner[:num_rows], self._copied[:num_rows], tables.lengths[rows]

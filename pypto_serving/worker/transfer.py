@@ -176,12 +176,12 @@ class TransferServer:
             if any(fd == self._wake for fd, _ in poller.poll()):
                 os.eventfd_read(self._wake)
             while (message := self._channel.receive()) is not None:
-                self._take(message)
+                self._accept_jobs(message)
             while self._waiting and self._waiting[0][0] <= self._completed_step:
                 self._start(self._waiting.popleft()[1])
             self._report()
 
-    def _take(self, message: Transfers) -> None:
+    def _accept_jobs(self, message: Transfers) -> None:
         self._num_jobs += len(message.jobs)
         for job in message.jobs:
             if job.kind == "load":
@@ -214,7 +214,7 @@ class TransferServer:
             self._channel.send(TransferReport(self._epoch, done))
         self._channel.flush()
 
-    def close(self) -> None:
+    def shut_down(self) -> None:
         """Finish running transfers, cancel the rest, and close the stores."""
         self._closing = True
         os.eventfd_write(self._wake, 1)

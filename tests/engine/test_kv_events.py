@@ -40,7 +40,7 @@ def stored(number: int, parent: int | None, first_token: int, tier: Tier = "devi
 def publisher() -> Iterator[KVEventPublisher]:
     opened = KVEventPublisher(plain_groups(4), ANYWHERE, ANYWHERE)
     yield opened
-    opened.close()
+    opened.stop()
 
 
 def settle(publisher: KVEventPublisher, reader: EventReader) -> None:
@@ -155,7 +155,7 @@ def test_a_reader_that_never_reads_costs_a_bounded_amount(monkeypatch: pytest.Mo
             pass
         assert reader.numbers[-1] < first + 2500, "what it did not read was kept for it"
         assert reader.replay(reader.numbers[-1] + 1) == [number for number, _ in publisher._history]
-    publisher.close()
+    publisher.stop()
 
 
 def test_the_history_holds_so_many_batches(publisher: KVEventPublisher) -> None:
@@ -178,11 +178,11 @@ def test_senseless_requests_are_ignored(publisher: KVEventPublisher) -> None:
 def test_a_later_life_goes_on_with_higher_numbers() -> None:
     first = KVEventPublisher(plain_groups(4), ANYWHERE, ANYWHERE)
     endpoint, replay_endpoint, number = first.endpoint, first.replay_endpoint, first._number
-    first.close()
+    first.stop()
     second = KVEventPublisher(plain_groups(4), endpoint, replay_endpoint)
     assert (second.endpoint, second.replay_endpoint) == (endpoint, replay_endpoint)
     assert second._number > number
-    second.close()
+    second.stop()
     second.publish([AllBlocksCleared("device")], 0.0)
 
 
@@ -223,7 +223,7 @@ def test_readers_know_what_the_cache_holds(kind: str, num_slots: int) -> None:
             assert {block_hash(k) for k in pool._by_key} == set(reader.index[place])
         assert {"BlockStored", "BlockRemoved", "AllBlocksCleared"} == set(reader.types)
         assert sim.core.scheduler.kv._events is not None and not sim.core.scheduler.kv._events.num_unknown
-    publisher.close()
+    publisher.stop()
 
 
 def test_blocks_that_a_store_brought_are_told_once_a_request_describes_them() -> None:

@@ -40,7 +40,7 @@ class Group:
     def place(self, prompt: Sequence[int], salt: str = "") -> int:
         """Route one request and return its replica."""
         replica = self.best(prompt, salt)
-        self.router.add(replica, [str(self.count)], len(prompt), self.router.links(pack_ids(prompt), salt))
+        self.router.add_requests(replica, [str(self.count)], len(prompt), self.router.links(pack_ids(prompt), salt))
         self.count += 1
         return replica
 
@@ -77,9 +77,9 @@ def test_a_busy_replica_is_left_for_another_at_the_cost_that_the_formula_says() 
     home = group.place(shared)
     group.finish(0)
     saved = AFFINITY * 512
-    group.router.add(home, ["short"], saved - 100, [])
+    group.router.add_requests(home, ["short"], saved - 100, [])
     assert group.best([*shared, 7]) == home
-    group.router.add(home, ["more"], 200, [])
+    group.router.add_requests(home, ["more"], 200, [])
     assert group.best([*shared, 7]) == 1 - home
     group.router.begin_output("short")
     assert group.best([*shared, 7]) == home
@@ -90,12 +90,12 @@ def test_requests_that_decode_count_by_measured_speeds() -> None:
     group.stats = [StepStats(generation_tokens=100, prefill_per_s=1000.0, decode_per_s=10.0), IDLE]
     group.place(prompt(10, 1))
     group.finish(0)
-    group.router.add(0, ["decodes"], 1, [])
+    group.router.add_requests(0, ["decodes"], 1, [])
     group.router.begin_output("decodes")
     costly = 100 / 2 * (1000 / 10)  # half of the mean output, in prompt tokens
-    group.router.add(1, ["waits"], int(costly) - 1000, [])
+    group.router.add_requests(1, ["waits"], int(costly) - 1000, [])
     assert group.best(prompt(20, 2)) == 1
-    group.router.add(1, ["waits too"], 2000, [])
+    group.router.add_requests(1, ["waits too"], 2000, [])
     assert group.best(prompt(20, 2)) == 0
 
 
@@ -113,7 +113,7 @@ def test_what_the_device_of_a_dead_worker_held_is_forgotten() -> None:
     group, ended, goes_on = Group(2), prompt(512, 1), prompt(256, 2)
     home = group.place(ended)
     group.finish(0)
-    group.router.add(home, ["goes on"], 256, group.router.links(pack_ids(goes_on), ""))
+    group.router.add_requests(home, ["goes on"], 256, group.router.links(pack_ids(goes_on), ""))
     group.router.lose_device(home)
     group.router.finish("goes on")
     assert group.best(ended) == 1 - home
@@ -152,14 +152,14 @@ def test_a_replica_holds_what_fits_its_history(changes: dict[str, Any], holds: b
     first, *others = (router.links(pack_ids(prompt(512, seed)), "") for seed in range(3))
     assert len(first) == 4
     for name, links in enumerate([first, *others]):
-        router.add(0, [str(name)], 512, links)
+        router.add_requests(0, [str(name)], 512, links)
         router.finish(str(name))
     assert (router.order(513, first, [IDLE] * 2)[0] == 0) == holds
 
 
 def test_the_choices_of_a_prompt_compute_it_once() -> None:
     group = Group(2)
-    group.router.add(0, ["a", "b", "c"], 500, [])
+    group.router.add_requests(0, ["a", "b", "c"], 500, [])
     assert group.router._loads[0].prompt_tokens == 500
     group.router.finish("a")
     assert group.router._loads[0].prompt_tokens == 0

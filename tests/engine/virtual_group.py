@@ -43,7 +43,7 @@ class VirtualReplica(Simulator):
         return sum(record.prompt_tokens for record in self._records) - self.hit_tokens
 
     def admit(self, request: TraceRequest, links: Sequence[bytes]) -> None:
-        self._router.add(self._index, [f"{self._index} {len(self._records)}"], request.input_len, links)
+        self._router.add_requests(self._index, [f"{self._index} {len(self._records)}"], request.input_len, links)
         self._add(request)
 
     def advance(self, until_s: float) -> None:

@@ -24,11 +24,11 @@ def adjustments(
     owner = RowAdjustments(tokens, vocab)
     for row, (sampling, history, prompt_len) in enumerate(zip(rows, histories, prompt_lens, strict=True)):
         tokens[row, : len(history)] = history
-        owner.set(row, sampling, prompt_len)
+        owner.set_row(row, sampling, prompt_len)
     for row, mask in (masks or {}).items():
         owner.masks.put(row, 0, mask)
     positions = np.array([len(history) for history in histories], np.int32)
-    return owner.of(np.arange(len(rows), dtype=np.int32), positions, positions)
+    return owner.for_rows(np.arange(len(rows), dtype=np.int32), positions, positions)
 
 
 def mask_of(allowed: Sequence[int], vocab: int) -> MaskArray:

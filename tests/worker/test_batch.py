@@ -88,7 +88,7 @@ class Model:
             num_drafts=pack_ids([entry.drafts for entry in entries]) if self.limits.traits.max_drafts else b"",
         )
         self.dropped.clear()
-        dispatches = self.batch.pack(plan)
+        dispatches = self.batch.pack_plan(plan)
         self.check(dispatches, entries, fresh)
         for entry in entries:
             self.plan_sampling(entry)

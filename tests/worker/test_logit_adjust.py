@@ -23,32 +23,32 @@ def int32(*values: int) -> Int32Array:
 def test_rows_without_changes_cost_nothing() -> None:
     owner = RowAdjustments(np.zeros((3, 16), np.int32), VOCAB)
     for row in range(3):
-        owner.set(row, RowSampling(temperature=1.0, min_tokens=5, seed=3), 4)
-    assert owner.of(int32(0, 1, 2), int32(4, 4, 4), int32(4, 4, 4)) is None
+        owner.set_row(row, RowSampling(temperature=1.0, min_tokens=5, seed=3), 4)
+    assert owner.for_rows(int32(0, 1, 2), int32(4, 4, 4), int32(4, 4, 4)) is None
 
 
 def test_bans_alone_end_with_min_tokens() -> None:
     owner = RowAdjustments(np.zeros((2, 16), np.int32), VOCAB)
-    owner.set(1, RowSampling(min_tokens=3, banned_ids=pack_ids([7])), 4)
-    made = owner.of(int32(0, 1), int32(6, 6), int32(6, 6))
+    owner.set_row(1, RowSampling(min_tokens=3, banned_ids=pack_ids([7])), 4)
+    made = owner.for_rows(int32(0, 1), int32(6, 6), int32(6, 6))
     assert made is not None and made.rows.tolist() == [-1, 1]
-    assert owner.of(int32(0, 1), int32(7, 7), int32(7, 7)) is None
-    ahead = owner.of(int32(1), int32(9), int32(6))
+    assert owner.for_rows(int32(0, 1), int32(7, 7), int32(7, 7)) is None
+    ahead = owner.for_rows(int32(1), int32(9), int32(6))
     assert ahead is not None, "a device may reject the drafts in flight and go back"
 
 
 def test_a_row_that_goes_takes_its_changes_along() -> None:
     owner = RowAdjustments(np.zeros((2, 16), np.int32), VOCAB)
-    owner.set(0, RowSampling(bias_ids=pack_ids([7]), bias_values=np.float32(2).tobytes()), 4)
-    owner.set(1, RowSampling(presence_penalty=1.0, allowed_ids=pack_ids([3])), 4)
-    both = owner.of(int32(0, 1), int32(5, 5), int32(5, 5))
+    owner.set_row(0, RowSampling(bias_ids=pack_ids([7]), bias_values=np.float32(2).tobytes()), 4)
+    owner.set_row(1, RowSampling(presence_penalty=1.0, allowed_ids=pack_ids([3])), 4)
+    both = owner.for_rows(int32(0, 1), int32(5, 5), int32(5, 5))
     assert both is not None and both.rows.tolist() == [0, 1] and both.mask_rows.tolist() == [-1, 1]
-    owner.clear(1)
-    left = owner.of(int32(0, 1), int32(5, 5), int32(5, 5))
+    owner.clear_row(1)
+    left = owner.for_rows(int32(0, 1), int32(5, 5), int32(5, 5))
     assert left is not None and left.rows.tolist() == [0, -1] and left.mask_rows.tolist() == [-1, -1]
     assert both.table.changes["presence"].tolist() == [0, 1], "a dispatch in flight keeps what it was given"
-    owner.clear(0)
-    assert owner.of(int32(0, 1), int32(5, 5), int32(5, 5)) is None
+    owner.clear_row(0)
+    assert owner.for_rows(int32(0, 1), int32(5, 5), int32(5, 5)) is None
 
 
 def test_each_draft_has_its_own_mask() -> None:
@@ -79,7 +79,7 @@ def test_behind_a_draft_counts_what_stands_before_it() -> None:
     tokens = np.zeros((2, 16), np.int32)
     tokens[1, :5] = [1, 2, 3, 3, 3]  # a prompt of two tokens, an output of one, two drafts
     samplers = RowSamplers(tokens, VOCAB, max_drafts=2)
-    samplers.set(1, RowSampling(frequency_penalty=1.0), 2)
+    samplers.set_row(1, RowSampling(frequency_penalty=1.0), 2)
     logits = np.tile(np.where(np.arange(VOCAB) == 3, 1.5, 0).astype(np.float32), (3, 1))
     logits[:, 9] = 0.0625
     chosen, _ = samplers.sample(logits, int32(1, 1, 1), int32(3, 4, 5), PlainSampler())

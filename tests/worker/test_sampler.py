@@ -54,7 +54,7 @@ def sample_rows(
     """Tokens of a step whose row i samples as rows[i] says, and its log-probabilities by row."""
     samplers = RowSamplers(np.zeros((len(rows), 16), np.int32), logits.shape[1])
     for i, row in enumerate(rows):
-        samplers.set(i, row, int(positions[i] - num_output[i]))
+        samplers.set_row(i, row, int(positions[i] - num_output[i]))
     tokens, values = samplers.sample(logits, np.arange(len(rows), dtype=np.int32), positions, chooser)
     return tokens, unpack(values)
 
@@ -227,11 +227,11 @@ def test_a_row_gets_the_logprobs_of_tokens_that_it_names(chooser: Sampler) -> No
     named = np.argsort(logits[0])[[0, 639, 300]].astype(np.int32)
     samplers, steps = RowSamplers(np.zeros((2, 8), np.int32), 640), np.arange(2, dtype=np.int32)
     for row, ids in enumerate((pack_ids(named), b"")):
-        samplers.set(row, RowSampling(num_logprobs=2, logprob_ids=ids), 0)
+        samplers.set_row(row, RowSampling(num_logprobs=2, logprob_ids=ids), 0)
     found = unpack(samplers.sample(logits, steps, steps, chooser)[1])
     assert found[0].top_ids.tolist() == named.tolist() and len(found[1].top_ids) == 2
     np.testing.assert_allclose(found[0].top_logprobs, expected[0][named], atol=2e-5)
-    samplers.set(0, RowSampling(num_logprobs=1), 0)
+    samplers.set_row(0, RowSampling(num_logprobs=1), 0)
     found = unpack(samplers.sample(logits, steps, steps, chooser)[1])
     assert found[0].top_ids.tolist() == [named[1]]
 
@@ -242,7 +242,7 @@ def test_rows_with_drafts_draw_what_each_position_draws_alone(chooser: Sampler) 
     samplers, alone = RowSamplers(history, 50, max_drafts=AHEAD + 2), RowSamplers(history, 50)
     for row in range(3):
         for each in (samplers, alone):
-            each.set(row, RowSampling(temperature=1.5, seed=row, choice=row), 0)
+            each.set_row(row, RowSampling(temperature=1.5, seed=row, choice=row), 0)
     widths = np.array([1, 4, AHEAD + 3])
     rows = np.arange(3, dtype=np.int32).repeat(widths)
     positions = np.concatenate([5 * row + np.arange(width) for row, width in enumerate(widths)]).astype(np.int32)

@@ -58,7 +58,7 @@ class Worker:
             new_blocks=(b"", b""),
             drops=pack_ids(drops),
         )
-        (dispatch,) = self.batch.pack(plan)
+        (dispatch,) = self.batch.pack_plan(plan)
         self.batch.advance(dispatch, None, dispatch.rows + 100)
         return dispatch
 

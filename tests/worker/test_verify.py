@@ -52,7 +52,7 @@ def chosen(tokens: list[list[int]], targets: list[int]) -> DispatchResult:
     """What greedy rows keep where the model's best tokens are `targets`; -1 for logits that are not finite."""
     samplers = RowSamplers(np.zeros((len(tokens), 16), np.int32), VOCAB)
     for row in range(len(tokens)):
-        samplers.set(row, RowSampling(num_logprobs=1), 0)
+        samplers.set_row(row, RowSampling(num_logprobs=1), 0)
     logits = np.zeros((len(targets), VOCAB), np.float32)
     logits[np.arange(len(targets)), targets] = [np.nan if target < 0 else 5.0 for target in targets]
     return sample_and_verify(dispatch(tokens), logits, samplers, PlainSampler())

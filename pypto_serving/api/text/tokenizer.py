@@ -93,7 +93,7 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the UTF-8 bytes of one token: for some tokens part of a character, b"" for unknown ids."""
-        return self._token_bytes.of(token_id)
+        return self._token_bytes.bytes_of(token_id)
 
     def _whole_text(self, token_id: int) -> str | None:
         """Return the text of a token made of whole characters, None for other tokens.

@@ -42,7 +42,7 @@ class Odds:
         """Forget what is known of `row`."""
         self._right[row] = self._tried[row] = 0.0
 
-    def of(self, rows: Int32Array) -> Float32Array:
+    def estimate(self, rows: Int32Array) -> Float32Array:
         """Return the odds of `rows` [n]."""
         common = self._all_right / self._all_tried
         odds: Float32Array = (self._right[rows] + PRIOR * common) / (self._tried[rows] + PRIOR)
@@ -95,7 +95,7 @@ class ModelDrafter:
     ) -> tuple[Int32Array, Float32Array]:
         """Implement Drafter."""
         self._judge(tokens, rows, known)
-        odds = self._odds.of(rows)
+        odds = self._odds.estimate(rows)
         counts = self._choose(most, odds)
         for done in range(int(counts.max(initial=0))):
             live = (counts > done).nonzero()[0]

@@ -286,8 +286,8 @@ class Resumptions:
         self._loaded: dict[tuple[int, int], Tier] = {}
         self._epoch = 0
         executor = simulation.executor
-        executor.send = self._before(executor.send, self._see_plan)
-        executor.transfer = self._before(executor.transfer, self._see_transfers)
+        executor.send_plan = self._before(executor.send_plan, self._see_plan)
+        executor.send_transfers = self._before(executor.send_transfers, self._see_transfers)
 
     def _before(self, function: Callable[[Any], None], see: Callable[[Any], None]) -> Callable[[Any], None]:
         def both(message: Any) -> None:

@@ -15,17 +15,17 @@ from pypto_serving.kernels import zeros
 from pypto_serving.parallel.placement import Placement
 from pypto_serving.types.arrays import BlockBytes
 from pypto_serving.types.kv import FullSpec, KVTensorSpec
-from pypto_serving.worker import ahead
-from pypto_serving.worker.__main__ import memory_ahead
-from pypto_serving.worker.ahead import AHEAD_TOKENS, PIECE_BYTES, MemoryAhead
+from pypto_serving.worker import loop
+from pypto_serving.worker.__main__ import open_prefault
+from pypto_serving.worker.loop import PREFAULT_BYTES, PREFAULT_TOKENS, Prefault
 from pypto_serving.worker.tables import PackedTable, RowTables
 from tests.simulation import null_config
 
-BLOCK_BYTES, BLOCKS = PIECE_BYTES // 2, 24
+BLOCK_BYTES, BLOCKS = PREFAULT_BYTES // 2, 24
 GROUP = FullSpec(
     name="kv",
     tensors=(KVTensorSpec(name="k", layers=(0,), dtype="bfloat16", row_shape=(1,)),),
-    block_size=AHEAD_TOKENS // 8,
+    block_size=PREFAULT_TOKENS // 8,
 )
 """Eight blocks hold the tokens for which there is memory ahead."""
 
@@ -34,7 +34,7 @@ class Blocks:
     def __init__(self) -> None:
         self.arena: BlockBytes = zeros(np.uint8, BLOCKS, BLOCK_BYTES)
         self.table = RowTables(4, [PackedTable(np.zeros((4, BLOCKS), np.int32))])
-        self.ahead = MemoryAhead([self.arena], [GROUP], [self.table])
+        self.ahead = Prefault([self.arena], [GROUP], [self.table])
 
     def there(self) -> list[int]:
         """Return the blocks all of whose memory the system has provided."""
@@ -52,11 +52,11 @@ def test_memory_is_there_for_the_next_tokens_and_no_more() -> None:
     assert blocks.there() == [1, 2]  # a piece; the null block is not used
     assert [blocks.ahead() for _ in range(4)] == [True, True, True, False]
     assert blocks.there() == list(range(1, 9))
-    blocks.table.set(2, np.array([3, 14], np.int32))
+    blocks.table.set_row(2, np.array([3, 14], np.int32))
     while blocks.ahead():
         pass
     assert blocks.there() == [*range(1, 9), *range(15, 23)]  # those before it were handed out, and written, before
-    blocks.table.set(1, np.array([BLOCKS - 1], np.int32))
+    blocks.table.set_row(1, np.array([BLOCKS - 1], np.int32))
     assert not blocks.ahead()
 
 
@@ -71,7 +71,7 @@ def test_what_stands_there_stays() -> None:
 
 def test_a_system_that_provides_nothing_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks, asked = Blocks(), []
-    monkeypatch.setattr(ahead, "populate", lambda memory: bool(asked.append(memory.nbytes)))
+    monkeypatch.setattr(loop, "populate", lambda memory: bool(asked.append(memory.nbytes)))
     assert blocks.ahead()
     assert not blocks.ahead()
     assert len(asked) == 1
@@ -83,4 +83,4 @@ def test_ranks_on_other_nodes_provide_their_own(nodes: tuple[int, ...], provides
     config: Any = SimpleNamespace(placements=tuple(Placement(node=node) for node in nodes))
     tables = [RowTables(1, [PackedTable(np.zeros((1, 8), np.int32))]) for _ in program.groups]
     runner: Any = SimpleNamespace(batch=SimpleNamespace(tables=tables))
-    assert memory_ahead(config, program, runner)() is provides
+    assert open_prefault(config, program, runner)() is provides
