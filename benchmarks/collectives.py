@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from rounds import head, row
 
-from pypto_serving.kernels import Meeting, SharedMemory
+from pypto_serving.kernels import RankBarrier, SharedMemory
 
 RANKS = 2
 SIZES = (4 << 10, 64 << 10, 1 << 20)
@@ -35,7 +35,7 @@ Kind = tuple[str, int, str]
 
 def in_shared_memory(memory: SharedMemory, rank: int) -> dict[Kind, Round]:
     """Return rounds in shared memory. Arrays alternate: one is written while a slower rank reads the other."""
-    meeting = Meeting(memory.zeros(np.uint8, Meeting.num_bytes(RANKS)), rank)
+    barrier = RankBarrier(memory.zeros(np.uint8, RankBarrier.num_bytes(RANKS)), rank)
 
     def round_of(numbers: int, read: Callable[[Any, Any], object], out: Any) -> Round:
         shared = [memory.zeros(np.float32, RANKS, numbers) for _ in range(2)]
@@ -43,7 +43,7 @@ def in_shared_memory(memory: SharedMemory, rank: int) -> dict[Kind, Round]:
 
         def run() -> None:
             shared[0][rank] = source
-            meeting.meet()
+            barrier.wait()
             read(shared[0], out)
             shared.reverse()
 

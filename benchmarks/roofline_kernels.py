@@ -242,7 +242,7 @@ def embed(bench: Bench) -> Callable[[int], list[Result]]:
     def run(rows: int) -> list[Result]:
         recording, x = bench.recording(), zeros(np.float32, rows, WIDTH)
         for pairs in parts:
-            recording.embed_packed(Matrix(pairs, part, WIDTH), x)
+            recording.embed(Matrix(pairs, part, WIDTH), x)
         rounds = bench.measure(recording, lambda: Batch.decode(rows).inputs(bench.rng, part))
         return [Result.of("embed", f"M={rows}", [work.embed(rows, WIDTH)], rounds.calls, rounds)]
 

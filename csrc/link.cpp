@@ -49,13 +49,13 @@ uint64_t differing(const uint32_t* words, const uint32_t* others, int64_t count)
 
 }  // namespace
 
-int64_t Mirror::live(const Order& step) const {
+int64_t Mirror::live(const StepHeader& step) const {
   const int64_t counts[] = {step.tokens, step.logits, step.rows, step.rows + int64_t{1}};
   const int64_t count = counts[static_cast<int>(extent)];
   return count < 0 || count > most ? -1 : count * width;
 }
 
-void Frame::begin(const Order& step) {
+void Frame::begin(const StepHeader& step) {
   head = {0, 0, step};
   words.clear();
 }
@@ -104,7 +104,7 @@ bool Frame::apply(const Mirror* mirrors, int count) const {
   return fits && at == end;
 }
 
-int64_t Frame::room(const Order& step, const Mirror* mirrors, int count) {
+int64_t Frame::room(const StepHeader& step, const Mirror* mirrors, int count) {
   int64_t total = 0;
   for (int i = 0; i < count; i++) {
     const int64_t live = mirrors[i].live(step);
@@ -176,7 +176,7 @@ void exchange(const Exchange& op, const Step& step, Member& member) {
   if (!met) close_all(op.counts, op.num_counts);
 }
 
-void mail(const Mail& op, const Step& step, Member& member) {
+void send_slot(const SendSlot& op, const Step& step, Member& member) {
   if (member.index() != 0) return;
   static thread_local Frame frame;
   frame.begin({step.slot, step.tokens, step.rows, step.logits});
@@ -184,23 +184,23 @@ void mail(const Mail& op, const Step& step, Member& member) {
   if (!op.link->send(frame)) close_all(op.counts, op.num_counts);
 }
 
-Courier::Courier(const Delivery& delivery) : delivery_(delivery), thread_([this] { run(); }) {}
+ReceiveThread::ReceiveThread(const Delivery& delivery) : delivery_(delivery), thread_([this] { run(); }) {}
 
-Courier::~Courier() {
+ReceiveThread::~ReceiveThread() {
   delivery_.link->close();
   thread_.join();
 }
 
-void Courier::run() {
+void ReceiveThread::run() {
   while (deliver()) {
   }
   close_all(delivery_.counts, delivery_.num_counts);
 }
 
-bool Courier::deliver() {
+bool ReceiveThread::deliver() {
   const auto& [link, mirrors, board, counts, slots, arrays, num_counts] = delivery_;
   if (!link->receive(frame_, mirrors, arrays)) return false;
-  const Order& step = frame_.head.step;
+  const StepHeader& step = frame_.head.step;
   if (step.buffers < 0 || step.buffers >= slots) return false;
   if (!frame_.apply(mirrors + int64_t{step.buffers} * arrays, arrays)) return false;
   if (board) {

@@ -5,7 +5,7 @@
 #include <thread>
 #include <vector>
 
-#include "following.h"
+#include "published_steps.h"
 
 namespace pypto {
 
@@ -21,7 +21,7 @@ struct Mirror {
   Extent extent;
   FIELDS(words, NULLABLE sent, width, most, extent)
   // Count the words of a step; -1 if it is larger than `most`.
-  int64_t live(const Order& step) const;
+  int64_t live(const StepHeader& step) const;
 };
 
 // What is sent at once: the counts of a step, then for each array its words in groups of 64, a mask before each group.
@@ -29,17 +29,17 @@ struct Mirror {
 struct Frame {
   struct Head {
     uint32_t number, words;
-    Order step;
+    StepHeader step;
   };
   Head head{};
   std::vector<uint32_t> words;
-  void begin(const Order& step);
+  void begin(const StepHeader& step);
   // Add the words that the other host lacks, and note that it has them.
   void add(const Mirror& mirror);
   // Write the words of a frame that arrived; false if it is not one of such arrays.
   bool apply(const Mirror* mirrors, int count) const;
   // The most words of a frame of these arrays; -1 if the step is too large for them.
-  static int64_t room(const Order& step, const Mirror* mirrors, int count);
+  static int64_t room(const StepHeader& step, const Mirror* mirrors, int count);
 };
 
 // Owns one end of a connection; it fails for good once no byte moves for `patience_ms` in the middle of something.
@@ -66,7 +66,7 @@ class Link {
   uint32_t sent_ = 0, received_ = 0;  // frames
 };
 
-// Two hosts meet: each sends what its ranks wrote of the arrays `sent`, and takes what the other wrote of `received`.
+// Each of two hosts sends what its ranks wrote of the arrays `sent`, and takes what the other wrote of `received`.
 // `counts` are closed where that fails.
 struct Exchange {
   Link* link;
@@ -78,8 +78,8 @@ struct Exchange {
 
 void exchange(const Exchange& op, const Step& step, Member& member);
 
-// Sends the array of the step's slot, one of `mirrors`, to a Courier. `counts` are closed where that fails.
-struct Mail {
+// Sends the array of the step's slot, one of `mirrors`, to a ReceiveThread. `counts` are closed where that fails.
+struct SendSlot {
   Link* link;
   const Mirror* mirrors;
   void* counts;
@@ -87,7 +87,7 @@ struct Mail {
   FIELDS(link, mirrors, counts, num_counts)
 };
 
-void mail(const Mail& op, const Step& step, Member& member);
+void send_slot(const SendSlot& op, const Step& step, Member& member);
 
 // Where what arrives goes: each of `slots` steps in flight has so many `arrays`. Then a step is published on `board`, or
 // `counts` advance, and they are closed when nothing more can come.
@@ -100,10 +100,10 @@ struct Delivery {
 };
 
 // Owns a thread that takes what arrives on a link.
-class Courier {
+class ReceiveThread {
  public:
-  explicit Courier(const Delivery& delivery);
-  ~Courier();
+  explicit ReceiveThread(const Delivery& delivery);
+  ~ReceiveThread();
 
  private:
   void run();

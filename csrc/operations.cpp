@@ -1,6 +1,6 @@
 // The C interface of operations: recording and replaying those of a step, and running tasks at once.
 #include "abi.h"
-#include "following.h"
+#include "published_steps.h"
 
 using namespace pypto;
 
@@ -18,7 +18,7 @@ API(Recording*, record, Engine* engine) { return new Recording(engine); }
 
 API(void, forget, Recording* recording) { delete recording; }
 
-// 1, or 0 if a meeting was closed.
+// 1, or 0 if a barrier was closed.
 API(int, replay, Recording* recording, int32_t tokens, int32_t rows, int32_t logits, int32_t slot,
     const int32_t* token_ids,
     const int32_t* positions, const int32_t* query_start, const int32_t* context_lens, const int32_t* logits_rows,

@@ -1,4 +1,4 @@
-// The C interface of what ranks share; the memory is theirs, zero at first. meet.h, following.h and link.h say what it holds.
+// The C interface of what ranks share: barrier.h, published_steps.h and link.h. The memory is theirs, zero at first.
 #include "abi.h"
 #include "link.h"
 
@@ -8,21 +8,21 @@ API(int, count_bytes) { return sizeof(Count); }
 
 API(int, board_bytes) { return sizeof(Board); }
 
-// Close `count` counts of a meeting, or that of a board.
+// Close `count` counts of a barrier, or that of a board.
 API(void, close_counts, void* counts, int count) {
   for (int i = 0; i < count; i++) static_cast<Count*>(counts)[i].close();
 }
 
-API(Meeting*, meeting, void* counts, int own, int first, int last) {
-  return new Meeting(static_cast<Count*>(counts), own, first, last);
+API(RankBarrier*, barrier, void* counts, int own, int first, int last) {
+  return new RankBarrier(static_cast<Count*>(counts), own, first, last);
 }
 
-API(void, leave, Meeting* meeting) { delete meeting; }
+API(void, drop_barrier, RankBarrier* barrier) { delete barrier; }
 
-// 1, or 0 if the meeting is closed.
-API(int, meet, Meeting* meeting) { return meeting->meet(); }
+// 1, or 0 if the barrier is closed.
+API(int, wait_barrier, RankBarrier* barrier) { return barrier->wait(); }
 
-API(void, record_meeting, Recording* recording, Meeting* meeting) { recording->meet(meeting); }
+API(void, record_barrier, Recording* recording, RankBarrier* barrier) { recording->wait(barrier); }
 
 API(const Pass*, pass, Recording* recording, const Pass* values) { return recording->add(pass, *values); }
 
@@ -41,10 +41,10 @@ API(void, publish, void* board, int32_t buffers, int32_t tokens, int32_t rows, i
   static_cast<Board*>(board)->publish({buffers, tokens, rows, logits});
 }
 
-// Returns when a meeting or the board is closed.
-API(void, follow, Recording* recording, Recording* NULLABLE drafting, void* board, const StepArrays* buffers,
+// Returns when a barrier or the board is closed.
+API(void, replay_published, Recording* recording, Recording* NULLABLE drafting, void* board, const StepArrays* buffers,
     int32_t count) {
-  follow(*recording, drafting, *static_cast<Board*>(board), buffers, count);
+  replay_published(*recording, drafting, *static_cast<Board*>(board), buffers, count);
 }
 
 // Takes over the file descriptor of a connection.
@@ -56,7 +56,7 @@ API(const Exchange*, exchange, Recording* recording, const Exchange* values) {
   return recording->add(exchange, *values);
 }
 
-API(const Mail*, mail, Recording* recording, const Mail* values) { return recording->add(mail, *values); }
+API(const SendSlot*, send_slot, Recording* recording, const SendSlot* values) { return recording->add(send_slot, *values); }
 
 // 1, or 0 if the link has failed.
 API(int, send_step, Link* link, const Mirror* mirrors, int count, int32_t buffers, int32_t tokens, int32_t rows,
@@ -67,7 +67,7 @@ API(int, send_step, Link* link, const Mirror* mirrors, int count, int32_t buffer
   return link->send(frame);
 }
 
-API(Courier*, courier, const Delivery* delivery) { return new Courier(*delivery); }
+API(ReceiveThread*, receive_thread, const Delivery* delivery) { return new ReceiveThread(*delivery); }
 
 // Closes the link as well.
-API(void, dismiss, Courier* courier) { delete courier; }
+API(void, end_receive_thread, ReceiveThread* thread) { delete thread; }

@@ -36,17 +36,17 @@ void Recording::find_rows(Step& step, std::vector<int32_t>& row_of) {
   step.row_of = row_of.data();
 }
 
-// A meeting is the barrier after the operation before it.
+// A barrier of ranks is also that of the team after the operation before it.
 void Recording::run(Member& member) {
   double* arrival = seconds_ ? arrivals_.data() + static_cast<int64_t>(member.index()) * size() : nullptr;
   for (int i = 0; i < size(); i++) {
-    const auto& [kernel, meeting, shares] = operations_[i];
+    const auto& [kernel, ranks, shares] = operations_[i];
     const Step& step = shares ? own_ : step_;
     if (kernel && step.tokens) kernel(step, member);
     if (arrival && kernel) arrival[i] = now();
-    if (meeting || !meets(i + 1)) member.barrier(meeting);
-    if (arrival && meeting) arrival[i] = now();
-    if (meeting && meeting->closed()) {
+    if (ranks || !waits_for_ranks(i + 1)) member.barrier(ranks);
+    if (arrival && ranks) arrival[i] = now();
+    if (ranks && ranks->closed()) {
       if (member.index() == 0) complete_ = false;
       return;
     }

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "attention_plan.h"
-#include "meet.h"
+#include "barrier.h"
 #include "ops.h"
 #include "row_share.h"
 
@@ -39,27 +39,27 @@ class Recording final : public Job {
     return kept;
   }
   // Adds a barrier with the other ranks, whose end is the caller's.
-  void meet(Meeting* meeting) { operations_.push_back({{}, meeting}); }
+  void wait(RankBarrier* ranks) { operations_.push_back({{}, ranks}); }
   AttentionPlan& attention() { return plan_; }
   // Until `end_share`, operations compute this rank's share of the rows, which is the same wherever one begins; so does
   // all attention.
   void begin_share(const RowShare& share) { share_ = share, shares_ = true; }
   void end_share() { shares_ = false; }
-  // Compute one step; false if a meeting was closed. With `seconds` [operations], adds the time that each took.
+  // Compute one step; false if a barrier was closed. With `seconds` [operations], adds the time that each took.
   bool replay(const Step& step, double* seconds);
   int size() const { return static_cast<int>(operations_.size()); }
   void run(Member& member) override;
 
  private:
-  // A kernel, or a meeting. A kernel works on all rows, or on this rank's.
+  // A kernel, or a barrier of ranks. A kernel works on all rows, or on this rank's.
   struct Operation {
     std::function<void(const Step&, Member&)> kernel;
-    Meeting* meeting = nullptr;
+    RankBarrier* ranks = nullptr;
     bool shares = false;
   };
 
   void find_rows(Step& step, std::vector<int32_t>& row_of);
-  bool meets(int index) const { return index < size() && operations_[index].meeting; }
+  bool waits_for_ranks(int index) const { return index < size() && operations_[index].ranks; }
   void add_seconds(double began);
 
   Engine* engine_;

@@ -5,7 +5,7 @@
 #include <pthread.h>
 #include <sched.h>
 
-#include "meet.h"
+#include "barrier.h"
 #include "waiting.h"
 
 namespace pypto {
@@ -31,7 +31,7 @@ void allow([[maybe_unused]] pthread_t thread, [[maybe_unused]] const std::vector
 
 int Member::count() const { return team_->count_; }
 
-void Member::barrier(Meeting* meeting) { team_->barrier(meeting); }
+void Member::barrier(RankBarrier* ranks) { team_->barrier(ranks); }
 
 Share::Share(Member& member, int64_t total, int64_t grain)
     : team_(member.team_), total_(total), grain_(grain), index_(member.index_) {}
@@ -100,10 +100,10 @@ void Team::work(int index) {
   }
 }
 
-void Team::barrier(Meeting* meeting) {
+void Team::barrier(RankBarrier* ranks) {
   const uint32_t met = met_.load(std::memory_order_relaxed);
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < static_cast<uint32_t>(count_)) return await(met_, met);
-  if (meeting) meeting->meet();
+  if (ranks) ranks->wait();
   renew_shares();
   arrived_.store(0, std::memory_order_relaxed);
   met_.store(met + 1, std::memory_order_release);

@@ -10,7 +10,7 @@
 
 namespace pypto {
 
-class Meeting;
+class RankBarrier;
 class Team;
 
 // One thread's view of a running job.
@@ -20,8 +20,8 @@ class Member {
   int index() const { return index_; }
   int count() const;
   // Wait until all threads have arrived. The next loop may be shared out afterwards.
-  // With a `meeting`, the last to arrive meets the other processes first.
-  void barrier(Meeting* meeting = nullptr);
+  // With `ranks`, the last to arrive waits for the other processes first.
+  void barrier(RankBarrier* ranks = nullptr);
 
  private:
   friend class Share;
@@ -73,7 +73,7 @@ class Team {
   };
   void work(int index);
   void stop();
-  void barrier(Meeting* meeting = nullptr);
+  void barrier(RankBarrier* ranks = nullptr);
   void renew_shares();
 
   int count_;

@@ -20,7 +20,7 @@ from collections import deque
 from functools import partial
 from typing import Any
 
-from pypto_serving.backend import ranks
+from pypto_serving.backend.ranks import supervisor
 from pypto_serving.processes import Child, Parent, start_copy
 from pypto_serving.store.host import HostStore
 from pypto_serving.types.start import WorkerStart
@@ -113,7 +113,7 @@ def main() -> None:
     if point == "load":
         os.kill(os.getpid(), signal.SIGKILL)
     if point in RANK_SIGNALS:
-        ranks.start_copy = partial(signalled_child, RANK_SIGNALS[point])  # type: ignore[attr-defined]
+        supervisor.start_copy = partial(signalled_child, RANK_SIGNALS[point])  # type: ignore[attr-defined]
     if point == "leave":
         subprocess.Popen(["sleep", "1000"], pass_fds=parent.start.descendants, start_new_session=True)
     if options.get("stalled") == parent.start.epoch:

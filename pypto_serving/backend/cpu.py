@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from pypto_serving.backend.base import Backend, Fault, Progress, StepBuffers
-from pypto_serving.backend.hosts import Joined, await_host
 from pypto_serving.backend.native import NativeLoader, NativeProgram
-from pypto_serving.backend.rank import run as run_rank
-from pypto_serving.backend.ranks import Followers
-from pypto_serving.backend.shared_steps import Shared
-from pypto_serving.backend.split_blocks import SplitBlocks
-from pypto_serving.backend.torch_ranks import TorchRanks
+from pypto_serving.backend.ranks.rank_process import run as run_rank
+from pypto_serving.backend.ranks.serving_host import JoinedHost, await_host
+from pypto_serving.backend.ranks.shared_steps import SharedSteps
+from pypto_serving.backend.ranks.split_blocks import SplitBlocks
+from pypto_serving.backend.ranks.supervisor import RankSupervisor
+from pypto_serving.backend.ranks.torch_ranks import TorchRanks
 from pypto_serving.errors import ConfigError, ModelError
-from pypto_serving.kernels import Engine, Peers, SharedMemory
+from pypto_serving.kernels import Engine, NativeCollectives, SharedMemory
 from pypto_serving.model.fingerprint import checkpoint_state, file_digests
 from pypto_serving.types.config import EngineConfig
 
@@ -27,9 +27,9 @@ class CpuBackend(Backend):
     """
 
     _engine: Engine | None = None
-    _followers: Followers | None = None
+    _supervisor: RankSupervisor | None = None
 
-    _shared: Shared | None = None
+    _shared: SharedSteps | None = None
     _torch_ranks: TorchRanks | None = None
 
     def __init__(self, config: EngineConfig) -> None:
@@ -39,7 +39,7 @@ class CpuBackend(Backend):
         if config.kernels == "torch":
             self._torch_ranks = TorchRanks(config)
         else:
-            self._shared = Shared(config, config.topology.ranks[0], SharedMemory.create())
+            self._shared = SharedSteps(config, config.topology.ranks[0], SharedMemory.create())
 
     def allocate(self) -> Sequence[StepBuffers]:
         shared = self._shared or self._torch_ranks
@@ -50,8 +50,8 @@ class CpuBackend(Backend):
             self._engine.pin_caller()
 
     def watch(self, fault: Fault) -> None:
-        if self._followers is not None:
-            self._followers.watch(fault)
+        if self._supervisor is not None:
+            self._supervisor.watch(fault)
 
     def prepare(self, progress: Progress) -> Any:
         """Load weights, allocate the KV arena and return the program. Raises ModelError or ConfigError."""
@@ -65,26 +65,26 @@ class CpuBackend(Backend):
         if self.config.kernels == "torch":
             return self._prepare_torch(progress)
         if self._shared is None:
-            return self._prepare_native(progress, Peers())
-        self._followers = Followers()
+            return self._prepare_native(progress, NativeCollectives())
+        self._supervisor = RankSupervisor()
         joined = self._await_host(progress) if self.config.join_address else None
         ranks, links = self.config.topology.on_host(0)[1:], defaultdict[int, dict[str, int]](dict)
         for name, fd in joined.links.items() if joined else ():
             links[self.config.topology.connections[name][0]][name] = fd
-        self._followers.start(run_rank, self.config, ranks, self._shared.memory.fd, links, self.descendants)
-        report = self._followers.reporting(progress)
+        self._supervisor.start(run_rank, self.config, ranks, self._shared.memory.fd, links, self.descendants)
+        report = self._supervisor.reporting(progress)
         program = self._prepare_native(report, self._shared.connect(links[0]), links[0].get("blocks"))
-        self._followers.await_ready(progress)
+        self._supervisor.await_ready(progress)
         return program
 
-    def _await_host(self, progress: Progress) -> Joined:
-        assert self._followers is not None
+    def _await_host(self, progress: Progress) -> JoinedHost:
+        assert self._supervisor is not None
         files = file_digests(self.config.model, self.config.cache_dir, progress)
         joined = await_host(self.config, files, progress, again=self.respawned)
-        self._followers.add(joined.name, joined.control)
+        self._supervisor.add(joined.name, joined.control)
         return joined
 
-    def _prepare_native(self, progress: Progress, peers: Peers, blocks: int | None = None) -> NativeProgram:
+    def _prepare_native(self, progress: Progress, peers: NativeCollectives, blocks: int | None = None) -> NativeProgram:
         loader = NativeLoader(self.config, self.config.topology.ranks[0])
         self._engine = loader.engine
         identity, model = loader.fingerprint(progress), loader.load(peers, progress)
@@ -93,7 +93,7 @@ class CpuBackend(Backend):
             memory = SplitBlocks(
                 model.arenas, loader.kv_spans(0), loader.kv_spans(1), blocks, self.config.faults.step_timeout_s
             )
-        blame = None if self._followers is None else self._followers.blame
+        blame = None if self._supervisor is None else self._supervisor.blame
         return NativeProgram(model, self.config, identity, loader.engine, peers, self._shared, blame, memory)
 
     def _prepare_torch(self, progress: Progress) -> Any:
@@ -102,6 +102,6 @@ class CpuBackend(Backend):
         except (ImportError, OSError) as error:
             raise ConfigError(f"torch cannot be imported ({error}); install it again") from None
         if self._torch_ranks is not None:
-            self._followers = self._torch_ranks.followers
+            self._supervisor = self._torch_ranks.supervisor
             self._torch_ranks.start(run_rank, self.config, self.descendants)
         return cpu_torch.prepare(self.config, progress, self._torch_ranks)

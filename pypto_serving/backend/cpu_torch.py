@@ -22,10 +22,10 @@ from torch.distributed import ProcessGroup
 from pypto_serving.backend.base import Draft, Progress, SamplingInputs, StepInputs, StepOutput
 from pypto_serving.backend.memory import HostBlocks
 from pypto_serving.backend.native import check_groups
-from pypto_serving.backend.shared_steps import READY, SharedBuffers
-from pypto_serving.backend.torch_ranks import Leader, TorchRanks
+from pypto_serving.backend.ranks.shared_steps import READY, SharedBuffers
+from pypto_serving.backend.ranks.torch_ranks import LeaderSocket, TorchRanks
 from pypto_serving.kernels import RanksGone, SharedMemory
-from pypto_serving.model.comm import Comm, join_group
+from pypto_serving.model.collectives import TorchCollectives, join_group
 from pypto_serving.model.fingerprint import program_fingerprint
 from pypto_serving.model.loader import Weights
 from pypto_serving.model.registry import load_config, model_family
@@ -69,7 +69,7 @@ class TorchProgram:
                 self._ranks.publish(inputs)
             self._logits = compute(self.model, inputs)
         except RanksGone:
-            self._ranks.followers.blame()
+            self._ranks.supervisor.blame()
 
     def collect(self) -> StepOutput:
         """Return the logits."""
@@ -103,23 +103,23 @@ def prepare(config: EngineConfig, progress: Progress, ranks: TorchRanks | None =
     loader = TorchLoader(config, config.topology.ranks[0])
     identity = loader.fingerprint(progress)
     if ranks is None:
-        return TorchProgram(loader.load(Comm(), progress), config, identity)
+        return TorchProgram(loader.load(TorchCollectives(), progress), config, identity)
 
     def connect() -> ProcessGroup:
         ranks.gather(progress)
         return loader.join_group(ranks.store)
 
     try:
-        comm = Comm(loader.rank, connect, ranks.memory.zeros)
-        return TorchProgram(loader.load(comm, ranks.followers.reporting(progress)), config, identity, ranks)
+        comm = TorchCollectives(loader.rank, connect, ranks.memory.zeros)
+        return TorchProgram(loader.load(comm, ranks.supervisor.reporting(progress)), config, identity, ranks)
     except RanksGone:
-        ranks.followers.blame()
+        ranks.supervisor.blame()
 
 
-def follow(start: RankStart, progress: Progress) -> None:
+def run_rank(start: RankStart, progress: Progress) -> None:
     """Compute a rank's part of the steps that the leader publishes, until that ends. Raises ModelError."""
     loader = TorchLoader(start.config, start.config.topology.ranks[start.rank])
-    shared, leader = SharedBuffers(start.config, SharedMemory(start.memory)), Leader(start.links["steps"])
+    shared, leader = SharedBuffers(start.config, SharedMemory(start.memory)), LeaderSocket(start.links["steps"])
 
     def connect() -> ProcessGroup:
         progress(READY, 1, 1)
@@ -127,7 +127,7 @@ def follow(start: RankStart, progress: Progress) -> None:
         return loader.join_group(start.links["store"])
 
     try:
-        model = loader.load(Comm(loader.rank, connect, shared.memory.zeros), progress)
+        model = loader.load(TorchCollectives(loader.rank, connect, shared.memory.zeros), progress)
         for inputs in leader.steps(shared):
             compute(model, inputs)
     except RanksGone:
@@ -154,7 +154,7 @@ class TorchLoader:
         numerics = (f"torch {torch.__version__}", torch.backends.cpu.get_cpu_capability(), LAYOUT, *sizes)
         return program_fingerprint(self.config, progress, self._architecture, self._program.name, *numerics)
 
-    def load(self, comm: Comm, progress: Progress) -> Any:
+    def load(self, comm: TorchCollectives, progress: Progress) -> Any:
         """Load the weights, and run the warm-up steps with all ranks."""
         self._take_cpus()
         with torch.inference_mode():

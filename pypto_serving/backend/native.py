@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, NoReturn
 
 from pypto_serving.backend.base import Draft, Progress, SamplingInputs, StepInputs, StepOutput
 from pypto_serving.backend.memory import HostBlocks
-from pypto_serving.backend.shared_steps import Shared, step_arrays
-from pypto_serving.backend.split_blocks import merged
+from pypto_serving.backend.ranks.shared_steps import SharedSteps, step_arrays
+from pypto_serving.backend.ranks.split_blocks import merged
 from pypto_serving.errors import ConfigError
-from pypto_serving.kernels import Engine, NativeSampler, Peers, RanksGone, Recording
+from pypto_serving.kernels import Engine, NativeCollectives, NativeSampler, RanksGone, Recording
 from pypto_serving.model.fingerprint import program_fingerprint
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.packed_file import PackedFile, packed_key
@@ -48,7 +48,7 @@ class NativeLoader:
     def _name(self) -> str:
         return str(self._program.name(self._model, self.config))
 
-    def load(self, peers: Peers, progress: Progress) -> Any:
+    def load(self, peers: NativeCollectives, progress: Progress) -> Any:
         """Load the weights and record the step. Raises ModelError or ConfigError."""
         file = self._packed_file() if self.config.packed_cache else None
         weights = PackedWeights(self.config.model, self.engine, progress, file)
@@ -101,8 +101,8 @@ class NativeProgram:
         config: EngineConfig,
         fingerprint: bytes,
         engine: Engine,
-        peers: Peers,
-        shared: Shared | None = None,
+        peers: NativeCollectives,
+        shared: SharedSteps | None = None,
         blame: Callable[[], NoReturn] | None = None,
         memory: HostBlocks | None = None,
     ) -> None:

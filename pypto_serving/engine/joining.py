@@ -14,7 +14,7 @@ from pypto_serving.types.start import HostJoin
 
 log = logging.getLogger(__name__)
 
-MODULE = "pypto_serving.backend.host"
+MODULE = "pypto_serving.backend.ranks.joining_host"
 AGAIN_S = 1.0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pypto_serving.kernels.barrier import RankBarrier, RanksGone
+from pypto_serving.kernels.collectives import NativeCollectives
 from pypto_serving.kernels.constants import GATE_HALF, INDEXER_TOKENS, PANEL
 from pypto_serving.kernels.engine import Engine, hashes, populate, zeros
 from pypto_serving.kernels.forms import (
@@ -21,8 +23,7 @@ from pypto_serving.kernels.forms import (
     strips_for,
 )
 from pypto_serving.kernels.library import runnable
-from pypto_serving.kernels.link import Courier, Extent, Link, Links, Mirrored, Mirrors
-from pypto_serving.kernels.meeting import Meeting, RanksGone
+from pypto_serving.kernels.link import Extent, Link, Links, Mirrored, Mirrors, ReceiveThread
 from pypto_serving.kernels.ngrams import NgramDrafter
 from pypto_serving.kernels.operands import (
     KVCacheLayer,
@@ -34,11 +35,10 @@ from pypto_serving.kernels.operands import (
     Scoring,
 )
 from pypto_serving.kernels.packing import pack_quantized, pack_rounded
-from pypto_serving.kernels.peers import Peers
 from pypto_serving.kernels.recording import Recording
 from pypto_serving.kernels.rounding import round_int4
 from pypto_serving.kernels.sampling import NativeSampler
-from pypto_serving.kernels.shared import Board, SharedMemory
+from pypto_serving.kernels.shared_memory import SharedMemory, StepBoard
 
 __all__ = [
     "BF16",
@@ -46,8 +46,6 @@ __all__ = [
     "INDEXER_TOKENS",
     "INT8",
     "PANEL",
-    "Board",
-    "Courier",
     "Engine",
     "Extent",
     "Form",
@@ -57,21 +55,23 @@ __all__ = [
     "Link",
     "Links",
     "Matrix",
-    "Meeting",
     "Mirrored",
     "Mirrors",
     "MlaSizes",
+    "NativeCollectives",
     "NativeSampler",
     "NgramDrafter",
     "NormRopeParams",
     "Pages",
-    "Peers",
+    "RankBarrier",
     "RanksGone",
+    "ReceiveThread",
     "Recording",
     "Routing",
     "Rows",
     "Scoring",
     "SharedMemory",
+    "StepBoard",
     "Stored",
     "StripColumns",
     "Strips",

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from pypto_serving.kernels.arguments import Handle
+from pypto_serving.kernels.barrier import RankBarrier
 from pypto_serving.kernels.engine import zeros
 from pypto_serving.kernels.library import library
-from pypto_serving.kernels.meeting import Meeting
 from pypto_serving.types.arrays import Array, PairArray, UInt8Array
 
 
@@ -60,7 +60,7 @@ class Link:
         self.handle: Handle = lib.link(fd, int(patience_s * 1000))
 
     def send_step(self, mirrors: Mirrors, buffers: int, tokens: int, rows: int, logits: int) -> bool:
-        """Send a step to a courier; return False if the link has failed."""
+        """Send a step to a ReceiveThread; return False if the link has failed."""
         return bool(self._lib.send_step(self.handle, mirrors.structs, len(mirrors), buffers, tokens, rows, logits))
 
     def __del__(self) -> None:
@@ -68,10 +68,10 @@ class Link:
             self._lib.unlink(handle)
 
 
-class Courier:
+class ReceiveThread:
     """Owns a thread that writes what arrives on a link to the arrays `mirrors`: equally many for each of `slots` steps.
 
-    It then advances all `counts` of a meeting. With `publishes`, `counts` is the memory of a board instead, on which
+    It then advances all `counts` of a barrier. With `publishes`, `counts` is the memory of a board instead, on which
     it publishes the step. When nothing more can arrive, it closes the counts.
     """
 
@@ -81,13 +81,13 @@ class Courier:
         self._lib, self._kept = lib, (link, mirrors, counts)
         places: dict[str, Any] = {"link": link.handle, "mirrors": mirrors.structs, "counts": counts}
         sizes = {"slots": slots, "arrays": len(mirrors) // slots}
-        num_counts = 1 if publishes else Meeting.num_ranks(counts)
+        num_counts = 1 if publishes else RankBarrier.num_ranks(counts)
         board = counts if publishes else None
-        self.handle: Handle = lib.courier(**places, **sizes, board=board, num_counts=num_counts)
+        self.handle: Handle = lib.receive_thread(**places, **sizes, board=board, num_counts=num_counts)
 
     def __del__(self) -> None:
         if handle := getattr(self, "handle", None):
-            self._lib.dismiss(handle)
+            self._lib.end_receive_thread(handle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,6 @@ class Links:
     """A rank's ends of the connections that `Topology.connections` names; None for those that it has no end of."""
 
     steps: Link | None = None
-    meeting: Link | None = None
+    exchange: Link | None = None
     rows: Link | None = None
     logits: Link | None = None

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.kernels.arguments import Handle
+from pypto_serving.kernels.barrier import RankBarrier, RanksGone
 from pypto_serving.kernels.constants import PANEL
 from pypto_serving.kernels.engine import Engine
 from pypto_serving.kernels.fields import UNGROUPED, first_row, gated_epilogue, gemm_fields, routing_fields, strip_words
@@ -27,7 +28,6 @@ from pypto_serving.kernels.forms import (
     strip_columns,
 )
 from pypto_serving.kernels.link import Link, Mirrors
-from pypto_serving.kernels.meeting import Meeting, RanksGone
 from pypto_serving.kernels.operands import (
     Epilogue,
     KVCacheLayer,
@@ -71,34 +71,21 @@ class Recording:
     def _keep(self, fields: Mapping[str, Any]) -> None:
         self._kept.extend(value for value in fields.values() if isinstance(value, np.ndarray))
 
-    def embed(self, table: BFloat16Array, x: Float32Array, first: int = 0) -> None:
+    def embed(self, table: BFloat16Array | Matrix, x: Float32Array, first: int = 0) -> None:
         """Look up token embeddings: x [tokens, width] = rows of `table` [count, width].
 
         The table is of tokens from `first` on; rows of others are not written. x may be [tokens, copies, width]; each
-        row is then written `copies` times.
+        row is then written `copies` times. A packed table, such as a tied output layer, is of bfloat16 or int8; others
+        raise ValueError.
         """
-        self._embed(x, first, len(table), table=table)
-
-    def embed_packed(self, table: Matrix, x: Float32Array, first: int = 0) -> None:
-        """As `embed`, from a packed `table` [count, width] of bfloat16 or int8, such as a tied output layer.
-
-        Raises ValueError for other weights.
-        """
-        if table.form not in (BF16, INT8):
-            raise ValueError(f"embeddings must be bfloat16 or int8, not {table.form}")
-        self._embed(x, first, table.n, packed=table.words, scales=table.scales)
-
-    def _embed(
-        self,
-        x: Float32Array,
-        first: int,
-        count: int,
-        table: BFloat16Array | None = None,
-        packed: PairArray | None = None,
-        scales: Float32Array | None = None,
-    ) -> None:
-        rows = {"first": first, "count": count, "width": x.shape[-1], "copies": math.prod(x.shape[1:-1]), "x": x}
-        self._add("embed", table=table, packed=packed, scales=scales, **rows)
+        sources: dict[str, Any] = {"table": table, "packed": None, "scales": None}
+        if isinstance(table, Matrix):
+            if table.form not in (BF16, INT8):
+                raise ValueError(f"embeddings must be bfloat16 or int8, not {table.form}")
+            sources = {"table": None, "packed": table.words, "scales": table.scales}
+        count = table.n if isinstance(table, Matrix) else len(table)
+        sizes = {"first": first, "count": count, "width": x.shape[-1], "copies": math.prod(x.shape[1:-1])}
+        self._add("embed", **sources, **sizes, x=x)
 
     def rms_norm(
         self, x: Float32Array, weight: Float32Array, eps: float, out: Strips, rows: Rows = Rows.TOKENS
@@ -405,25 +392,25 @@ class Recording:
         pages = {"kv": kv.handle, "compressed_kv": None if compressed_kv is None else compressed_kv.handle}
         self._add("mla_attention", **inputs, **heads, **counts, **pages, out=out)
 
-    def meet(self, meeting: Meeting) -> None:
+    def wait(self, barrier: RankBarrier) -> None:
         """Wait until every rank has come here, and see all that they have written."""
-        self._lib.record_meeting(self._handle, meeting.handle)
-        self._kept.append(meeting)
-        self.names.append("meet")
+        self._lib.record_barrier(self._handle, barrier.handle)
+        self._kept.append(barrier)
+        self.names.append("barrier")
 
     def exchange(self, link: Link, sent: Mirrors, received: Mirrors, counts: UInt8Array) -> None:
         """Send what this host wrote of the arrays `sent`, as the other does, and take what it wrote of `received`.
 
-        Where that fails, `counts` of a meeting are closed."""
-        sizes = {"num_sent": len(sent), "num_received": len(received), "num_counts": Meeting.num_ranks(counts)}
+        Where that fails, `counts` of a barrier are closed."""
+        sizes = {"num_sent": len(sent), "num_received": len(received), "num_counts": RankBarrier.num_ranks(counts)}
         arrays = {"sent": sent.structs, "received": received.structs, "counts": counts}
         self._add("exchange", link=link.handle, **arrays, **sizes)
         self._kept += [link, sent, received]
 
-    def mail(self, link: Link, mirrors: Mirrors, counts: UInt8Array) -> None:
-        """Send the array of the step's slot, one of `mirrors`; where that fails, `counts` of a meeting are closed."""
-        num_counts = Meeting.num_ranks(counts)
-        self._add("mail", link=link.handle, mirrors=mirrors.structs, counts=counts, num_counts=num_counts)
+    def send_slot(self, link: Link, mirrors: Mirrors, counts: UInt8Array) -> None:
+        """Send the array of the step's slot, one of `mirrors`; where that fails, `counts` of a barrier are closed."""
+        num_counts = RankBarrier.num_ranks(counts)
+        self._add("send_slot", link=link.handle, mirrors=mirrors.structs, counts=counts, num_counts=num_counts)
         self._kept += [link, mirrors]
 
     def pass_rows(
@@ -472,7 +459,7 @@ class Recording:
         """Compute one step. The arrays are those of StepInputs: int32, contiguous except between the tables' rows.
 
         `slot` is its place among the steps in flight. The time of each operation is added to `seconds` [operations].
-        Raises ValueError where these have another length, RanksGone if a meeting was closed.
+        Raises ValueError where these have another length, RanksGone if a barrier was closed.
         """
         if seconds is not None and len(seconds) != len(self.names):
             raise ValueError(f"seconds must be {len(self.names)} numbers, not {len(seconds)}")
@@ -485,12 +472,16 @@ class Recording:
     def _tables(self, slots: Sequence[Array], block_tables: Sequence[Array]) -> NDArray[np.void]:
         return self._groups.array([(s, *first_row(table)) for s, table in zip(slots, block_tables, strict=True)])
 
-    def follow(self, board: UInt8Array, buffers: Sequence[StepArrays], drafting: Recording | None = None) -> None:
-        """Compute the steps that a leader publishes; see `Board.follow`. Their arrays begin those of `buffers`."""
+    def replay_published(
+        self, board: UInt8Array, buffers: Sequence[StepArrays], drafting: Recording | None = None
+    ) -> None:
+        """Implement `StepBoard.replay_published`. The arrays of a step begin those of one of `buffers`."""
         groups = [self._tables(slots, tables) for *_, slots, tables in buffers]
         fields = [(*arrays[:5], tables) for arrays, tables in zip(buffers, groups, strict=True)]
         other = None if drafting is None else drafting._handle
-        self._lib.follow(self._handle, other, board, self._lib.structs["StepArrays"].array(fields), len(buffers))
+        self._lib.replay_published(
+            self._handle, other, board, self._lib.structs["StepArrays"].array(fields), len(buffers)
+        )
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):

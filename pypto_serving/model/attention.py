@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pypto_serving.model.comm import Comm
+from pypto_serving.model.collectives import TorchCollectives
 from pypto_serving.model.step import StepTensors
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.util import ceil_div
@@ -34,14 +34,16 @@ class KVArena:
 
     One hidden block behind the others stays zero and stands for blocks that a sequence does not have. Memory is
     committed when first written. All ranks have the same pages, and each has `kv_heads` of them. Where several ranks
-    have the same head, the first of them writes it, and they meet before they read.
+    have the same head, the first of them writes it, and a barrier comes before they read.
     """
 
-    def __init__(self, group: KVCacheGroupSpec, num_blocks: int, dtype: torch.dtype, comm: Comm | None = None) -> None:
+    def __init__(
+        self, group: KVCacheGroupSpec, num_blocks: int, dtype: torch.dtype, comm: TorchCollectives | None = None
+    ) -> None:
         keys = group.tensors[0]
         self.layers = len(keys.layers)
         self.all_heads, self.head_dim = keys.row_shape
-        self._comm = comm or Comm()
+        self._comm = comm or TorchCollectives()
         rank = self._comm.rank
         self._heads = rank.kv_heads(self.all_heads)
         self._writes = rank.writes_kv(self.all_heads)
@@ -77,7 +79,7 @@ class KVArena:
                 start = (layer * 2 + which) * self.all_heads * self.block_size
                 self._rows[start:].index_copy_(0, row_index, rows.reshape(-1, self.head_dim))
         if self._repeated:
-            self._comm.meet()
+            self._comm.barrier()
 
     def read(self, layer: int, which: int, block_index: Tensor, positions: int) -> Tensor:
         """Read the blocks of `block_index`, [rows * kv_heads, positions, head_dim]."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from pypto_serving.kernels import Peers, Recording, zeros
+from pypto_serving.kernels import NativeCollectives, Recording, zeros
 from pypto_serving.parallel.topology import Rank
 from pypto_serving.types.arrays import Float32Array
 
@@ -18,10 +18,10 @@ class AttentionShare:
     rank, peers: whose part of the weights it has, and who computes the same rows with it.
     """
 
-    def __init__(self, rank: Rank, peers: Peers) -> None:
+    def __init__(self, rank: Rank, peers: NativeCollectives) -> None:
         self._whole, self._all = rank, peers
         self._splits_rows = rank.topology.data > 1
-        self.rank, self.peers = rank.attention, Peers() if self._splits_rows else peers
+        self.rank, self.peers = rank.attention, NativeCollectives() if self._splits_rows else peers
         self._mine: Float32Array | None = None
 
     @contextmanager
@@ -34,4 +34,4 @@ class AttentionShare:
             self._mine = zeros(np.float32, *x.shape)
         with step.share_of_rows(self._whole.tensor, self._whole.topology.data, x.shape[-1], x, self._mine):
             yield self._mine
-        self._all.meet(step, x)
+        self._all.barrier(step, x)

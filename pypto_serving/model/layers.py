@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pypto_serving.kernels.constants import GATE_HALF
-from pypto_serving.model.comm import Comm
+from pypto_serving.model.collectives import TorchCollectives
 
 ROW_FLOORS = (4, 8, 16, 32, 64)
 _PROBE_ROWS = 128
@@ -130,7 +130,7 @@ class GatedMLP:
 class SplitMLP:
     """An MLP whose layers, of `inner` and `hidden` outputs, are split over ranks."""
 
-    def __init__(self, mlp: MLP, comm: Comm, inner: int, hidden: int) -> None:
+    def __init__(self, mlp: MLP, comm: TorchCollectives, inner: int, hidden: int) -> None:
         self._mlp, self._comm, self._inner, self._hidden = mlp, comm, inner, hidden
         self.linears = mlp.linears
 
@@ -143,7 +143,7 @@ class SplitMLP:
 class SplitExperts:
     """The experts of a layer that this rank computes, or shares with others, by their indices among `count`."""
 
-    def __init__(self, experts: Mapping[int, MLP], comm: Comm, count: int, inner: int, hidden: int) -> None:
+    def __init__(self, experts: Mapping[int, MLP], comm: TorchCollectives, count: int, inner: int, hidden: int) -> None:
         self._experts, self._comm, self._count = experts, comm, count
         self._inner, self._hidden = inner, hidden
         topology = comm.rank.topology
@@ -225,7 +225,7 @@ class MoE:
 class Embedding:
     """A table of embeddings, of which each rank has those of its tokens."""
 
-    def __init__(self, table: Tensor, comm: Comm, tokens: range) -> None:
+    def __init__(self, table: Tensor, comm: TorchCollectives, tokens: range) -> None:
         self.table, self._comm, self._tokens = table, comm, tokens
 
     def __call__(self, token_ids: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ class Topology(msgspec.Struct, frozen=True):
             return {}
         first = self.on_host(1)[0].index
         if self.hosts_split_layers:
-            return dict.fromkeys(("steps", "blocks", "meeting"), (0, first))
+            return dict.fromkeys(("steps", "blocks", "exchange"), (0, first))
         stages = {"rows": (first - self.tensor, first), "logits": (0, self.num_ranks - self.tensor)}
         return dict.fromkeys(("steps", "blocks"), (0, first)) | stages
 

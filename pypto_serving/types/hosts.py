@@ -33,7 +33,7 @@ class HostStart(msgspec.Struct, frozen=True, tag="start"):
 
 
 class HostHeartbeat(msgspec.Struct, frozen=True, tag="beat"):
-    """The host is there."""
+    """Sent regularly: the host is still there."""
 
 
 FromHost = HostHello | HostStart | HostHeartbeat | ChildProgress | ChildFault

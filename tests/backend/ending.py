@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from pypto_serving.backend.shared_steps import READY
+from pypto_serving.backend.ranks.shared_steps import READY
 from pypto_serving.errors import EngineDeadError
 from pypto_serving.processes import Parent, run_child
 from pypto_serving.types.start import HostJoin

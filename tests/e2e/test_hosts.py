@@ -18,8 +18,8 @@ import msgspec
 import psutil
 import pytest
 
-from pypto_serving.backend.greeting import CONTROL, connect
-from pypto_serving.backend.hosts import WAITING, Door
+from pypto_serving.backend.ranks.handshake import CONTROL, connect
+from pypto_serving.backend.ranks.serving_host import WAITING, HostListener
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.errors import EXIT_ENGINE, EXIT_USAGE, PyptoError
 from pypto_serving.parallel.topology import Topology
@@ -263,9 +263,9 @@ def test_a_host_joins_past_strangers(model: Path, address: str, kind: str) -> No
 
 
 def test_a_host_that_was_sent_away_comes_again(model: Path, address: str) -> None:
-    door = Door(address, SECRET.encode())
-    with joining(address, model), contextlib.closing(door):
-        arrivals = iter(door.arrivals(time.monotonic() + AGAIN_S, lambda *_: None))
+    listener = HostListener(address, SECRET.encode())
+    with joining(address, model), contextlib.closing(listener):
+        arrivals = iter(listener.arrivals(time.monotonic() + AGAIN_S, lambda *_: None))
         for _ in range(3):
             next(arrivals).end.close()
 
@@ -345,7 +345,7 @@ DAMAGES: dict[str, Damage] = {
 DAMAGED = [
     (TWO, "control serving", "noise", "lengths gap"),
     (TWO, "control joining", "", "lengths noise gap"),
-    (TWO, "meeting serving", "gap", "noise lengths"),
+    (TWO, "exchange serving", "gap", "noise lengths"),
     (TWO, "steps joining", "", "noise lengths gap"),
     (TWO, "blocks serving", "", "lengths noise"),
     (TWO, "blocks joining", "", "noise lengths"),

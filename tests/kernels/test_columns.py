@@ -104,7 +104,7 @@ def test_embeddings_of_some_tokens(engine: Engine, packed: bool) -> None:
     stage = Stage(engine)
     x = stage.room(np.float32, len(ids), 34)
     if packed:
-        stage.record.embed_packed(matrix_of(table), x, 32)
+        stage.record.embed(matrix_of(table), x, 32)
     else:
         stage.record.embed(narrow(table), x, 32)
     stage.play(len(ids), token_ids=ids)

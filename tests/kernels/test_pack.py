@@ -128,7 +128,7 @@ def test_packing_rounded(engine: Engine, n: int, k: int) -> None:
         steps = values / np.where(scales > 0, scales, 1)[:, None]
         stage = Stage(engine)
         x = stage.room(np.float32, n, k)
-        stage.record.embed_packed(found, x)
+        stage.record.embed(found, x)
         stage.play(n, token_ids=np.arange(n))
         codes = np.rint(x / np.where(scales > 0, scales, 1)[:, None])
         assert np.abs(codes - steps).max() < 0.501 and np.array_equal(x, codes.astype(np.float32) * scales[:, None])

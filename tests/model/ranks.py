@@ -17,8 +17,8 @@ import numpy as np
 from pypto_serving.backend.base import Progress, StepInputs, StepOutput
 from pypto_serving.backend.memory import HostBlocks
 from pypto_serving.backend.native import NativeLoader
-from pypto_serving.backend.split_blocks import SplitBlocks, serve_blocks
-from pypto_serving.kernels import Engine, Link, Links, Peers, Recording, SharedMemory, runnable
+from pypto_serving.backend.ranks.split_blocks import SplitBlocks, serve_blocks
+from pypto_serving.kernels import Engine, Link, Links, NativeCollectives, Recording, SharedMemory, runnable
 from pypto_serving.model.family import Serving
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.registry import load_config, load_spec, model_family
@@ -59,7 +59,7 @@ class RankedProgram:
             weights = PackedWeights(path, engine, progress)
             ends = {name: Link(fd, PATIENCE_S) for name, fd in links[rank.index].items() if name not in UNUSED}
             shared = (SharedMemory(memories[rank.host].fd), 1, Links(**ends), self.config.max_num_batched_tokens)
-            peers = Peers(rank, *shared) if topology.num_ranks > 1 else Peers()
+            peers = NativeCollectives(rank, *shared) if topology.num_ranks > 1 else NativeCollectives()
             self._peers.append(peers)
             self.models.append(program(model, weights, engine, self.config, rank, peers))
         self.memory = HostBlocks(self.models[0].arenas)

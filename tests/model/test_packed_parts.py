@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from pypto_serving.backend.native import NativeLoader
 from pypto_serving.errors import ModelError
-from pypto_serving.kernels import Engine, Matrix, Peers, SharedMemory, hashes, runnable
+from pypto_serving.kernels import Engine, Matrix, NativeCollectives, SharedMemory, hashes, runnable
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.packed_file import PackedFile
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
@@ -119,7 +119,7 @@ def load_ranks(path: Path, folder: Path, topology: Topology) -> dict[Path, int]:
     changes = {"topology": topology, "placements": places, "packed_cache": str(folder)}
     config, memory = config_for(path, "bfloat16", kernels=runnable()[0], **changes), SharedMemory.create()
     for rank in topology.ranks:
-        peers = Peers(rank, SharedMemory(memory.fd)) if topology.num_ranks > 1 else Peers()
+        peers = NativeCollectives(rank, SharedMemory(memory.fd)) if topology.num_ranks > 1 else NativeCollectives()
         NativeLoader(config, rank).load(peers, lambda *_: None)
     for thread in threading.enumerate():
         if thread.name == "packed-file":

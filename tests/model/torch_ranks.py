@@ -17,7 +17,7 @@ from torch import Tensor
 from pypto_serving.backend.base import StepInputs, StepOutput
 from pypto_serving.backend.cpu_torch import TorchProgram, compute
 from pypto_serving.kernels import SharedMemory
-from pypto_serving.model.comm import Comm
+from pypto_serving.model.collectives import TorchCollectives
 from pypto_serving.model.loader import Weights
 from pypto_serving.model.registry import load_config, model_family
 from pypto_serving.parallel.topology import Rank, Topology
@@ -69,7 +69,7 @@ class TorchRankedProgram:
 
             torch.set_num_threads(1)
             alone = topology.num_ranks == 1
-            comm = Comm() if alone else Comm(rank, connect, SharedMemory(memory.fd).zeros)
+            comm = TorchCollectives() if alone else TorchCollectives(rank, connect, SharedMemory(memory.fd).zeros)
             weights = CountedWeights(path, "float32", lambda *_: None)
             with torch.inference_mode():
                 return program(model, weights, config, comm), weights.num_bytes

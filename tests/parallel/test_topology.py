@@ -132,7 +132,7 @@ def test_ranks_that_split_rows_have_attention_whole() -> None:
     ("topology", "hosts", "connections"),
     [
         (Topology(tensor=3), [0, 0, 0], {}),
-        (Topology(tensor=3, hosts=2), [0, 0, 1], {"steps": (0, 2), "blocks": (0, 2), "meeting": (0, 2)}),
+        (Topology(tensor=3, hosts=2), [0, 0, 1], {"steps": (0, 2), "blocks": (0, 2), "exchange": (0, 2)}),
         (
             Topology(tensor=2, pipeline=3, hosts=2),
             [0, 0, 0, 0, 1, 1],

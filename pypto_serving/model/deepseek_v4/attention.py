@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pypto_serving.model.comm import Comm
+from pypto_serving.model.collectives import TorchCollectives
 from pypto_serving.model.deepseek_v4.compressor import ClosedWindows, Compressor
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.layers import apply_rope, matrix, vector
@@ -67,7 +67,7 @@ def same_width(counts: Tensor, fixed: int, row_bytes: int) -> Iterator[tuple[Ten
             yield tokens, width
 
 
-def _parts_of_heads(comm: Comm, num_heads: int, head_dim: int) -> list[range]:
+def _parts_of_heads(comm: TorchCollectives, num_heads: int, head_dim: int) -> list[range]:
     """Return the outputs of each rank's heads."""
     return comm.parts(lambda rank: rows_of(rank.heads(num_heads), head_dim))
 
@@ -78,7 +78,9 @@ class IndexerTopK:
     Ties go to the earlier entry. Ranks split the projections; the scores, which are sums over all heads, each repeats.
     """
 
-    def __init__(self, model: DeepseekV4Config, weights: Weights, prefix: str, keys: LayerRows, comm: Comm) -> None:
+    def __init__(
+        self, model: DeepseekV4Config, weights: Weights, prefix: str, keys: LayerRows, comm: TorchCollectives
+    ) -> None:
         assert model.indexer is not None
         self.sizes, self.keys, self._comm = model.indexer, keys, comm
         self._queries = _parts_of_heads(comm, self.sizes.num_heads, self.sizes.head_dim)
@@ -128,7 +130,7 @@ class Attention:
     """
 
     def __init__(
-        self, model: DeepseekV4Config, weights: Weights, layer: int, pages: dict[str, Pages], comm: Comm
+        self, model: DeepseekV4Config, weights: Weights, layer: int, pages: dict[str, Pages], comm: TorchCollectives
     ) -> None:
         prefix, kind, rank = f"{model.prefix(layer)}attn.", model.kinds[layer], comm.rank
         self._first_row = model.first_row(layer)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pypto_serving.kernels import INDEXER_TOKENS, PANEL, Pages, Peers, Recording, zeros
+from pypto_serving.kernels import INDEXER_TOKENS, PANEL, NativeCollectives, Pages, Recording, zeros
 from pypto_serving.model.attention_share import AttentionShare
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
@@ -37,7 +37,7 @@ def layer_spans(group: KVCacheGroupSpec, layers: range) -> Spans:
 class Arenas:
     """Owns the blocks of all KV groups, uint8 [num_blocks, block_bytes] each, and finds a layer's rows in them."""
 
-    def __init__(self, config: EngineConfig, peers: Peers) -> None:
+    def __init__(self, config: EngineConfig, peers: NativeCollectives) -> None:
         self._groups = config.groups
         counts = zip(config.groups, config.num_blocks, strict=True)
         self.blocks = tuple(peers.zeros_for_all(np.uint8, count, group.block_bytes) for group, count in counts)
@@ -59,7 +59,9 @@ class Arenas:
 class Buffers:
     """Owns the activations of the largest step; those that ranks gather are shared. kernels/forms.py has layouts."""
 
-    def __init__(self, model: DeepseekV4Config, config: EngineConfig, attention: AttentionShare, peers: Peers) -> None:
+    def __init__(
+        self, model: DeepseekV4Config, config: EngineConfig, attention: AttentionShare, peers: NativeCollectives
+    ) -> None:
         rank, tokens, rows = attention.rank, config.max_num_batched_tokens, config.limits.max_logits
         hidden, experts, heads = model.hidden_size, model.experts, len(rank.heads(model.num_heads))
         entries = tokens * experts.per_token

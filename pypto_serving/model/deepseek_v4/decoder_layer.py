@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pypto_serving.model.comm import Comm
+from pypto_serving.model.collectives import TorchCollectives
 from pypto_serving.model.deepseek_v4.attention import Attention, StepView
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.layers import HyperConnection, MoE, hyper_connection_post, vector
@@ -17,7 +17,7 @@ class DecoderLayer:
     """One layer: attention and MoE, each with hyper-connections to the residual streams."""
 
     def __init__(
-        self, model: DeepseekV4Config, weights: Weights, layer: int, pages: dict[str, Pages], comm: Comm
+        self, model: DeepseekV4Config, weights: Weights, layer: int, pages: dict[str, Pages], comm: TorchCollectives
     ) -> None:
         prefix, self.eps = model.prefix(layer), model.rms_norm_eps
         self.kind, self.dtype = model.kinds[layer], weights.dtype

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pypto_serving.model.comm import Comm
+from pypto_serving.model.collectives import TorchCollectives
 from pypto_serving.model.deepseek_v4.attention import StepView
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.decoder_layer import DecoderLayer
@@ -21,7 +21,9 @@ class DraftLayer:
     The streams of all tokens lie in the KV group `streams`, so a row of the layer depends on no later token.
     """
 
-    def __init__(self, model: DeepseekV4Config, weights: Weights, pages: dict[str, Pages], comm: Comm) -> None:
+    def __init__(
+        self, model: DeepseekV4Config, weights: Weights, pages: dict[str, Pages], comm: TorchCollectives
+    ) -> None:
         (layer,) = model.drafts
         prefix, self.eps, self._comm = model.prefix(layer), model.rms_norm_eps, comm
         self.layer = DecoderLayer(model, weights, layer, pages, comm)

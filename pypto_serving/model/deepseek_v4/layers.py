@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pypto_serving.kernels.constants import GATE_HALF
-from pypto_serving.model.comm import Comm
+from pypto_serving.model.collectives import TorchCollectives
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.parts import HyperConnections
 from pypto_serving.model.layers import Linear, SplitExperts, SplitMLP, rms_norm
@@ -138,7 +138,7 @@ class MoE:
     The scores weigh them in both cases. Ranks split the outputs of the router, too.
     """
 
-    def __init__(self, model: DeepseekV4Config, weights: Weights, layer: int, comm: Comm) -> None:
+    def __init__(self, model: DeepseekV4Config, weights: Weights, layer: int, comm: TorchCollectives) -> None:
         prefix, rank = f"{model.prefix(layer)}ffn.", comm.rank
         self.sizes, self._comm = model.experts, comm
         limit, inner, hidden = self.sizes.limit, self.sizes.intermediate_size, model.hidden_size

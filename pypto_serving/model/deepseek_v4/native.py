@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pypto_serving.kernels import Engine, Peers, Recording
+from pypto_serving.kernels import Engine, NativeCollectives, Recording
 from pypto_serving.model.attention_share import AttentionShare
 from pypto_serving.model.deepseek_v4.buffers import Arenas, Buffers, layer_spans
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
@@ -46,11 +46,11 @@ class NativeDeepseekV4:
         engine: Engine,
         config: EngineConfig,
         rank: Rank | None = None,
-        peers: Peers | None = None,
+        peers: NativeCollectives | None = None,
     ) -> None:
         inventory = DeepseekV4Inventory(model, weights.headers)
         weights.require(inventory.expected(), inventory.ignores, inventory.schemes(), inventory.sizes())
-        rank, peers = rank or Rank(), peers or Peers()
+        rank, peers = rank or Rank(), peers or NativeCollectives()
         self.step = Recording(engine)
         self.draft_step = Recording(engine) if model.drafts else None
         arenas, attention = Arenas(config, peers), AttentionShare(rank, peers)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pypto_serving.model.comm import Comm
+from pypto_serving.model.collectives import TorchCollectives
 from pypto_serving.model.loader import torch_dtype
 from pypto_serving.model.step import StepTensors
 from pypto_serving.types.kv import KVCacheGroupSpec
@@ -21,7 +21,7 @@ class Pages:
     and serves positions that do not exist. Memory is committed when first written. All ranks have the same blocks.
     """
 
-    def __init__(self, group: KVCacheGroupSpec, num_blocks: int, comm: Comm) -> None:
+    def __init__(self, group: KVCacheGroupSpec, num_blocks: int, comm: TorchCollectives) -> None:
         tensors = group.tensors
         (width,) = {tensor.row_shape[0] for tensor in tensors}
         with torch.inference_mode(False):  # others may write pages too

@@ -7,7 +7,7 @@ import logging
 import torch
 from torch import Tensor
 
-from pypto_serving.model.comm import Comm
+from pypto_serving.model.collectives import TorchCollectives
 from pypto_serving.model.deepseek_v4.attention import StepView
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.decoder_layer import DecoderLayer
@@ -35,11 +35,11 @@ class DeepseekV4Program:
     name = "deepseek-v4-torch-2"
 
     def __init__(
-        self, model: DeepseekV4Config, weights: Weights, config: EngineConfig, comm: Comm | None = None
+        self, model: DeepseekV4Config, weights: Weights, config: EngineConfig, comm: TorchCollectives | None = None
     ) -> None:
         inventory = DeepseekV4Inventory(model)
         weights.require(inventory.expected(), inventory.ignores)
-        self.model, self._comm = model, comm or Comm()
+        self.model, self._comm = model, comm or TorchCollectives()
         device = torch.get_default_device()
         self._groups = {
             group.name: Pages(group, count, self._comm)

@@ -13,9 +13,9 @@ from pypto_serving.kernels import (
     PANEL,
     Matrix,
     MlaSizes,
+    NativeCollectives,
     NormRopeParams,
     Pages,
-    Peers,
     Recording,
     Routing,
     Rows,
@@ -46,7 +46,7 @@ class ModelPart:
     model: DeepseekV4Config
     weights: PackedWeights
     rank: Rank
-    peers: Peers
+    peers: NativeCollectives
     attention: AttentionShare
     buffers: Buffers
     arenas: Arenas
@@ -56,9 +56,9 @@ class ModelPart:
 class LayerRecorder:
     """Records layers of a model, or a rank's part of them, into `step`. Recorders of a model share all else.
 
-    Ranks of a stage split every matrix by its outputs and meet where they need those of all. What all heads share, such
-    as rows of the KV cache, each rank computes: all write the same bytes. Where they split the rows of attention, each
-    has its matrices whole.
+    Ranks of a stage split every matrix by its outputs and gather where they need all of them. What all heads share,
+    such as rows of the KV cache, each rank computes: all write the same bytes. Where they split the rows of attention,
+    each has its matrices whole.
     """
 
     def __init__(self, step: Recording, part: ModelPart, config: EngineConfig) -> None:
@@ -83,7 +83,7 @@ class LayerRecorder:
         """Record out [tokens, ..., hidden] = the embeddings of the tokens."""
         if mine := self._rank.vocabulary(self._model.vocab_size):
             self.step.embed(self._weights.table("embed.weight", mine), out, mine.start)
-        self._peers.meet(self.step, out)
+        self._peers.barrier(self.step, out)
 
     def logits(self, prefix: str = "") -> None:
         """Record the logits of the streams, by the head mix and norm called `prefix`."""
@@ -117,11 +117,11 @@ class LayerRecorder:
         normed = self._products.normed(rows, norm, eps, b.stream_rows, Rows.STREAMS)
         for matrix in h_proj:
             normed(matrix)
-        self._peers.meet(self.step)
+        self._peers.barrier(self.step)
         self._products.linear(normed, h_proj, columns_of(rows, mine), Rows.STREAMS)
         if mine:
             self.step.hyper_connection_post(y, b.added, b.streams[:, :, mine.start : mine.stop])
-        self._peers.meet(self.step, b.streams)
+        self._peers.barrier(self.step, b.streams)
 
     def draft_rows(self, layer: int) -> None:
         """Record a draft layer's rows of the KV cache alone, which is what it needs of tokens before the last."""
@@ -155,12 +155,12 @@ class LayerRecorder:
         self.step.rms_norm_linear(streams, weight, eps, mixes, rows)
         self.step.hyper_connection_pre(streams, mixes, scale, base, hyper.eps, b.x, post_comb, hyper.iterations)
 
-    def _hyper_connection_post(self, streams: Float32Array, rank: Rank, peers: Peers) -> None:
+    def _hyper_connection_post(self, streams: Float32Array, rank: Rank, peers: NativeCollectives) -> None:
         """Record the streams from y: the rank's columns."""
         if mine := rank.columns(self._model.hidden_size):
             y, post_comb = self._buffers.y[:, : len(mine)], self._buffers.post_comb
             self.step.hyper_connection_post(y, post_comb, streams[:, :, mine.start : mine.stop])
-        peers.meet(self.step, streams)
+        peers.barrier(self.step, streams)
 
     def _record_attention(self, layer: int) -> None:
         """Record y = wo_b(wo_a(attention)), wo_a by groups, and the writes to the KV cache."""
@@ -211,11 +211,11 @@ class LayerRecorder:
         b, model, rank, peers = self._buffers, self._model, self._attention.rank, self._attention.peers
         width = model.o_groups * model.o_lora_rank
         inner = rank.columns(width)
-        peers.meet(self.step, b.attended)
+        peers.barrier(self.step, b.attended)
         for wo_a in self._matrix(f"{prefix}wo_a", inner):
             out = StripColumns(b.out_latent, width, inner.start)
             self.step.linear_groups(b.attended, wo_a, model.o_lora_rank, out)
-        peers.meet(self.step, b.out_latent)
+        peers.barrier(self.step, b.out_latent)
         wo_b = self._matrix(f"{prefix}wo_b", rank.columns(model.hidden_size))
         self._products.linear(self._products.strips(b.out_latent), wo_b, b.y)
 
@@ -227,7 +227,7 @@ class LayerRecorder:
         mine = self._attention.rank.columns(sum(widths))
         normed = self._normed(self._weights.exact(f"{prefix}attn_norm.weight"))
         self._products.linear(normed, self._weights.matrix(names, cut(widths, mine)), columns_of(out, mine))
-        self._attention.peers.meet(self.step, out)
+        self._attention.peers.barrier(self.step, out)
         return dict(zip(named, np.split(out, np.cumsum(widths)[:-1], axis=1), strict=True))
 
     def _record_compressor(
@@ -254,12 +254,12 @@ class LayerRecorder:
         self._record_compressor(prefix, parts, "csa_inner_state", layer, key_rope, keys)
         if heads := rank.heads(indexer.num_heads):
             self.step.norm_rope(queries, len(heads), query_rope, b.index_queries, heads.start)
-        peers.meet(self.step, b.index_queries)
+        peers.barrier(self.step, b.index_queries)
         scale = (indexer.num_heads * indexer.head_dim) ** -0.5
         inputs = (b.index_queries, parts["indexer.weights_proj"], scale, query_rope, keys)
         tokens = (rank.tensor, rank.topology.tensor)
         self.step.indexer_topk(*inputs, b.topk_indices, b.scores, *tokens)
-        peers.meet(self.step, b.topk_indices)
+        peers.barrier(self.step, b.topk_indices)
 
     def _record_experts(self, layer: int) -> None:
         """Record y = shared expert + weighted sum of the routed experts."""
@@ -271,13 +271,13 @@ class LayerRecorder:
         normed = self._normed(norm)
         shared = self._weights.gate_up([f"{prefix}shared_experts.w1"], [f"{prefix}shared_experts.w3"], [inner])
         products.swiglu(normed, shared, StripColumns(b.gated, width, inner.start), limit)
-        self._peers.meet(self.step, b.router_logits, b.gated)
+        self._peers.barrier(self.step, b.router_logits, b.gated)
         y = b.y[:, : len(mine)]
         products.linear(products.strips(b.gated), self._matrix(f"{prefix}shared_experts.w2", mine), y)
         routing = self._route(layer)
         self._record_routed(prefix, routing, normed)
         if rank.topology.expert > 1:  # else the columns that a rank adds to y are its own
-            self._peers.meet(self.step, b.expert_out)
+            self._peers.barrier(self.step, b.expert_out)
         if mine:
             self.step.moe_combine(routing, columns_of(b.expert_out, mine), y)
 
@@ -311,7 +311,7 @@ class LayerRecorder:
         out = StripColumns(b.expert_gated, experts.intermediate_size, inner.start)
         products.expert_swiglu(routing, rows, gate_up, out, experts.limit)
         if rank.topology.tensor > rank.topology.expert:  # else an expert has one rank
-            self._peers.meet(self.step, b.expert_gated)
+            self._peers.barrier(self.step, b.expert_gated)
         down = self._weights.several(w2, expert_outputs(rank, experts.count, outer))
         gated = products.strips(b.expert_gated, routing)
         products.expert_linear(routing, gated, down, columns_of(b.expert_out, outer))

@@ -12,7 +12,7 @@ from pypto_serving.kernels import (
     Engine,
     KVCacheLayer,
     Matrix,
-    Peers,
+    NativeCollectives,
     Recording,
     Rows,
     Scoring,
@@ -37,7 +37,7 @@ class NativeQwen3:
     """Owns packed weights, KV pages and the recorded step of a Qwen3 model, or one rank's part of them.
 
     `pages` are those of KVCacheLayer; csrc/ops.h says how a head's part of a block is laid out. `logits` is float32
-    [max_logits, vocab]. Ranks of a stage split every matrix by its outputs and meet where they need those of all.
+    [max_logits, vocab]. Ranks of a stage split every matrix by its outputs and gather where they need those of all.
     Where they split the rows of attention, each has its matrices whole.
     """
 
@@ -69,12 +69,12 @@ class NativeQwen3:
         engine: Engine,
         config: EngineConfig,
         rank: Rank | None = None,
-        peers: Peers | None = None,
+        peers: NativeCollectives | None = None,
     ) -> None:
         inventory = Qwen3Inventory(model, weights.headers)
         weights.require(inventory.expected(), inventory.ignores, inventory.schemes, inventory.sizes())
         self.model, self._weights = model, weights
-        self._rank, self._peers = rank or Rank(), peers or Peers()
+        self._rank, self._peers = rank or Rank(), peers or NativeCollectives()
         self.pages = _pages(config.groups[0], config.num_blocks[0], model, self._peers)
         self.arenas = (self.pages.view(np.uint8).reshape(len(self.pages), -1),)
         self.step = Recording(engine)
@@ -111,8 +111,8 @@ class NativeQwen3:
         if mine and not self.model.tied_embeddings:
             self.step.embed(self._weights.table("model.embed_tokens.weight", mine), x, mine.start)
         elif head:
-            self.step.embed_packed(head[0], x, mine.start)
-        self._peers.meet(self.step, x)
+            self.step.embed(head[0], x, mine.start)
+        self._peers.barrier(self.step, x)
 
     def _matrix(self, module: str, outputs: range, bias: bool = False) -> list[Matrix]:
         return self._weights.matrix([module], [outputs], bias)
@@ -122,14 +122,14 @@ class NativeQwen3:
         return self._products.normed(x, weight, eps, self._buffers.normed, rows)
 
     def _add_to(
-        self, x: Float32Array, rank: Rank, peers: Peers, strips: PairArray, module: str, bias: bool = False
+        self, x: Float32Array, rank: Rank, peers: NativeCollectives, strips: PairArray, module: str, bias: bool = False
     ) -> None:
         """Record x += W strips, after all `peers` have written the strips."""
         mine = rank.columns(self.model.hidden_size)
-        peers.meet(self.step, strips)
+        peers.barrier(self.step, strips)
         matrix = self._matrix(module, mine, bias)
         self._products.linear_add(self._products.strips(strips), matrix, columns_of(x, mine))
-        peers.meet(self.step, x)
+        peers.barrier(self.step, x)
 
     def _record_attention(
         self, x: Float32Array, index: int, cos: NDArray[np.float32], sin: NDArray[np.float32]
@@ -179,15 +179,15 @@ class NativeQwen3:
         gate_up = self._weights.gate_up(names["gate"], names["up"], expert_outputs(rank, experts.count, inner))
         self._products.expert_swiglu(routing, rows, gate_up, StripColumns(b.expert_gated, width, inner.start))
         if rank.topology.tensor > rank.topology.expert:  # else an expert has one rank
-            self._peers.meet(self.step, b.expert_gated)
+            self._peers.barrier(self.step, b.expert_gated)
         down = self._weights.several(names["down"], expert_outputs(rank, experts.count, outer))
         gated = self._products.strips(b.expert_gated, routing)
         self._products.expert_linear(routing, gated, down, columns_of(b.expert_out, outer))
         if rank.topology.expert > 1:  # else the columns that a rank adds to x are its own
-            self._peers.meet(self.step, b.expert_out)
+            self._peers.barrier(self.step, b.expert_out)
         if mine := rank.columns(hidden):
             self.step.moe_combine(routing, columns_of(b.expert_out, mine), columns_of(b.x, mine))
-        self._peers.meet(self.step, b.x)
+        self._peers.barrier(self.step, b.x)
 
 
 _PARTS = ("gate", "up", "down")
@@ -202,7 +202,9 @@ def _heads(model: Qwen3Config, rank: Rank) -> tuple[range, range]:
 class Buffers:
     """Activations of the largest step; see kernels/engine.py for layouts. Those that ranks gather are shared."""
 
-    def __init__(self, model: Qwen3Config, config: EngineConfig, attention: AttentionShare, peers: Peers) -> None:
+    def __init__(
+        self, model: Qwen3Config, config: EngineConfig, attention: AttentionShare, peers: NativeCollectives
+    ) -> None:
         tokens, rows = config.max_num_batched_tokens, config.limits.max_logits
         heads, kv_heads = (len(part) for part in _heads(model, attention.rank))
         width = model.num_heads * model.head_dim
@@ -227,7 +229,9 @@ class Buffers:
         return Products(step, exact, *self._sizes)
 
 
-def _pages(group: KVCacheGroupSpec, num_blocks: int, model: Qwen3Config, peers: Peers) -> BFloat16Array | UInt8Array:
+def _pages(
+    group: KVCacheGroupSpec, num_blocks: int, model: Qwen3Config, peers: NativeCollectives
+) -> BFloat16Array | UInt8Array:
     heads = (num_blocks, model.num_layers, 2, model.num_kv_heads)
     num_bytes = group.block_bytes // math.prod(heads[1:])
     if group.tensors[0].dtype == "int8":

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pypto_serving.kernels.constants import GATE_HALF
 from pypto_serving.model.attention import KVArena, StepAttention, settle_query_rows
-from pypto_serving.model.comm import Comm
+from pypto_serving.model.collectives import TorchCollectives
 from pypto_serving.model.layers import (
     Embedding,
     GatedMLP,
@@ -38,7 +38,7 @@ class DecoderLayer:
     Ranks split attention by heads, and the outputs of all other matrices.
     """
 
-    def __init__(self, model: Qwen3Config, weights: Weights, index: int, comm: Comm) -> None:
+    def __init__(self, model: Qwen3Config, weights: Weights, index: int, comm: TorchCollectives) -> None:
         prefix, rank = f"model.layers.{index}.", comm.rank
         self.index, self.model, self.comm = index, model, comm
         self.heads = rank.heads(model.num_heads, model.num_kv_heads)
@@ -93,10 +93,12 @@ class Qwen3Program:
 
     name = "qwen3-torch-2"
 
-    def __init__(self, model: Qwen3Config, weights: Weights, config: EngineConfig, comm: Comm | None = None) -> None:
+    def __init__(
+        self, model: Qwen3Config, weights: Weights, config: EngineConfig, comm: TorchCollectives | None = None
+    ) -> None:
         inventory = Qwen3Inventory(model)
         weights.require(inventory.expected(), inventory.ignores)
-        self.model, self._comm = model, comm or Comm()
+        self.model, self._comm = model, comm or TorchCollectives()
         self.arena = KVArena(config.groups[0], config.num_blocks[0], weights.dtype, self._comm)
         self.pages = (self.arena.pages,)
         mine = self._comm.rank.vocabulary(model.vocab_size)
@@ -144,7 +146,7 @@ def _linear(weights: Weights, names: Sequence[str], outputs: Sequence[range] | N
     return Linear(weights.lend(*(f"{name}.weight" for name in names), rows=outputs), bias)
 
 
-def _mlp(model: Qwen3Config, weights: Weights, index: int, comm: Comm) -> SplitMLP | MoE:
+def _mlp(model: Qwen3Config, weights: Weights, index: int, comm: TorchCollectives) -> SplitMLP | MoE:
     """Load the rank's part of a layer's MLP, or of its experts."""
     prefix, rank, experts = f"model.layers.{index}.mlp.", comm.rank, model.experts
     inner, hidden = model.intermediate_size, model.hidden_size

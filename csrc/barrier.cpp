@@ -1,4 +1,4 @@
-#include "meet.h"
+#include "barrier.h"
 
 #include <climits>
 
@@ -57,10 +57,10 @@ void Count::close() {
   wake(value);
 }
 
-bool Meeting::meet() {
-  met_++;
+bool RankBarrier::wait() {
+  waits_++;
   if (own_ >= 0) counts_[own_].advance();
-  for (int other = first_; other < last_ && !closed_; other++) closed_ = !counts_[other].await(met_);
+  for (int other = first_; other < last_ && !closed_; other++) closed_ = !counts_[other].await(waits_);
   return !closed_;
 }
 

@@ -1,4 +1,4 @@
-#include "following.h"
+#include "published_steps.h"
 
 #include <algorithm>
 #include <cstring>
@@ -13,8 +13,8 @@ Step StepArrays::step(int32_t tokens, int32_t rows, int32_t logits, int32_t slot
   return step;
 }
 
-void Board::publish(const Order& order) {
-  orders[published.count() % kOrders] = order;
+void Board::publish(const StepHeader& header) {
+  steps[published.count() % kSteps] = header;
   published.advance();
 }
 
@@ -30,11 +30,11 @@ void pass(const Pass& op, const Step& step, Member& member) {
     }
 }
 
-void follow(Recording& recording, Recording* drafting, Board& board, const StepArrays* buffers, int32_t count) {
+void replay_published(Recording& recording, Recording* drafting, Board& board, const StepArrays* buffers, int32_t count) {
   for (uint32_t next = 1; board.published.await(next); next++) {
-    const Order order = board.orders[(next - 1) % Board::kOrders];
-    const Step step = buffers[order.buffers].step(order.tokens, order.rows, order.logits, order.buffers);
-    const bool drafts = drafting && order.buffers == count - 1;
+    const StepHeader header = board.steps[(next - 1) % Board::kSteps];
+    const Step step = buffers[header.buffers].step(header.tokens, header.rows, header.logits, header.buffers);
+    const bool drafts = drafting && header.buffers == count - 1;
     if (!(drafts ? *drafting : recording).replay(step, nullptr)) return;
   }
 }

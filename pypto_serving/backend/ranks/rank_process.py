@@ -1,11 +1,11 @@
-"""What the process of a rank does that follows a leader."""
+"""The process of a rank other than the first: load its part, and compute the steps that the leader publishes."""
 
 from __future__ import annotations
 
 from pypto_serving.backend.base import Progress
 from pypto_serving.backend.native import NativeLoader
-from pypto_serving.backend.shared_steps import READY, Shared
-from pypto_serving.backend.split_blocks import serve_blocks
+from pypto_serving.backend.ranks.shared_steps import READY, SharedSteps
+from pypto_serving.backend.ranks.split_blocks import serve_blocks
 from pypto_serving.kernels import SharedMemory
 from pypto_serving.logs import configure as configure_logs
 from pypto_serving.processes import Parent
@@ -20,15 +20,15 @@ def run(parent: Parent[RankStart]) -> None:
     if start.config.kernels == "torch":
         from pypto_serving.backend import cpu_torch
 
-        cpu_torch.follow(start, parent.progress)
+        cpu_torch.run_rank(start, parent.progress)
     else:
-        _follow(start, parent.progress)
+        _run_native(start, parent.progress)
 
 
-def _follow(start: RankStart, progress: Progress) -> None:
-    """Replay what the leader publishes on the kernels."""
+def _run_native(start: RankStart, progress: Progress) -> None:
+    """Replay the published steps on the kernels."""
     rank = start.config.topology.ranks[start.rank]
-    shared = Shared(start.config, rank, SharedMemory(start.memory))
+    shared = SharedSteps(start.config, rank, SharedMemory(start.memory))
     peers = shared.connect(start.links)
     loader = NativeLoader(start.config, rank)
     model = loader.load(peers, progress)
@@ -36,4 +36,4 @@ def _follow(start: RankStart, progress: Progress) -> None:
         serve_blocks(blocks, model.arenas, loader.kv_spans(0), loader.kv_spans(1))
     loader.engine.pin_caller()
     progress(READY, 1, 1)
-    shared.follow(model.step, model.draft_step)
+    shared.replay_published(model.step, model.draft_step)

@@ -57,7 +57,7 @@ class SharedMemory:
         return self._pool.zeros(dtype, *shape)
 
 
-class Board:
+class StepBoard:
     """Owns the memory in which a leader publishes steps to the other ranks."""
 
     def __init__(self, memory: SharedMemory) -> None:
@@ -70,12 +70,14 @@ class Board:
         self._lib.publish(self.memory, buffers, tokens, rows, logits)
 
     def close(self) -> None:
-        """Let the ranks that follow return."""
+        """Let the other ranks return."""
         self._lib.close_counts(self.memory, 1)
 
-    def follow(self, step: Recording, buffers: Sequence[StepArrays], drafting: Recording | None = None) -> None:
-        """Replay `step` for every step that is published, until a meeting or the board is closed.
+    def replay_published(
+        self, step: Recording, buffers: Sequence[StepArrays], drafting: Recording | None = None
+    ) -> None:
+        """Replay `step` for every step that is published, until a barrier or the board is closed.
 
         With `drafting`, that is replayed for steps in the last of `buffers`.
         """
-        step.follow(self.memory, buffers, drafting)
+        step.replay_published(self.memory, buffers, drafting)

@@ -1,23 +1,23 @@
 // Steps that a leader publishes to the other ranks, which compute them without asking anybody else.
 #pragma once
 
-#include "meet.h"
+#include "barrier.h"
 #include "recording.h"
 
 namespace pypto {
 
 // What is new in a step; the arrays lie where those of its `buffers` always do.
-struct Order {
+struct StepHeader {
   int32_t buffers, tokens, rows, logits;
 };
 
-// The last orders, in shared memory. A leader publishes no more steps than kOrders before all ranks have begun them.
+// The last steps, in shared memory. A leader publishes no more steps than kSteps before all ranks have begun them.
 struct Board {
-  static constexpr uint32_t kOrders = 64;
+  static constexpr uint32_t kSteps = 64;
   Count published;
-  Order orders[kOrders];
+  StepHeader steps[kSteps];
   // For the leader alone.
-  void publish(const Order& order);
+  void publish(const StepHeader& header);
 };
 
 // Where the arrays of a step lie; see Step.
@@ -42,8 +42,8 @@ struct Pass {
 
 void pass(const Pass& op, const Step& step, Member& member);
 
-// Replay the steps that are published, until a meeting or the board is closed; with `drafting`, those in the last of
+// Replay the steps that are published, until a barrier or the board is closed; with `drafting`, those in the last of
 // `count` buffers by that.
-void follow(Recording& recording, Recording* drafting, Board& board, const StepArrays* buffers, int32_t count);
+void replay_published(Recording& recording, Recording* drafting, Board& board, const StepArrays* buffers, int32_t count);
 
 }  // namespace pypto

@@ -14,14 +14,14 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from pypto_serving.backend.base import Progress
-from pypto_serving.backend.control import Control, DamageError, HostChannel
-from pypto_serving.backend.greeting import (
+from pypto_serving.backend.ranks.control_connection import ControlConnection, DamageError, HostChannel
+from pypto_serving.backend.ranks.handshake import (
     CONTROL,
-    GREETING_S,
+    HANDSHAKE_S,
     LATE,
     LIFE_BYTES,
-    Greeting,
-    GreetingError,
+    Handshake,
+    HandshakeError,
     Purpose,
     listen,
 )
@@ -35,8 +35,8 @@ from pypto_serving.util import counted
 log = logging.getLogger(__name__)
 
 WAITING = "waiting for another host"
-MOST_GREETINGS = 128
-"""Connections that are greeted at once."""
+MAX_HANDSHAKES = 128
+"""Most handshakes at a time."""
 PROGRESS_S, AGAIN_S, LOGGED_S = 0.5, 0.1, 10.0
 
 
@@ -47,11 +47,11 @@ def program_version() -> str:
     return f"{importlib.metadata.version('pypto-serving')} ({lib.sources()[:8]})"
 
 
-class Joined(NamedTuple):
+class JoinedHost(NamedTuple):
     """The other host: its control connection, and file descriptors of the others by name."""
 
     name: str
-    control: Control
+    control: ControlConnection
     links: Mapping[str, int]
 
 
@@ -63,7 +63,7 @@ class Arrival(NamedTuple):
     name: str
 
 
-def await_host(config: EngineConfig, files: Mapping[str, bytes], progress: Progress, again: bool = False) -> Joined:
+def await_host(config: EngineConfig, files: Mapping[str, bytes], progress: Progress, again: bool = False) -> JoinedHost:
     """Let the other host join if the files of its checkpoint have these digests. Nothing listens afterwards.
 
     Wait for the time of a step, less the silence after which a host counts as gone. Raises EngineDeadError if none
@@ -71,57 +71,59 @@ def await_host(config: EngineConfig, files: Mapping[str, bytes], progress: Progr
     network takes the address along.
     """
     faults = config.faults
-    waiting_s = max(GREETING_S, faults.step_timeout_s - faults.silent_s)
+    waiting_s = max(HANDSHAKE_S, faults.step_timeout_s - faults.silent_s)
     deadline_s, address = time.monotonic() + waiting_s, config.join_address
-    door = _open(address, read_secret(config.join_secret_file), deadline_s if again else 0.0, progress)
+    listener = _open(address, read_secret(config.join_secret_file), deadline_s if again else 0.0, progress)
     log.info("another host may join at %s within %.0f s", address, waiting_s)
     try:
-        for arrival in door.arrivals(deadline_s, progress):
-            if arrival.purpose == CONTROL and (joined := _let_in(config, arrival, door, files)):
+        for arrival in listener.arrivals(deadline_s, progress):
+            if arrival.purpose == CONTROL and (joined := _let_in(config, arrival, listener, files)):
                 return joined
             arrival.end.close()
     finally:
-        door.close()
+        listener.close()
     raise EngineDeadError(
         f"no host joined at {address} within {waiting_s:.0f} s; run `pypto-serving join {address}` there"
     )
 
 
-def _open(address: str, secret: bytes, deadline_s: float, progress: Progress) -> Door:
+def _open(address: str, secret: bytes, deadline_s: float, progress: Progress) -> HostListener:
     """Listen as soon as the address can be used. Raises ConfigError where it cannot at the deadline."""
-    told = False
+    logged = False
     while True:
         try:
-            return Door(address, secret)
+            return HostListener(address, secret)
         except ConfigError as error:
             if time.monotonic() >= deadline_s:
                 raise
-            if not told:
+            if not logged:
                 log.warning("%s; trying again", error)
-            told = True
+            logged = True
         progress(f"{WAITING} at {address}", 0, 1)
         time.sleep(AGAIN_S)
 
 
-def _let_in(config: EngineConfig, arrival: Arrival, door: Door, files: Mapping[str, bytes]) -> Joined | None:
-    """Take a host's connections if it can join; else tell it why not, and return None."""
+def _let_in(
+    config: EngineConfig, arrival: Arrival, listener: HostListener, files: Mapping[str, bytes]
+) -> JoinedHost | None:
+    """Take a host's connections if it can join; else send it the reason, and return None."""
     channel = HostChannel(arrival.end)
     try:
-        hello = channel.receive(GREETING_S)
+        hello = channel.receive(HANDSHAKE_S)
     except DamageError as error:
         log.warning("%s %s", arrival.name, error)
         return None
     if not isinstance(hello, HostHello):
         return None
-    if problem := _mismatch(config, hello, files):
+    if problem := _refusal(config, hello, files):
         log.warning("%s cannot join: %s", arrival.name, problem)
         channel.send(ChildFault(problem, EXIT_USAGE))
-        channel.close(linger_s=GREETING_S)
+        channel.close(linger_s=HANDSHAKE_S)
         return None
     life = secrets.token_bytes(LIFE_BYTES)
     channel.send(HostStart(config, life))
     wanted, found = set(config.topology.connections), dict[str, socket.socket]()
-    for other in door.arrivals(time.monotonic() + GREETING_S, lambda *_: None):
+    for other in listener.arrivals(time.monotonic() + HANDSHAKE_S, lambda *_: None):
         name, its_life = other.purpose
         if its_life == life and name in wanted - found.keys():
             found[name] = other.end
@@ -129,14 +131,14 @@ def _let_in(config: EngineConfig, arrival: Arrival, door: Door, files: Mapping[s
             other.end.close()
         if found.keys() == wanted:
             links = {name: end.detach() for name, end in found.items()}
-            return Joined(f"host {hello.name} at {arrival.name}", Control(channel, config.faults), links)
+            return JoinedHost(f"host {hello.name} at {arrival.name}", ControlConnection(channel, config.faults), links)
     for end in found.values():
         end.close()
     return None
 
 
-def _mismatch(config: EngineConfig, hello: HostHello, files: Mapping[str, bytes]) -> str:
-    """Say why a host cannot join, in words for both hosts; empty if it can."""
+def _refusal(config: EngineConfig, hello: HostHello, files: Mapping[str, bytes]) -> str:
+    """Return why a host cannot join, in words for both hosts; empty if it can."""
     if hello.version != (version := program_version()):
         return f"the serving host runs pypto-serving {version}, and the other {hello.version}; install the same"
     both = hello.files.keys() | files.keys()
@@ -149,10 +151,10 @@ def _mismatch(config: EngineConfig, hello: HostHello, files: Mapping[str, bytes]
     return ""
 
 
-class Door:
-    """Owns the socket on which other hosts arrive, and the connections that are greeted.
+class HostListener:
+    """Owns the listening socket for the other host, and the connections whose handshake is not complete.
 
-    Where more than MOST_GREETINGS come, a random one ends: rarely the other host's, which greets at once.
+    If there are more than MAX_HANDSHAKES, a random one is closed: rarely the other host's, which answers at once.
     """
 
     def __init__(self, address: str, secret: bytes) -> None:
@@ -164,7 +166,7 @@ class Door:
         self._listener.setblocking(False)
         self._poller = select.poll()
         self._poller.register(self._listener, select.POLLIN)
-        self._greetings: dict[int, Greeting] = {}
+        self._handshakes: dict[int, Handshake] = {}
         self._arrived: deque[Arrival] = deque()
         self._logged_s: dict[str, float] = {}
 
@@ -175,22 +177,22 @@ class Door:
             if self._arrived:
                 yield self._arrived.popleft()
             else:
-                self._greet(min(PROGRESS_S, left_s))
+                self._serve_handshakes(min(PROGRESS_S, left_s))
 
-    def _greet(self, timeout_s: float) -> None:
-        """Let those who connected, or who have greeted, go on."""
+    def _serve_handshakes(self, timeout_s: float) -> None:
+        """Accept new connections, and continue the handshakes of others."""
         ready = {fd for fd, _ in self._poller.poll(timeout_s * 1000)}
-        for fd in ready & self._greetings.keys():
+        for fd in ready & self._handshakes.keys():
             self._read(fd)
         if self._listener.fileno() in ready:
             self._accept()
         now_s = time.monotonic()
-        for fd in [fd for fd, greeting in self._greetings.items() if greeting.deadline_s < now_s]:
+        for fd in [fd for fd, handshake in self._handshakes.items() if handshake.deadline_s < now_s]:
             self._refuse(fd, LATE)
 
     def _accept(self) -> None:
-        if len(self._greetings) == MOST_GREETINGS:
-            self._refuse(random.choice(list(self._greetings)), "too many others came")
+        if len(self._handshakes) == MAX_HANDSHAKES:
+            self._refuse(random.choice(list(self._handshakes)), "too many others came")
         try:
             end, peer = self._listener.accept()
         except OSError as error:
@@ -198,31 +200,31 @@ class Door:
             time.sleep(AGAIN_S)
             return
         try:
-            self._greetings[end.fileno()] = Greeting(end, f"{peer[0]}:{peer[1]}")
+            self._handshakes[end.fileno()] = Handshake(end, f"{peer[0]}:{peer[1]}")
         except OSError:
             end.close()  # which is gone already
         else:
             self._poller.register(end, select.POLLIN)
 
     def _read(self, fd: int) -> None:
-        greeting = self._greetings[fd]
+        handshake = self._handshakes[fd]
         try:
-            purpose = greeting.read(self._secret)
-        except (OSError, GreetingError) as error:
+            purpose = handshake.read(self._secret)
+        except (OSError, HandshakeError) as error:
             self._refuse(fd, str(error))
             return
         if purpose is not None:
             self._forget(fd)
-            self._arrived.append(Arrival(purpose, greeting.end, greeting.name))
+            self._arrived.append(Arrival(purpose, handshake.end, handshake.name))
 
     def _refuse(self, fd: int, reason: str) -> None:
-        greeting = self._forget(fd)
-        self._log(greeting.name, reason)
-        greeting.end.close()
+        handshake = self._forget(fd)
+        self._log(handshake.name, reason)
+        handshake.end.close()
 
-    def _forget(self, fd: int) -> Greeting:
+    def _forget(self, fd: int) -> Handshake:
         self._poller.unregister(fd)
-        return self._greetings.pop(fd)
+        return self._handshakes.pop(fd)
 
     def _log(self, name: str, reason: str) -> None:
         """Log who was refused, for each reason once in LOGGED_S."""
@@ -232,9 +234,9 @@ class Door:
             log.warning("%s was refused: %s", name, reason)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening, and close connections that nobody has taken."""
         self._listener.close()
-        for fd in list(self._greetings):
+        for fd in list(self._handshakes):
             self._forget(fd).end.close()
         while self._arrived:
             self._arrived.popleft().end.close()

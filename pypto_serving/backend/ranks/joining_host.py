@@ -1,4 +1,4 @@
-"""Run a host that joins another for one life of their replica: `python -m pypto_serving.backend.host FD`.
+"""Run a host that joins another for one life of their replica: `python -m pypto_serving.backend.ranks.joining_host FD`.
 
 FD is its end of the control pipe of the process that starts it anew after each life.
 """
@@ -14,12 +14,12 @@ from collections import defaultdict
 
 import msgspec
 
-from pypto_serving.backend.control import Control, HostChannel
-from pypto_serving.backend.greeting import CONTROL, GREETING_S, GreetingError, Purpose, connect
-from pypto_serving.backend.hosts import program_version
-from pypto_serving.backend.rank import run as run_rank
-from pypto_serving.backend.ranks import Followers, RankError
-from pypto_serving.backend.shared_steps import READY
+from pypto_serving.backend.ranks.control_connection import ControlConnection, HostChannel
+from pypto_serving.backend.ranks.handshake import CONTROL, HANDSHAKE_S, HandshakeError, Purpose, connect
+from pypto_serving.backend.ranks.rank_process import run as run_rank
+from pypto_serving.backend.ranks.serving_host import program_version
+from pypto_serving.backend.ranks.shared_steps import READY
+from pypto_serving.backend.ranks.supervisor import RankError, RankSupervisor
 from pypto_serving.errors import ConfigError, PyptoError
 from pypto_serving.kernels import SharedMemory
 from pypto_serving.logs import configure as configure_logs
@@ -56,16 +56,16 @@ def run(parent: Parent[HostJoin]) -> None:
 
 
 class Reminder:
-    """Tells every REMINDED_S that something still lasts."""
+    """Decides when to log again, every REMINDED_S, that something is still going on."""
 
     def __init__(self, clock: Clock) -> None:
-        self._clock, self._told_s = clock, clock.now()
+        self._clock, self._logged_s = clock, clock.now()
 
     def due(self) -> bool:
-        """Return True if it is time to tell again."""
-        if self._clock.now() - self._told_s < REMINDED_S:
+        """Return True if it is time to log again."""
+        if self._clock.now() - self._logged_s < REMINDED_S:
             return False
-        self._told_s += REMINDED_S
+        self._logged_s += REMINDED_S
         return True
 
 
@@ -74,7 +74,7 @@ def _arrive(address: str, secret: bytes, reminder: Reminder) -> socket.socket:
     while True:
         try:
             return connect(address, secret, CONTROL)
-        except GreetingError as error:
+        except HandshakeError as error:
             raise ConfigError(f"{address} cannot be joined: {error}") from None
         except OSError as error:  # it is not there yet, or serves with another host
             if isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN:
@@ -86,11 +86,11 @@ def _arrive(address: str, secret: bytes, reminder: Reminder) -> socket.socket:
 
 def _serve(join: HostJoin, secret: bytes, channel: HostChannel, start: HostStart, parent: Parent[HostJoin]) -> None:
     topology, links = start.config.topology, defaultdict[int, dict[str, int]](dict)
-    deadline_s = time.monotonic() + GREETING_S
+    deadline_s = time.monotonic() + HANDSHAKE_S
     for name, (_, rank) in topology.connections.items():
         links[rank][name] = _connected(join, secret, Purpose(name, start.life), deadline_s)
-    control = Control(channel, start.config.faults)
-    ranks, memory, members = topology.on_host(1), SharedMemory.create(), Followers()
+    control = ControlConnection(channel, start.config.faults)
+    ranks, memory, members = topology.on_host(1), SharedMemory.create(), RankSupervisor()
     members.add("the serving host", control, ready=True)
     try:
         members.start(run_rank, _localized(start.config, join), ranks, memory.fd, links)
@@ -107,11 +107,11 @@ def _serve(join: HostJoin, secret: bytes, channel: HostChannel, start: HostStart
 
 
 def _connected(join: HostJoin, secret: bytes, purpose: Purpose, deadline_s: float) -> int:
-    """Connect until the deadline: the serving host may have ended a greeting when others came."""
+    """Connect until the deadline: the serving host may have ended a handshake when others came."""
     while True:
         try:
             return connect(join.address, secret, purpose).detach()
-        except (OSError, GreetingError) as error:
+        except (OSError, HandshakeError) as error:
             if time.monotonic() > deadline_s:
                 raise RankError(f"{join.address} cannot be joined: {error}") from None
             time.sleep(LINK_AGAIN_S)

@@ -1,4 +1,4 @@
-"""Control: the connection over which two hosts report progress and faults, and notice that the other is gone."""
+"""The connection over which two hosts report progress and faults, and notice that the other is gone."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from pypto_serving.types.config import FaultConfig
 from pypto_serving.types.hosts import FromHost, HostHeartbeat
 
 LINGER_S = 1.0
-MOST_BYTES = 1 << 20
+MAX_MESSAGE_BYTES = 1 << 20
 """Longest message of another host."""
 
 
 class DamageError(PyptoError):
-    """The other host sent what is no message."""
+    """The other host sent bytes that are no message."""
 
     def __init__(self) -> None:
         super().__init__("sent what is no message")
 
 
 class HostChannel(SocketChannel[FromHost]):
-    """A channel to another host: `receive` raises DamageError for what is no message."""
+    """A channel to another host: `receive` raises DamageError for bytes that are no message."""
 
     def __init__(self, end: socket.socket) -> None:
         super().__init__(end, FromHost)
@@ -43,7 +43,7 @@ class HostChannel(SocketChannel[FromHost]):
             raise DamageError from None
 
     def _next_frame(self) -> bytes | None:
-        if int.from_bytes(self._inbox[:FRAME_BYTES], "little") > MOST_BYTES:
+        if int.from_bytes(self._inbox[:FRAME_BYTES], "little") > MAX_MESSAGE_BYTES:
             raise DamageError
         return super()._next_frame()
 
@@ -51,11 +51,11 @@ class HostChannel(SocketChannel[FromHost]):
         return not self.gone and super()._wait(deadline_s)
 
 
-class Control:
-    """Owns the control connection to the other host, and a thread that beats and listens.
+class ControlConnection:
+    """Owns the control connection to the other host, and a thread that sends heartbeats and receives.
 
-    `pipe` can be read from when there is something new. When the other host has closed the connection, or was silent
-    for too long, `gone` says so.
+    `pipe` is readable when there is something new. `gone` is empty until the other host has closed the connection, or
+    was silent for too long.
     """
 
     def __init__(self, channel: HostChannel, faults: FaultConfig) -> None:
@@ -88,29 +88,29 @@ class Control:
         self._channel.close(linger_s=LINGER_S)
 
     def _run(self) -> None:
-        self._heard_s = beat_s = time.monotonic()
+        self._heard_s = next_heartbeat_s = time.monotonic()
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
         while not self.gone and not self._closing:
-            if time.monotonic() >= beat_s:
+            if time.monotonic() >= next_heartbeat_s:
                 self._channel.send(HostHeartbeat())
-                beat_s = time.monotonic() + self._faults.heartbeat_s
+                next_heartbeat_s = time.monotonic() + self._faults.heartbeat_s
             poller.register(self._channel.socket, self._channel.events)
-            poller.poll(max(1, (beat_s - time.monotonic()) * 1000))
+            poller.poll(max(1, (next_heartbeat_s - time.monotonic()) * 1000))
             self._send()
             try:
-                self.gone = self._listen()
+                self.gone = self._receive()
             except DamageError as error:
                 self.gone = str(error)
-        self._ring()
+        self._notify()
 
-    def _listen(self) -> str:
-        """Take what has arrived; say why the other host is gone, if it is."""
+    def _receive(self) -> str:
+        """Take the messages that have arrived; return why the other host is gone, or an empty string."""
         while (message := self._channel.receive()) is not None:
             self._heard_s = time.monotonic()
             if isinstance(message, ChildProgress | ChildFault):
                 self._inbox.append(message)
-                self._ring()
+                self._notify()
         if self._channel.gone:
             return "closed the connection"
         if time.monotonic() - self._heard_s > self._faults.silent_s:
@@ -124,6 +124,6 @@ class Control:
             self._channel.send(self._outbox.popleft())
         self._channel.flush()
 
-    def _ring(self) -> None:
+    def _notify(self) -> None:
         with suppress(BlockingIOError):  # then it has not been read since
             os.eventfd_write(self.pipe, 1)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pypto_serving.backend import ranks
-from pypto_serving.backend.ranks import Followers, RankError
+from pypto_serving.backend.ranks import supervisor
+from pypto_serving.backend.ranks.supervisor import RankError, RankSupervisor
 from pypto_serving.processes import Child, start_module
 from pypto_serving.types.start import HostJoin
 from tests.backend.ending import MODULE
@@ -38,7 +38,7 @@ def test_a_process_group_of_its_own_may_write_to_any_terminal() -> None:
 
 def test_a_rank_that_left_is_not_to_blame() -> None:
     """It ends first, since it waits for the one that fails; the other one holds until then."""
-    members, (read, write) = Followers(), os.pipe()
+    members, (read, write) = RankSupervisor(), os.pipe()
     members.add("rank 1", rank("leaves", write))
     os.close(write)
     members.add("rank 2", rank("fails", read))
@@ -50,8 +50,8 @@ def test_a_rank_that_left_is_not_to_blame() -> None:
 
 
 def test_a_rank_that_left_is_named_where_nobody_is_to_blame(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "BLAME_S", 0.1)
-    members, (read, write) = Followers(), os.pipe()
+    monkeypatch.setattr(supervisor, "BLAME_S", 0.1)
+    members, (read, write) = RankSupervisor(), os.pipe()
     members.add("rank 1", rank("leaves", write))
     members.add("rank 2", rank("fails", read))
     os.close(read)

@@ -6,24 +6,24 @@ from collections.abc import Mapping
 
 from pypto_serving.backend.base import StepBuffers, StepInputs
 from pypto_serving.kernels import (
-    Board,
-    Courier,
     Extent,
     Link,
     Links,
     Mirrored,
     Mirrors,
-    Peers,
+    NativeCollectives,
     RanksGone,
+    ReceiveThread,
     Recording,
     SharedMemory,
+    StepBoard,
 )
 from pypto_serving.kernels.recording import StepArrays
 from pypto_serving.parallel.topology import Rank
 from pypto_serving.types.config import EngineConfig
 
 READY = "ready"
-"""The phase that a rank reports when it can follow."""
+"""The phase that a rank reports when it can compute steps."""
 
 
 class SharedBuffers:
@@ -32,23 +32,23 @@ class SharedBuffers:
     def __init__(self, config: EngineConfig, memory: SharedMemory) -> None:
         self.memory, count = memory, range(config.num_buffers)
         self.buffers = [StepBuffers.in_host_memory(config.groups, config.limits, memory.zeros) for _ in count]
-        self._places = {_address(buffers): place for place, buffers in enumerate(self.buffers)}
+        self._indices = {_address(buffers): index for index, buffers in enumerate(self.buffers)}
 
-    def place(self, inputs: StepInputs) -> int:
-        """Return the index of those `buffers` in which the arrays of a step lie."""
-        return self._places[_address(inputs)]
+    def index_of(self, inputs: StepInputs) -> int:
+        """Return the index in `buffers` of those that hold the arrays of a step."""
+        return self._indices[_address(inputs)]
 
 
-class Shared(SharedBuffers):
+class SharedSteps(SharedBuffers):
     """Owns a rank's mappings of what all ranks share; each of them allocates the same, in the same order."""
 
     def __init__(self, config: EngineConfig, rank: Rank, memory: SharedMemory) -> None:
         super().__init__(config, memory)
-        self._board, self._rank = Board(memory), rank
+        self._board, self._rank = StepBoard(memory), rank
         self._most_tokens, self._patience_s = config.max_num_batched_tokens, config.faults.step_timeout_s
-        self._steps: tuple[Link, list[Mirrors]] | Courier | None = None
+        self._steps: tuple[Link, list[Mirrors]] | ReceiveThread | None = None
 
-    def connect(self, links: Mapping[str, int]) -> Peers:
+    def connect(self, links: Mapping[str, int]) -> NativeCollectives:
         """Take over the rank's connections to the other host, by name, and return what it shares with all ranks."""
         ends = {name: Link(fd, self._patience_s) for name, fd in links.items() if name != "blocks"}
         if (steps := ends.get("steps")) is not None:
@@ -57,26 +57,26 @@ class Shared(SharedBuffers):
                 self._steps = steps, [Mirrors(arrays) for arrays in mirrors]
             else:
                 arrays = Mirrors([mirrored for arrays in mirrors for mirrored in arrays])
-                self._steps = Courier(steps, arrays, len(mirrors), self._board.memory, publishes=True)
-        return Peers(self._rank, self.memory, len(self.buffers), Links(**ends), self._most_tokens)
+                self._steps = ReceiveThread(steps, arrays, len(mirrors), self._board.memory, publishes=True)
+        return NativeCollectives(self._rank, self.memory, len(self.buffers), Links(**ends), self._most_tokens)
 
     def publish(self, inputs: StepInputs) -> int:
         """Let all ranks compute a step, whose arrays lie in one of `buffers`; return its index.
 
-        Raises RanksGone where the other host cannot be told.
+        Raises RanksGone where the link to the other host has failed.
         """
-        place = self.place(inputs)
+        index = self.index_of(inputs)
         counts = (len(inputs.token_ids), len(inputs.context_lens), len(inputs.logits_rows))
         if isinstance(self._steps, tuple):
             link, mirrors = self._steps
-            if not link.send_step(mirrors[place], place, *counts):
+            if not link.send_step(mirrors[index], index, *counts):
                 raise RanksGone
-        self._board.publish(place, *counts)
-        return place
+        self._board.publish(index, *counts)
+        return index
 
-    def follow(self, step: Recording, drafting: Recording | None) -> None:
-        """Replay `step` for every step that the leader publishes, and `drafting` where draft layers are asked."""
-        self._board.follow(step, [step_arrays(each) for each in self.buffers], drafting)
+    def replay_published(self, step: Recording, drafting: Recording | None) -> None:
+        """Replay `step` for every step that the leader publishes, and `drafting` for steps of the draft layers."""
+        self._board.replay_published(step, [step_arrays(each) for each in self.buffers], drafting)
 
 
 def step_arrays(step: StepBuffers | StepInputs) -> StepArrays:

@@ -1,4 +1,4 @@
-"""The ranks of a torch program: how the leader starts them, and tells them of steps. Imports no torch."""
+"""The ranks of a torch program: how the leader starts them, and sends them steps. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ import struct
 from collections.abc import Callable, Iterator
 
 from pypto_serving.backend.base import Progress, StepInputs
-from pypto_serving.backend.ranks import Followers
-from pypto_serving.backend.shared_steps import SharedBuffers
+from pypto_serving.backend.ranks.shared_steps import SharedBuffers
+from pypto_serving.backend.ranks.supervisor import RankSupervisor
 from pypto_serving.kernels import RanksGone, SharedMemory
 from pypto_serving.processes import Parent
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.start import RankStart
 
 _STEP = struct.Struct("=4i")
-"""A step: which of the shared buffers its arrays begin, and its numbers of tokens, rows and logits."""
+"""A step: the index of its shared buffers, and its numbers of tokens, rows and logits."""
 _JOIN = b"J"
 """All ranks have loaded."""
 
 
 class TorchRanks(SharedBuffers):
-    """Owns the ranks that follow the leader of a torch program, and a socket to each of them.
+    """Owns the ranks of a torch program besides the leader, and a socket to each.
 
-    They wait at sockets, not in a collective, which would time out while the server is idle. `store` is the descriptor
-    of a file in which ranks leave their addresses for each other.
+    They wait for steps on sockets, not in a collective, which would time out while the server is idle. `store` is the
+    descriptor of a file in which ranks leave their addresses for each other.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config, SharedMemory.create())
-        self.followers = Followers()
+        self.supervisor = RankSupervisor()
         self.store = os.memfd_create("pypto-addresses")
         self._sockets: list[socket.socket] = []
 
@@ -43,19 +43,19 @@ class TorchRanks(SharedBuffers):
             ours, theirs = socket.socketpair()
             self._sockets.append(ours)
             links[rank.index] = {"steps": theirs.detach(), "store": os.dup(self.store)}
-        self.followers.start(run, config, ranks, self.memory.fd, links, descendants)
+        self.supervisor.start(run, config, ranks, self.memory.fd, links, descendants)
 
     def gather(self, progress: Progress) -> None:
         """Wait until all have loaded, and let them join the group. Raises what they report, or RanksGone."""
-        self.followers.await_ready(progress)
-        self._tell(_JOIN)
+        self.supervisor.await_ready(progress)
+        self._send(_JOIN)
 
     def publish(self, inputs: StepInputs) -> None:
         """Let the other ranks compute a step. Raises RanksGone."""
         counts = (len(inputs.token_ids), len(inputs.context_lens), len(inputs.logits_rows))
-        self._tell(_STEP.pack(self.place(inputs), *counts))
+        self._send(_STEP.pack(self.index_of(inputs), *counts))
 
-    def _tell(self, message: bytes) -> None:
+    def _send(self, message: bytes) -> None:
         try:
             for each in self._sockets:
                 each.sendall(message)
@@ -63,8 +63,8 @@ class TorchRanks(SharedBuffers):
             raise RanksGone from None
 
 
-class Leader:
-    """Owns the socket of a rank that follows, to its leader."""
+class LeaderSocket:
+    """Owns the socket of another rank to its leader."""
 
     def __init__(self, steps: int) -> None:
         self._socket = socket.socket(fileno=steps)
@@ -77,8 +77,8 @@ class Leader:
     def steps(self, shared: SharedBuffers) -> Iterator[StepInputs]:
         """Yield the steps that the leader publishes, until it ends."""
         while len(message := self._socket.recv(_STEP.size, socket.MSG_WAITALL)) == _STEP.size:
-            place, tokens, rows, logits = _STEP.unpack(message)
-            b = shared.buffers[place]
+            index, tokens, rows, logits = _STEP.unpack(message)
+            b = shared.buffers[index]
             yield StepInputs(
                 token_ids=b.token_ids[:tokens],
                 positions=b.positions[:tokens],

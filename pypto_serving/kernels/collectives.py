@@ -1,4 +1,4 @@
-"""Peers: how the ranks of a program gather what each has computed, on one host in shared memory, on two over links."""
+"""Collectives of a program on the kernels: gather what each rank has computed, in shared memory or over links."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import Any
 
 import numpy as np
 
+from pypto_serving.kernels.barrier import RankBarrier, RanksGone
 from pypto_serving.kernels.engine import zeros
-from pypto_serving.kernels.link import Courier, Extent, Link, Links, Mirrored, Mirrors
-from pypto_serving.kernels.meeting import Meeting, RanksGone
+from pypto_serving.kernels.link import Extent, Link, Links, Mirrored, Mirrors, ReceiveThread
 from pypto_serving.kernels.operands import Rows
 from pypto_serving.kernels.recording import Recording
-from pypto_serving.kernels.shared import SharedMemory
+from pypto_serving.kernels.shared_memory import SharedMemory
 from pypto_serving.parallel.topology import Rank
 from pypto_serving.types.arrays import Array, Float32Array
 
 
-class Peers:
-    """What `rank` shares with all ranks of its host: memory, and meetings within steps, of which `slots` are in flight.
+class NativeCollectives:
+    """What `rank` shares with all ranks of its host: memory, and barriers within steps, of which `slots` are in flight.
 
     Where there is another host, `links` lead there; a step has at most `most_tokens`. Without `memory` the rank is
     alone.
@@ -36,18 +36,18 @@ class Peers:
         self._logits: Float32Array | None = None
         self._ended = 0
         self._known: dict[int, Mirrored] = {}
-        self._couriers: list[Courier] = []
+        self._receive_threads: list[ReceiveThread] = []
         if memory is None:
             return
         topology = self._rank.topology
-        sizes = (topology.pipeline, Meeting.num_bytes(topology.tensor))
+        sizes = (topology.pipeline, RankBarrier.num_bytes(topology.tensor))
         groups, self._ends, released = (memory.zeros(np.uint8, *sizes) for _ in range(3))
         stage, index = self._rank.stage, self._rank.tensor
         first, *others = (rank.tensor for rank in topology.on_host(self._rank.host) if rank.stage == stage)
-        self._group = Meeting(groups[stage], index, range(first, first + 1 + len(others)))
+        self._group = RankBarrier(groups[stage], index, range(first, first + 1 + len(others)))
         self._released = released[stage]
-        self._release = Meeting(self._released, index if index == first else None, range(first, first + 1))
-        self._last = Meeting(self._ends[-1], None)
+        self._release = RankBarrier(self._released, index if index == first else None, range(first, first + 1))
+        self._last = RankBarrier(self._ends[-1], None)
 
     def zeros(self, dtype: Any, *shape: int) -> Array:
         """Allocate zeros that the ranks of the group read and write."""
@@ -60,49 +60,49 @@ class Peers:
         """Allocate zeros that the ranks of all stages read and write."""
         return zeros(dtype, *shape) if self._memory is None else self._memory.zeros(dtype, *shape)
 
-    def meet(self, step: Recording, *gathered: Array) -> None:
+    def barrier(self, step: Recording, *gathered: Array) -> None:
         """Record: wait for the other ranks of the group, and see what each has written of the arrays `gathered`.
 
         That is an all-gather without copies: ranks of one host write to shared memory. Each array holds equally many
         words for each token.
         """
-        if self._links.meeting is None:
-            self._meet(step)
+        if self._links.exchange is None:
+            self._barrier(step)
             return
         mirrors = Mirrors([self._mirrored(array, Extent.TOKENS, self._most_tokens) for array in gathered])
-        self._meet(step, (mirrors, mirrors))
+        self._barrier(step, (mirrors, mirrors))
 
     def copies(self, array: Array) -> list[Array]:
         """Return what else must be written where all ranks write all of `array`: what the other host has of it."""
-        if self._links.meeting is None:
+        if self._links.exchange is None:
             return []
         sent = self._mirrored(array, Extent.TOKENS, self._most_tokens).sent
         return [] if sent is None else [sent.view(array.dtype).reshape(array.shape)]
 
     def gather_logits(self, step: Recording, logits: Float32Array) -> None:
         """Record: let the leader see what each rank of the group has written of `logits` [rows, vocab]."""
-        if self._links.meeting is None:
-            self._meet(step)
+        if self._links.exchange is None:
+            self._barrier(step)
             return
         mirrors, none = Mirrors([self._mirrored(logits, Extent.LOGITS, len(logits))]), Mirrors([])
-        self._meet(step, (none, mirrors) if self._rank.leads else (mirrors, none))
+        self._barrier(step, (none, mirrors) if self._rank.leads else (mirrors, none))
 
     def _mirrored(self, array: Array, extent: Extent, most: int) -> Mirrored:
-        """Return what the other host has of an array: one and the same in all meetings where it is gathered."""
+        """Return what the other host has of an array: one and the same at all barriers where it is gathered."""
         address = int(array.ctypes.data)
         if address not in self._known:
             self._known[address] = Mirrored(array, extent, most)
         return self._known[address]
 
-    def _meet(self, step: Recording, exchanged: tuple[Mirrors, Mirrors] | None = None) -> None:
+    def _barrier(self, step: Recording, exchanged: tuple[Mirrors, Mirrors] | None = None) -> None:
         topology = self._rank.topology
         if self._memory is None or topology.tensor == 1:
             return
-        step.meet(self._group)
-        if self._links.meeting is not None and exchanged is not None:
-            step.exchange(self._links.meeting, *exchanged, self._released)
+        step.wait(self._group)
+        if self._links.exchange is not None and exchanged is not None:
+            step.exchange(self._links.exchange, *exchanged, self._released)
         if topology.hosts_split_layers:
-            step.meet(self._release)
+            step.wait(self._release)
 
     def begin_stage(self, step: Recording, x: Float32Array) -> None:
         """Record: wait for the stage before, and take over its x [tokens, ...]."""
@@ -113,9 +113,9 @@ class Peers:
         if stage:
             if self._links.rows is not None and self._rank.host == 1:
                 self._deliver(self._links.rows, self._slots_of(self._passed[stage - 1], Extent.TOKENS), stage - 1)
-            step.meet(Meeting(self._ends[stage - 1], None))
+            step.wait(RankBarrier(self._ends[stage - 1], None))
             step.pass_rows(self._passed[stage - 1], x, self._rank.tensor, topology.tensor)
-            self.meet(step, x)
+            self.barrier(step, x)
 
     def end_stage(self, step: Recording, x: Float32Array, logits: Float32Array) -> None:
         """Record: hand x on to the stage behind, or `logits` [rows, vocab] to the leader."""
@@ -129,10 +129,10 @@ class Peers:
             self.hand_over(step, logits)
             return
         step.pass_rows(x, self._passed[stage], self._rank.tensor, topology.tensor)
-        self.meet(step)
+        self.barrier(step)
         if self._links.rows is not None and self._rank.host == 0:
-            step.mail(self._links.rows, self._slots_of(self._passed[stage], Extent.TOKENS), self._ends[-1])
-        step.meet(Meeting(self._ends[stage], self._rank.tensor, range(0)))
+            step.send_slot(self._links.rows, self._slots_of(self._passed[stage], Extent.TOKENS), self._ends[-1])
+        step.wait(RankBarrier(self._ends[stage], self._rank.tensor, range(0)))
 
     def hand_over(self, step: Recording, logits: Float32Array) -> None:
         """Record: hand `logits` [rows, vocab] of the last stage to the leader, unless it is of the same stage.
@@ -142,10 +142,10 @@ class Peers:
         if self._logits is None:
             return
         step.pass_rows(logits, self._logits, self._rank.tensor, self._rank.topology.tensor, Rows.LOGITS)
-        self.meet(step)
+        self.barrier(step)
         if self._links.logits is not None:
-            step.mail(self._links.logits, self._slots_of(self._logits, Extent.LOGITS), self._ends[-1])
-        step.meet(Meeting(self._ends[-1], self._rank.tensor, range(0)))
+            step.send_slot(self._links.logits, self._slots_of(self._logits, Extent.LOGITS), self._ends[-1])
+        step.wait(RankBarrier(self._ends[-1], self._rank.tensor, range(0)))
 
     def _slots_of(self, array: Float32Array, extent: Extent) -> Mirrors:
         """Return an array [slots, rows, ...] as one for each slot."""
@@ -153,17 +153,17 @@ class Peers:
 
     def _deliver(self, link: Link, mirrors: Mirrors, stage: int) -> None:
         """Take what the other host hands on from its stage `stage`."""
-        self._couriers.append(Courier(link, mirrors, self._slots, self._ends[stage]))
+        self._receive_threads.append(ReceiveThread(link, mirrors, self._slots, self._ends[stage]))
 
     def await_logits(self, logits: Float32Array, slot: int, number: int) -> Float32Array:
         """Wait until `number` steps have ended, and return the logits of `slot`. `logits` are those of the stage.
 
-        Raises RanksGone if the meeting is closed.
+        Raises RanksGone if the barrier is closed.
         """
         if self._logits is None:
             return logits
         while self._ended < number:
-            if not self._last.meet():
+            if not self._last.wait():
                 raise RanksGone
             self._ended += 1
         mine: Float32Array = self._logits[slot]

@@ -1,4 +1,4 @@
-"""Comm: how the ranks of a torch program put together what each of them has computed."""
+"""TorchCollectives: how the ranks of a torch program put together what each of them has computed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _zeros(dtype: Any, *shape: int) -> Array:
     return np.frombuffer(mmap.mmap(-1, int(np.prod(shape)) * np.dtype(dtype).itemsize), dtype).reshape(shape)
 
 
-class Comm:
+class TorchCollectives:
     """What `rank` shares with the others of its tensor group: memory for KV pages, and a group of torch.distributed.
 
     `connect` joins the group, at the first collective. A sole rank needs neither: what it has computed is whole, and
@@ -116,7 +116,7 @@ class Comm:
         self._wait(self._group.allreduce, [tensor], dist.ReduceOp.MAX)
         return int(tensor)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for the other ranks; what they wrote to shared memory can be read then."""
         if not self.alone:
             self._wait(self._group.barrier)

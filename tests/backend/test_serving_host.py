@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from pypto_serving.backend.greeting import CONTROL, GREETING_S, GreetingError, Purpose, connect
-from pypto_serving.backend.host import REMINDED_S, Reminder
-from pypto_serving.backend.hosts import MOST_GREETINGS, Door, await_host
+from pypto_serving.backend.ranks.handshake import CONTROL, HANDSHAKE_S, HandshakeError, Purpose, connect
+from pypto_serving.backend.ranks.joining_host import REMINDED_S, Reminder
+from pypto_serving.backend.ranks.serving_host import MAX_HANDSHAKES, HostListener, await_host
 from pypto_serving.errors import ConfigError
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.hosts import SECRET_VARIABLE, read_secret
@@ -26,7 +26,7 @@ from tests.store.pool import free_port
 from tests.strangers import SAYINGS, strangers
 
 SECRET = b"the secret of these two hosts"
-LINKS = [Purpose(name, bytes(range(16))) for name in ("steps", "blocks", "meeting")]
+LINKS = [Purpose(name, bytes(range(16))) for name in ("steps", "blocks", "exchange")]
 LAST = Purpose("last")
 PROTOCOL = b"pypto-serving hosts 1"
 HEAD, MAC, NONCE = 85, 32, 32
@@ -41,10 +41,10 @@ def address() -> str:
 def arrived(address: str) -> Iterator[list[Purpose]]:
     """What those connected for who proved that they know the secret."""
     found: list[Purpose] = []
-    door = Door(address, SECRET)
+    listener = HostListener(address, SECRET)
 
     def let_in() -> None:
-        for arrival in door.arrivals(time.monotonic() + 60, lambda *_: None):
+        for arrival in listener.arrivals(time.monotonic() + 60, lambda *_: None):
             found.append(arrival.purpose)
             arrival.end.close()
             if arrival.purpose == LAST:
@@ -55,7 +55,7 @@ def arrived(address: str) -> Iterator[list[Purpose]]:
     yield found
     join(address, LAST)
     thread.join()
-    door.close()
+    listener.close()
 
 
 def join(address: str, *purposes: Purpose) -> None:
@@ -76,7 +76,7 @@ def connected(address: str, purpose: Purpose, tries: int = 3) -> socket.socket:
 
 def stranger(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
-    end = socket.create_connection((host, int(port)), timeout=2 * GREETING_S)
+    end = socket.create_connection((host, int(port)), timeout=2 * HANDSHAKE_S)
     assert len(read(end, len(PROTOCOL) + NONCE)) == len(PROTOCOL) + NONCE
     return end
 
@@ -91,10 +91,10 @@ def read(end: socket.socket, size: int) -> bytes:
 
 @pytest.mark.parametrize("kind", SAYINGS)
 def test_a_host_joins_past_many_strangers(address: str, arrived: list[Purpose], kind: str) -> None:
-    with strangers(address, kind, 3 * MOST_GREETINGS):
+    with strangers(address, kind, 3 * MAX_HANDSHAKES):
         began_s = time.monotonic()
         join(address, CONTROL, *LINKS)
-        assert time.monotonic() - began_s < GREETING_S
+        assert time.monotonic() - began_s < HANDSHAKE_S
     assert arrived == [CONTROL, *LINKS]
 
 
@@ -112,7 +112,7 @@ def test_a_host_joins_once_descriptors_are_free_again(
             end.connect((host, int(port)))
         began_s = time.monotonic()
         while "Too many open files" not in caplog.text:
-            assert time.monotonic() - began_s < GREETING_S
+            assert time.monotonic() - began_s < HANDSHAKE_S
             os.sched_yield()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
@@ -127,7 +127,7 @@ def test_who_is_slow_is_left(address: str, arrived: list[Purpose], pause_s: floa
     began_s = time.monotonic()
     with stranger(address) as end:
         end.settimeout(pause_s)
-        while time.monotonic() - began_s < 2 * GREETING_S:
+        while time.monotonic() - began_s < 2 * HANDSHAKE_S:
             try:
                 if not end.recv(1):
                     break
@@ -135,7 +135,7 @@ def test_who_is_slow_is_left(address: str, arrived: list[Purpose], pause_s: floa
                 end.sendall(b"p")
             except ConnectionError:
                 break
-        assert GREETING_S - 1 < time.monotonic() - began_s < GREETING_S + 2
+        assert HANDSHAKE_S - 1 < time.monotonic() - began_s < HANDSHAKE_S + 2
     join(address, CONTROL)
 
 
@@ -143,7 +143,7 @@ def test_who_knows_no_secret_is_told_so(address: str, arrived: list[Purpose]) ->
     with stranger(address) as end:
         end.sendall(os.urandom(HEAD + MAC))
         assert read(end, MAC + 1) == bytes(MAC)
-    with pytest.raises(GreetingError, match="the secrets differ; give both hosts the same"):
+    with pytest.raises(HandshakeError, match="the secrets differ; give both hosts the same"):
         connect(address, b"another secret of others", CONTROL)
     join(address, CONTROL)
     assert arrived == [CONTROL]
@@ -168,13 +168,13 @@ def test_a_greeting_cannot_be_said_again_or_sent_back(address: str, arrived: lis
 
 
 def join_in_vain(address: str) -> None:
-    with pytest.raises(GreetingError, match="the secrets differ"):
+    with pytest.raises(HandshakeError, match="the secrets differ"):
         join(address, CONTROL)
 
 
 def test_a_host_of_another_version_is_refused(address: str, arrived: list[Purpose]) -> None:
     host, _, port = address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=2 * GREETING_S) as end:
+    with socket.create_connection((host, int(port)), timeout=2 * HANDSHAKE_S) as end:
         nonce = read(end, len(PROTOCOL) + NONCE)[len(PROTOCOL) :]
         head = struct.pack("21s16s16s32s", b"pypto-serving hosts 9", b"control", bytes(16), bytes(NONCE))
         end.sendall(head + hmac.digest(SECRET, b"join" + nonce + head, "sha256"))
@@ -196,7 +196,7 @@ def test_another_service_is_named_by_what_it_says(banner: bytes) -> None:
 
         thread = threading.Thread(target=serve)
         thread.start()
-        with pytest.raises(GreetingError) as caught:
+        with pytest.raises(HandshakeError) as caught:
             connect(f"127.0.0.1:{listener.getsockname()[1]}", SECRET, CONTROL)
         thread.join()
     assert f"what listens there says {banner!r}, so it is no serving host of this version" in str(caught.value)

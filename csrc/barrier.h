@@ -19,19 +19,19 @@ struct alignas(64) Count {
   void close();
 };
 
-// One process's end of a meeting: it comes to count `own`, unless that is negative, and waits for counts [first, last).
-// All counts make it a barrier, none tells others, and others than its own make it follow them.
-class Meeting {
+// One process's end of a barrier: it comes to count `own`, unless that is negative, and waits for counts [first, last).
+// With all counts it is a full barrier; with none it only signals; with others than its own it only waits for them.
+class RankBarrier {
  public:
-  Meeting(Count* counts, int own, int first, int last) : counts_(counts), own_(own), first_(first), last_(last) {}
-  // Come, and wait until those that it waits for have come as often; false if the meeting is closed.
-  bool meet();
+  RankBarrier(Count* counts, int own, int first, int last) : counts_(counts), own_(own), first_(first), last_(last) {}
+  // Come, and wait until those that it waits for have come as often; false if the barrier is closed.
+  bool wait();
   bool closed() const { return closed_; }
 
  private:
   Count* counts_;
   int own_, first_, last_;
-  uint32_t met_ = 0;
+  uint32_t waits_ = 0;
   bool closed_ = false;  // as far as this rank has seen
 };
 

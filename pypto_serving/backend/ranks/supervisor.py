@@ -1,8 +1,8 @@
-"""The processes of ranks on this host: how the first one starts and watches the others.
+"""Start and watch the processes of the ranks on this host.
 
-The leader is the worker. The others are copies of it (`rank.py`), or of the process that another host runs (`host.py`):
-they load their parts of the model at the same time, then replay the steps that the leader publishes. When one ends, the
-leader ends; when the leader ends, all do.
+The worker is the leader. The others are copies of it (`rank_process.py`), or of the process that another host runs
+(`joining_host.py`). They load their parts of the model at the same time, then replay the steps that the leader
+publishes. When one ends, the leader ends; when the leader ends, all do.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from pypto_serving.backend.base import Fault, Progress
-from pypto_serving.backend.control import Control
-from pypto_serving.backend.shared_steps import READY
+from pypto_serving.backend.ranks.control_connection import ControlConnection
+from pypto_serving.backend.ranks.shared_steps import READY
 from pypto_serving.errors import EXIT_OK, FINAL_ERRORS, PyptoError
 from pypto_serving.kernels import RanksGone
 from pypto_serving.parallel.topology import Rank
@@ -28,23 +28,23 @@ LOADING = "weights"
 """The phase in which all ranks load."""
 
 PATIENCE_S, BLAME_S = 1.0, 3.0
-"""How long a process that is gone may take to end; and how long it takes at most to learn which one was the first."""
+"""Longest wait for a process that is gone to end, and until it is known which one ended first."""
 PER_MILLE = 1000
-"""What progress is told in until the leader knows its total."""
+"""Unit of progress until the leader knows its total."""
 
 
 class RankError(PyptoError):
     """A rank that ended, without saying why."""
 
 
-class Followers:
-    """Owns the processes of the ranks that another rank of this host started, and watches those of the other host.
+class RankSupervisor:
+    """Owns the processes of the other ranks of this host, and watches the connection to the other host.
 
-    A rank that waits for another one, which has ended, ends without a fault. It is not to blame for that.
+    A rank that gives up a step because another one has ended, ends without a fault; it is not to blame.
     """
 
     def __init__(self) -> None:
-        self._members: dict[str, Child | Control] = {}
+        self._members: dict[str, Child | ControlConnection] = {}
         self._loaded: dict[str, float] = {}
         self._ready: set[str] = set()
         self._left: dict[str, float] = {}
@@ -75,8 +75,8 @@ class Followers:
             for fd in own.values():
                 os.close(fd)
 
-    def add(self, name: str, member: Child | Control, ready: bool = False) -> None:
-        """Watch a process, or a host, and hear what it reports; one that is `ready` reports nothing but faults."""
+    def add(self, name: str, member: Child | ControlConnection, ready: bool = False) -> None:
+        """Watch a process, or a host, and take its reports; one that is `ready` reports only faults."""
         self._members[name], self._loaded[name] = member, float(ready)
         if ready:
             self._ready.add(name)
@@ -88,13 +88,13 @@ class Followers:
                 member.end(0)
 
     def reporting(self, progress: Progress) -> Progress:
-        """Return what the leader reports to: it tells `progress` how far the slowest rank is.
+        """Return the callback to which the leader reports; it passes the progress of the slowest rank on.
 
         It raises ModelError, ConfigError or RankError as soon as a rank has failed.
         """
 
         def report(phase: str, done: int, total: int) -> None:
-            self._hear()
+            self._take_reports()
             if phase == LOADING:
                 self._total = total
                 done = min(done, self._slowest())
@@ -111,14 +111,14 @@ class Followers:
         return self._total if are_ready else min(int(self._total * min(self._loaded.values())), self._total - 1)
 
     def await_ready(self, progress: Progress) -> None:
-        """Wait until all can follow; raises as `reporting` says."""
+        """Wait until all are ready; raises as `reporting` does."""
         while len(self._ready) < len(self._members):
             self._sleep()
-            self._hear()
+            self._take_reports()
             progress(LOADING, self._slowest(), self._total)
 
-    def _hear(self) -> None:
-        """Take in what they report. Raises the error of one that failed, or of those that left after BLAME_S."""
+    def _take_reports(self) -> None:
+        """Take in reports. Raises the error of a rank that failed, or after BLAME_S of one that left."""
         for name, member in self._present():
             messages = member.messages()
             if member.gone:
@@ -135,27 +135,27 @@ class Followers:
             if time.monotonic() >= left_s + BLAME_S:
                 raise RankError(f"{name} gave up a step")
 
-    def _take_end(self, name: str, member: Child | Control) -> None:
+    def _take_end(self, name: str, member: Child | ControlConnection) -> None:
         """Remember that a rank left; raise RankError if it ended in another way."""
-        if isinstance(member, Control):
+        if isinstance(member, ControlConnection):
             raise RankError(f"{name} {member.gone}")
         code = member.end(PATIENCE_S)
         if code != EXIT_OK or name not in self._ready:
             raise RankError(f"{name} ended (exit code {code})")
         self._left[name] = time.monotonic()
 
-    def _present(self) -> list[tuple[str, Child | Control]]:
+    def _present(self) -> list[tuple[str, Child | ControlConnection]]:
         return [(name, member) for name, member in self._members.items() if name not in self._left]
 
     def _sleep(self) -> None:
-        """Wait until one of them says something, or ends, or until it is time to blame one that left."""
+        """Wait until one reports or ends, or until it is time to blame one that left."""
         poller = select.poll()
         for _, member in self._present():
             poller.register(member.pipe, select.POLLIN)
         poller.poll(BLAME_S * 1000 if self._left else None)
 
     def watch(self, fault: Fault) -> None:
-        """When a rank ends, report a fault and end this process: its threads may wait for that rank in a step."""
+        """Report a fault and end this process when a rank ends: its threads may wait for that rank in a step."""
         self._watching = threading.Thread(target=self._watch, args=(fault,), name="rank-watch", daemon=True)
         self._watching.start()
 
@@ -167,15 +167,15 @@ class Followers:
             os._exit(error.exit_code)
 
     def await_end(self) -> NoReturn:
-        """Wait until one of them ends; raises as `reporting` says."""
+        """Wait until one of them ends; raises as `reporting` does."""
         while True:
             self._sleep()
-            self._hear()
+            self._take_reports()
 
     def blame(self) -> NoReturn:
-        """Raise the error of the rank that ended, for which a step was given up; see `reporting`.
+        """Raise the error of the rank that made this one give up a step; see `reporting`.
 
-        Once a thread watches, it reports that error and ends this process. Raises RanksGone if it finds none.
+        Once a thread watches, that one reports the error and ends this process. Raises RanksGone if it finds none.
         """
         if self._watching is None:
             self.await_end()

@@ -1,4 +1,4 @@
-"""Ranks that share memory: they meet within steps, follow a leader, and end when one is gone."""
+"""Ranks that share memory: they wait at barriers within steps, replay published steps, and end when one is gone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.kernels import Board, Engine, Meeting, Peers, RanksGone, Recording, SharedMemory, runnable
+from pypto_serving.kernels import (
+    Engine,
+    NativeCollectives,
+    RankBarrier,
+    RanksGone,
+    Recording,
+    SharedMemory,
+    StepBoard,
+    runnable,
+)
 from pypto_serving.parallel.topology import Topology
 from tests.kernels.layouts import narrow, random_bf16
 from tests.kernels.stage import engine_of, int32, matrix_of
@@ -40,7 +49,9 @@ def at_once(*tasks: Callable[[], Any]) -> list[Any]:
 class Chain:
     """One rank of products, each of which needs all columns of the one before and computes its own."""
 
-    def __init__(self, rank: int, ranks: int, peers: Peers, engine: Engine, width: int, links: range) -> None:
+    def __init__(
+        self, rank: int, ranks: int, peers: NativeCollectives, engine: Engine, width: int, links: range
+    ) -> None:
         mine = slice(rank * width // ranks, (rank + 1) * width // ranks)
         self.peers, self.step = peers, Recording(engine)
         self.rows = [peers.zeros(np.float32, TOKENS, width) for _ in range(2)]
@@ -50,25 +61,25 @@ class Chain:
         strips, ones = np.zeros(TOKENS * width // 2, np.uint32), np.ones(width, np.float32)
         if links.start == 0:
             self.step.embed(table, self.rows[0])
-            peers.meet(self.step, self.rows[0])
+            peers.barrier(self.step, self.rows[0])
         peers.begin_stage(self.step, self.rows[links.start % 2])
         for link in links:
             x, out = self.rows[link % 2], self.rows[1 - link % 2]
             self.step.rms_norm(x, ones, 1e-6, strips)
             self.step.linear(strips, matrix_of(weights[mine]), out[:, mine])
-            peers.meet(self.step, out)
+            peers.barrier(self.step, out)
         peers.end_stage(self.step, self.rows[links.stop % 2], self.rows[0])
 
     @classmethod
     def alone(cls, width: int) -> Chain:
-        return cls(0, 1, Peers(), engine_of(runnable()[0]), width, range(LINKS))
+        return cls(0, 1, NativeCollectives(), engine_of(runnable()[0]), width, range(LINKS))
 
     @classmethod
     def ranks(cls, memory: SharedMemory, ranks: int, threads: int = 1, stages: int = 1) -> list[Chain]:
         chains = []
         for number in range(stages * ranks):
             stage, rank = divmod(number, ranks)
-            peers = Peers(Topology(ranks, stages).ranks[number], SharedMemory(memory.fd), stages)
+            peers = NativeCollectives(Topology(ranks, stages).ranks[number], SharedMemory(memory.fd), stages)
             links = range(stage * LINKS // stages, (stage + 1) * LINKS // stages)
             chains.append(cls(rank, ranks, peers, Engine(threads=threads), ranks * COLUMNS, links))
         return chains
@@ -91,14 +102,14 @@ class Leader:
 
     def __init__(self, chain: Chain, slots: int) -> None:
         self._chain, self._memory = chain, SharedMemory.create()
-        self._board = Board(self._memory)
+        self._board = StepBoard(self._memory)
         self._buffers = [[np.zeros(8, np.int32) for _ in range(6)] for _ in range(slots)]
         self._held: deque[tuple[int, int, int]] = deque()
         self.found: list[np.ndarray] = []
 
-    def follow(self, chain: Chain) -> None:
+    def replay_published(self, chain: Chain) -> None:
         arrays = [(*b[:5], (b[5],), (b[5].reshape(1, 8),)) for b in self._buffers]
-        Board(SharedMemory(self._memory.fd)).follow(chain.step, arrays)
+        StepBoard(SharedMemory(self._memory.fd)).replay_published(chain.step, arrays)
 
     def lead(self, steps: Sequence[np.ndarray]) -> None:
         for number, token_ids in enumerate(steps):
@@ -123,38 +134,38 @@ def test_ranks_compute_what_one_does(memory: SharedMemory, ranks: int, threads: 
     rng = np.random.default_rng(1)
     steps = [rng.integers(0, VOCAB, 1 + i % TOKENS) for i in range(60)]
     alone, group = Chain.alone(ranks * COLUMNS), Chain.ranks(memory, ranks, threads, stages)
-    assert "meet" not in alone.step.names and all("meet" in rank.step.names for rank in group)
+    assert "barrier" not in alone.step.names and all("barrier" in rank.step.names for rank in group)
     leader = Leader(group[0], stages)
-    at_once(lambda: leader.lead(steps), *(lambda rank=rank: leader.follow(rank) for rank in group[1:]))
+    at_once(lambda: leader.lead(steps), *(lambda rank=rank: leader.replay_published(rank) for rank in group[1:]))
     for token_ids, found in zip(steps, leader.found, strict=True):
         alone.play(token_ids)
         assert np.array_equal(found, alone.logits(len(token_ids)))
 
 
-def test_meetings_are_timed(memory: SharedMemory) -> None:
+def test_barriers_are_timed(memory: SharedMemory) -> None:
     first, second = Chain.ranks(memory, 2, threads=2)
     seconds = np.zeros(len(first.step.names))
     at_once(lambda: first.step.replay(*step_arrays(IDS), seconds), lambda: second.play(IDS))
     assert (seconds > 0).all()
 
 
-def test_a_step_ends_when_its_meeting_is_closed(memory: SharedMemory) -> None:
+def test_a_step_ends_when_its_barrier_is_closed(memory: SharedMemory) -> None:
     waits, never_comes = Chain.ranks(memory, 2, threads=2)
     waits.rows[1][...] = 7
     with ThreadPoolExecutor(1) as pool:
         playing: Future[None] = pool.submit(waits.play, IDS)
-        Meeting(SharedMemory(memory.fd).zeros(np.uint8, Meeting.num_bytes(2)), 1).close()
+        RankBarrier(SharedMemory(memory.fd).zeros(np.uint8, RankBarrier.num_bytes(2)), 1).close()
         with pytest.raises(RanksGone):
             playing.result()
     with pytest.raises(RanksGone):
         never_comes.play(IDS)
-    assert (waits.rows[1] == 7).all(), "operations after the meeting were computed"
+    assert (waits.rows[1] == 7).all(), "operations after the barrier were computed"
 
 
 def test_followers_return_when_the_board_is_closed(memory: SharedMemory) -> None:
-    board, same = Board(memory), Board(SharedMemory(memory.fd))
+    board, same = StepBoard(memory), StepBoard(SharedMemory(memory.fd))
     with ThreadPoolExecutor(1) as pool:
-        following = pool.submit(board.follow, Recording(engine_of(runnable()[0])), [step_arrays(IDS)])
+        following = pool.submit(board.replay_published, Recording(engine_of(runnable()[0])), [step_arrays(IDS)])
         same.close()
         assert not following.result()
 
@@ -183,8 +194,8 @@ def test_files_that_must_be_small() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_meetings_refuse_what_cannot_meet(memory: SharedMemory) -> None:
-    counts = memory.zeros(np.uint8, Meeting.num_bytes(2))
+def test_barriers_refuse_other_ranks(memory: SharedMemory) -> None:
+    counts = memory.zeros(np.uint8, RankBarrier.num_bytes(2))
     for rank, awaited in [(2, range(2)), (-1, range(2)), (0, range(3)), (0, range(-1, 1))]:
-        with pytest.raises(ValueError, match="cannot meet"):
-            Meeting(counts, rank, awaited)
+        with pytest.raises(ValueError, match="cannot wait"):
+            RankBarrier(counts, rank, awaited)
