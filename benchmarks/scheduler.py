@@ -100,7 +100,8 @@ class Ours:
         """Run plan and commit. Return the seconds that they took and the number of sampled tokens."""
         self._now_s += 0.01
         start = time.perf_counter()
-        plan, _ = self._scheduler.plan(self._now_s)
+        self._scheduler.begin_turn(self._now_s)
+        plan = self._scheduler.plan(self._now_s)
         planned = time.perf_counter()
         assert plan is not None
         result = self._run(plan)

@@ -319,7 +319,7 @@ class Simulation:
         """Turn until every request ended; then every owner must be clean."""
         for _ in range(max_turns):
             self.turn()
-            idle = self.core.scheduler.kv.is_idle(self.clock.now())
+            idle = self.core.scheduler.kv.tiers.is_idle(self.clock.now())
             if idle and not self.core.scheduler.has_work and self.prompts.keys() <= self.last.keys():
                 break
         else:

@@ -190,7 +190,8 @@ class Simulator:
         """Serve the trace. Call `advance` once per finished request."""
         while len(self._records) < len(self._trace.requests) or self._scheduler.has_work:
             self._take_arrivals()
-            plan, _ = self._scheduler.plan(self._now_s)
+            self._scheduler.begin_turn(self._now_s)
+            plan = self._scheduler.plan(self._now_s)
             self._begin_transfers()
             if plan is None:
                 self._move_to(self._next_event_s())
@@ -222,6 +223,7 @@ class Simulator:
         while self._transfers.next_s <= end_s:
             self._now_s = self._transfers.next_s
             self._scheduler.transferred(self._transfers.due(self._now_s), self._now_s)
+            self._scheduler.begin_turn(self._now_s)
             self._begin_transfers()
         self._now_s = end_s
 

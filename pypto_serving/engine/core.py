@@ -160,11 +160,8 @@ class EngineCore:
         self.stopping = True
 
     def _plan_ahead(self, now_s: float) -> None:
-        while self.scheduler.num_in_flight < self.config.depth:
-            plan, expired = self.scheduler.plan(now_s)
-            self._outputs += expired
-            if plan is None:
-                break
+        self._outputs += self.scheduler.begin_turn(now_s)
+        while self.scheduler.num_in_flight < self.config.depth and (plan := self.scheduler.plan(now_s)) is not None:
             self._checked = False
             self._step_tokens.append(self.scheduler.counters.step_tokens)
             self._executor.send_plan(plan)
@@ -218,20 +215,20 @@ class EngineCore:
             num_draft_rounds=counters.num_draft_rounds,
             num_drafts=counters.num_drafts,
             accepted_at=tuple(counters.accepted_at),
-            prefill_per_s=self._kv.prefill_rate.measured_per_second,
+            prefill_per_s=self._kv.tiers.promotions.prefill_rate.measured_per_second,
             decode_per_s=counters.decode_rate.measured_per_second,
             core_s=self._worked_s,
             packing_s=counters.packing_s,
             computing_s=counters.computing_s,
             sampling_s=counters.sampling_s,
             kv_usage=self._kv.usage(),
-            tiers=self._kv.tier_stats(),
+            tiers=self._kv.tiers.stats(),
         )
 
     @property
     def at_rest(self) -> bool:
         """Whether the core can end without losing blocks: no store to a lower tier runs or is due."""
-        return not self._ready or self._kv.is_idle(self._clock.now())
+        return not self._ready or self._kv.tiers.is_idle(self._clock.now())
 
     def check(self) -> None:
         """Assert that nothing leaked in any owner."""

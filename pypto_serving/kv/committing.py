@@ -1,19 +1,20 @@
-"""Committer: publishes the blocks of computed tokens and frees those that are not needed any more."""
+"""Committer: publishes the blocks of computed tokens, and frees those that are not needed any more."""
 
 from __future__ import annotations
 
 from array import array
 
+from pypto_serving.kv.block_table import BlockTable
 from pypto_serving.kv.events import EventLog
 from pypto_serving.kv.resume_points import ResumePoints
-from pypto_serving.kv.sequence import SequencePart, SequenceState
+from pypto_serving.kv.sequence import SequenceState
 
 
 class Committer:
-    """A part of the KVCacheManager, without state of its own: settles the tokens of sequences.
+    """A table of the KVCacheManager, without state of its own: commits the tokens of sequences.
 
     With `caching`, blocks are published up to the last resume point. With `keeps`, those that resuming needs are kept
-    for lower tiers. `events` gets their contents.
+    for lower tiers. `events` gets the contents of blocks.
     """
 
     def __init__(self, points: ResumePoints, caching: bool, keeps: bool, events: EventLog | None) -> None:
@@ -33,37 +34,37 @@ class Committer:
         start, position = self._points.last(sequence.committed), self._points.last(end)
         if position > sequence.resume_point:
             sequence.extend_keys(tokens)
-            for part in sequence.parts:
-                self._publish(part, sequence, tokens, start, position)
+            for table in sequence.tables:
+                self._publish(table, sequence, tokens, start, position)
             self._pass_resume_points(sequence, start, position, prompt_len)
         sequence.free_passed(end)
 
-    def _publish(self, part: SequencePart, sequence: SequenceState, tokens: array[int], start: int, end: int) -> None:
+    def _publish(self, table: BlockTable, sequence: SequenceState, tokens: array[int], start: int, end: int) -> None:
         """Publish the useful blocks of one group that end in (start, end], between two resume points."""
-        keys, table, pool = part.keys, part.table, part.group.pool
-        keep = self._keeps and part.group.keeps_history
-        for i in part.group.useful(start, end):
-            pool.publish(table[i], keys[i])
+        keys, blocks, pool = table.keys, table.blocks, table.group.pool
+        keep = self._keeps and table.group.keeps_history
+        for i in table.group.useful(start, end):
+            pool.publish(blocks[i], keys[i])
             if keep:
-                pool.keep(table[i])
+                pool.keep(blocks[i])
             if self._events is not None:
-                part.describe(i, tokens, sequence.salted, self._events)
+                table.describe(i, tokens, sequence.salted, self._events)
 
     def _pass_resume_points(self, sequence: SequenceState, start: int, end: int, prompt_len: int) -> None:
-        """Keep the tails of windows and states that settling (start, end], between two resume points, makes useful.
+        """Keep the resume blocks of windows and states in (start, end], between two resume points.
 
-        1. At each checkpoint: have the tail stored in lower tiers once nobody refers to it.
-        2. At `end`: hold the tail, instead of the one held before.
+        1. At each checkpoint: have them stored in lower tiers once nobody refers to them.
+        2. At `end`: hold them, instead of those held before.
         """
         if sequence.recent and self._keeps:
             for position in self._points.checkpoints(start, end, prompt_len):
                 self.keep_resume_blocks(sequence, position)
         sequence.resume_point = end
-        for part in sequence.recent:
-            part.hold(end)
+        for table in sequence.recent:
+            table.hold_resume_blocks(end)
 
     def keep_resume_blocks(self, sequence: SequenceState, position: int) -> None:
-        """Have the tails of a settled position stored in lower tiers once nobody refers to them."""
-        for part in sequence.recent if self._keeps else ():
-            for block_id in part.resume_blocks_at(position):
-                part.group.pool.keep(block_id)
+        """Have the resume blocks of a committed position stored in lower tiers once nobody refers to them."""
+        for table in sequence.recent if self._keeps else ():
+            for block_id in table.resume_blocks_at(position):
+                table.group.pool.keep(block_id)

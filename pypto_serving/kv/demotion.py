@@ -16,13 +16,13 @@ MAX_STORES = 2
 MAX_STORE_BYTES = 32 << 20
 """Most bytes of one of them, unless it is a single block."""
 MAX_DEMOTING_BYTES = 256 << 20
-"""Blocks of preempted requests are stored at once until so many bytes are on their way to a tier."""
+"""Blocks of preempted requests are stored at once until this many bytes are on their way to a tier."""
 MAX_PINNED = 0.25
 """Share of the free device blocks that stores begun together keep from being used."""
 EVICTION_MARGIN = 0.1
 """With policy `eviction`: share of a device pool, next to be evicted, that is stored."""
 
-Room = dict[KVGroup, int]
+BlockBudget = dict[KVGroup, int]
 """Device blocks of each group that may still be pinned."""
 
 
@@ -56,12 +56,12 @@ class Demotions:
         for group in self._groups:
             spare = group.pool.num_free - int(group.pool.num_blocks * EVICTION_MARGIN)
             self._take_released(group, 0 if self._policy == "through" else max(0, spare))
-        room = {
-            group: min(math.ceil(group.pool.num_free * MAX_PINNED), self._transfers.room(group))
+        budget = {
+            group: min(math.ceil(group.pool.num_free * MAX_PINNED), self._transfers.block_budget(group))
             for group in self._groups
         }
         for tier in self._tiers:
-            while tier.num_stores < MAX_STORES and tier.accepts(now_s) and self._store(tier, tier.backlog, room):
+            while tier.num_stores < MAX_STORES and tier.accepts(now_s) and self._store(tier, tier.backlog, budget):
                 pass
 
     def demote(self, blocks: Sequence[GroupKey], now_s: float) -> None:
@@ -69,13 +69,13 @@ class Demotions:
         self._coming_free = None
         for tier in self._tiers:
             missing = OrderedDict.fromkeys(pair for pair in blocks if tier.find(*pair) is None)
-            room = {group: self._transfers.room(group) for group in self._groups}
+            budget = {group: self._transfers.block_budget(group) for group in self._groups}
             while tier.accepts(now_s) and tier.storing_bytes < MAX_DEMOTING_BYTES:
-                if not self._store(tier, missing, room):
+                if not self._store(tier, missing, budget):
                     break
 
     def coming_free(self) -> list[int]:
-        """Count the blocks of each group that only stores refer to; those of stuck tiers are left out."""
+        """Return how many blocks of each group only stores refer to, without those of stuck tiers."""
         if self._coming_free is None:
             stuck: set[tuple[KVGroup, int]] = set()
             for transfer in self._transfers:
@@ -92,21 +92,21 @@ class Demotions:
         return self._coming_free
 
     def _take_released(self, group: KVGroup, left: int) -> None:
-        """Queue the released blocks, all but the last `left`, in each tier that lacks them; others count as used."""
+        """Queue the released blocks, all but the last `left`, in each tier that lacks them; else note their use."""
         released = group.pool.released
         while len(released) > left:
             block_id, _ = released.popitem(last=False)
             key = group.pool.key(block_id)
             assert key is not None
             for tier in self._tiers:
-                place = tier.find(group, key)
-                if place is not None:
-                    tier.pools[group].touch(place)
+                tier_block = tier.find(group, key)
+                if tier_block is not None:
+                    tier.pools[group].touch(tier_block)
                 elif tier.writable and (group, key) not in tier.storing:
                     tier.put_off((group, key), at_most=sum(group.pool.num_blocks for group in self._groups))
 
-    def _store(self, tier: LowerTier, backlog: OrderedDict[GroupKey, None], room: Room) -> bool:
-        """Begin one job with the first blocks of a backlog; False if there is nothing to store, or no room.
+    def _store(self, tier: LowerTier, backlog: OrderedDict[GroupKey, None], budget: BlockBudget) -> bool:
+        """Begin one job with the first blocks of a backlog. Return False if it would have no blocks.
 
         The block at the front
 
@@ -123,9 +123,9 @@ class Demotions:
             block = group.pool.find(key)
             tier.counters.lost_blocks += block is None
             if block is not None and tier.lacks(pair):
-                if (moved and group.block_bytes > left_bytes) or not tier.pools[group].num_free or room[group] <= 0:
+                if (moved and group.block_bytes > left_bytes) or not tier.pools[group].num_free or budget[group] <= 0:
                     break
-                moved.append(self._admit(tier, pair, block, room))
+                moved.append(self._admit(tier, pair, block, budget))
                 left_bytes -= group.block_bytes
             del backlog[pair]
         if moved:
@@ -134,10 +134,10 @@ class Demotions:
             self._transfers.begin("store", tier, moved)
         return bool(moved)
 
-    def _admit(self, tier: LowerTier, pair: GroupKey, block: int, room: Room) -> Moved:
+    def _admit(self, tier: LowerTier, pair: GroupKey, block: int, budget: BlockBudget) -> Moved:
         """Pin a device block, and give it a slot in the tier."""
         group, key = pair
-        room[group] -= block not in self._pins[group]
+        budget[group] -= block not in self._pins[group]
         self._pin(group, block)
         return Moved(group, block, tier.pools[group].allocate(1)[0], key)
 
@@ -146,18 +146,18 @@ class Demotions:
         tier, num_bytes = transfer.tier, 0
         tier.num_stores -= 1
         for piece, ok in zip(transfer.moved, done.done, strict=True):
-            group, block, place, key = piece
+            group, block, tier_block, key = piece
             tier.storing.discard((group, key))
             num_bytes += group.block_bytes * ok
             pool = tier.pools[group]
             if not ok:
                 tier.backlog[group, key] = None
-                pool.make_new(place)
+                pool.make_new(tier_block)
             elif not transfer.void:
-                if pool.is_new(place):
+                if pool.is_new(tier_block):
                     tier.lacking.discard(group)
-                pool.publish(place, key)
-            pool.free([place])
+                pool.publish(tier_block, key)
+            pool.free([tier_block])
             self._unpin(group, block)
         self._coming_free = None
         tier.writable &= done.writable

@@ -59,7 +59,7 @@ class LowerTier:
     - After a store that failed as a whole the tier is left alone for a second, then two, up to a minute.
     - Loads that took `spent_s` spared computing `spared_tokens`; `saved_s` does not count them yet.
     - `discarded`: blocks that a shared store may hold and that are neither loaded nor stored, the oldest first.
-    - `lacking`: groups of which a block could not be stored, and none was stored in a new place since.
+    - `lacking`: groups of which a block could not be stored, and none was stored in a new slot since.
     - `stuck`: a transfer is overdue, or the tier is `left_out` of this life of the worker. Nothing is begun there.
     - `clearing`: its store has not forgotten everything yet.
     """
@@ -148,9 +148,9 @@ class LowerTier:
             self.discarded[group, key] = None
             if len(self.discarded) > MAX_DISCARDED:
                 self.discarded.popitem(last=False)
-        place = self.find(group, key)
-        if place is not None:
-            self.pools[group].drop(place)
+        tier_block = self.find(group, key)
+        if tier_block is not None:
+            self.pools[group].drop(tier_block)
 
     def put_off(self, block: GroupKey, at_most: int) -> None:
         """Queue a block to be stored. Of more than `at_most` the first is dropped: the device has evicted it."""

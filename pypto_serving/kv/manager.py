@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from pypto_serving.kv import room
 from pypto_serving.kv.committing import Committer
 from pypto_serving.kv.events import EventLog
 from pypto_serving.kv.group import make_groups
 from pypto_serving.kv.keys import KeyRule
 from pypto_serving.kv.pool import NULL_BLOCK
 from pypto_serving.kv.prefix_load import PrefixLoad, PrefixLoader
-from pypto_serving.kv.rate import Rate
+from pypto_serving.kv.prefix_lookup import longest_prefix, on_device, shared_prefix
 from pypto_serving.kv.resume_points import ResumePoints
-from pypto_serving.kv.room import BlockIds
-from pypto_serving.kv.sequence import SequenceState, on_device
+from pypto_serving.kv.sequence import NOTHING, BlockIds, SequenceState
 from pypto_serving.kv.tiers import TierManager
 from pypto_serving.types.config import FaultConfig, default_of
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.kv_events import KVEvent
-from pypto_serving.types.stats import TierStats
-from pypto_serving.types.tier import StorePolicy, Tier, TierConfig, TierInventory, TransferDone, TransferJob
+from pypto_serving.types.tier import StorePolicy, Tier, TierConfig, TierInventory, TransferDone
 
 TRANSFER_TIMEOUT_S: float = default_of(FaultConfig, "transfer_timeout_s")
 
@@ -69,9 +65,9 @@ class KVCacheManager:
         self._key_rule = KeyRule(specs, self.points.step, self.points.lag)
         self.prefix_caching = prefix_caching
         self._events = events
-        self._tiers = TierManager(self.groups, tiers, store_policy, longest_blocks, transfer_timeout_s, events)
-        self._prefix_loader = PrefixLoader(self._tiers, self.points)
-        self._has_tiers = bool(self._tiers.tiers)
+        self.tiers = TierManager(self.groups, tiers, store_policy, longest_blocks, transfer_timeout_s, events)
+        self._prefix_loader = PrefixLoader(self.tiers, self.points)
+        self._has_tiers = bool(self.tiers.tiers)
         self._committer = Committer(self.points, prefix_caching, self._has_tiers, events)
         self._sequences: dict[str, SequenceState] = {}
         self.open(num_blocks, fingerprint)
@@ -84,7 +80,7 @@ class KVCacheManager:
         for group, count in zip(self.groups, num_blocks, strict=True):
             group.open(count)
         self._sequences.clear()
-        self._tiers.open(inventories)
+        self.tiers.open(inventories)
 
     # Prefixes.
 
@@ -102,7 +98,7 @@ class KVCacheManager:
         if not self.prefix_caching:
             return NO_MATCH
         sequence.extend_keys(tokens)
-        return Match(sequence.longest(len(tokens) - 1, on_device))
+        return Match(longest_prefix(sequence, len(tokens) - 1, on_device))
 
     def num_nameable(self, num_tokens: int) -> int:
         """Return how many of the first `num_tokens` tokens lie before a resume point and in blocks with known keys."""
@@ -114,19 +110,12 @@ class KVCacheManager:
 
     def num_shared(self, request_id: str, other_id: str, limit: int) -> int:
         """Return the last resume point, at most `limit`, up to which the keys of two requests are known and equal."""
-        one, other = self._sequences[request_id].chain, self._sequences[other_id].chain
-        points = range(self.points.step, limit + 1, self.points.step)
-
-        def differ(position: int) -> bool:
-            key = one.until(position)
-            return key is None or key != other.until(position)
-
-        return bisect_left(points, True, key=differ) * self.points.step
+        return shared_prefix(self._sequences[request_id], self._sequences[other_id], limit)
 
     def load_prefix(self, request_id: str, tokens: array[int], match: Match, may_begin: bool = True) -> PrefixLoad:
         """Begin to load what lower tiers hold of a request's `tokens` beyond `match`, if that pays.
 
-        BEGUN: the request has to wait until `transferred` names it, and match again; it may hold blocks meanwhile.
+        BEGUN: the request has to wait until `transferred` names it, then match again. It may hold blocks meanwhile.
         """
         sequence = self._sequences[request_id]
         if not self._has_tiers or sequence.filled or not self.prefix_caching:
@@ -141,13 +130,13 @@ class KVCacheManager:
         Those before are on the device, and were described when they were published or loaded.
         """
         end = len(sequence.chain.links) * self.points.step
-        for part in sequence.histories[:1]:
-            size, g, keys = part.group.block_size, part.group.index, part.keys
+        for table in sequence.histories[:1]:
+            size, g, keys = table.group.block_size, table.group.index, table.keys
             gap = next((i for i in range(start // size, len(keys)) if not events.holds(g, keys[i])), len(keys))
             end = self.points.last(gap * size)
-        for part in sequence.parts:
-            for i in part.group.useful(start, end):
-                part.describe(i, tokens, sequence.salted, events)
+        for table in sequence.tables:
+            for i in table.group.useful(start, end):
+                table.describe(i, tokens, sequence.salted, events)
 
     def holds_fill(self, request_id: str) -> bool:
         """Return whether a waiting request holds blocks that were, or are being, loaded for it."""
@@ -159,19 +148,15 @@ class KVCacheManager:
         self.release(request_id)
 
     def expire_fills(self, now_s: float) -> list[str]:
-        """Give up the fills from tiers that are stuck. Returns the requests that can be scheduled again."""
-        overdue = self._tiers.overdue(now_s)
+        """Give up the fills from tiers that are stuck. Return the requests that can be scheduled again."""
+        overdue = self.tiers.overdue(now_s)
         for request_id in overdue:
             self.give_up_fill(request_id)
         return overdue
 
-    def hanging_tiers(self, now_s: float) -> tuple[Tier, ...]:
-        """Return the tiers whose transfers hang and hold device blocks, which only the end of the worker frees."""
-        return self._tiers.hanging(now_s)
-
     def transferred(self, done: TransferDone, now_s: float) -> list[str]:
-        """Publish the blocks of a transfer that ended. Returns the requests that can be scheduled again."""
-        ended = self._tiers.take_done(done, now_s)
+        """Publish the blocks of a transfer that ended. Return the requests that can be scheduled again."""
+        ended = self.tiers.take_done(done, now_s)
         for request_id, complete in ended:
             if not complete:
                 self.give_up_fill(request_id)
@@ -191,15 +176,15 @@ class KVCacheManager:
         """
         sequence = self._sequences[request_id]
         if num_tokens <= sequence.capacity:
-            return room.NOTHING
+            return NOTHING
         if match.num_tokens and not sequence.capacity:
-            return room.start(sequence, num_tokens, match.num_tokens)
-        return room.grow(sequence, num_tokens)
+            return sequence.start(num_tokens, match.num_tokens)
+        return sequence.grow(num_tokens)
 
     def growth(self, num_computed: int, num_tokens: int) -> list[int]:
         """Return how many more blocks of each group a request of `num_computed` tokens needs to reach `num_tokens`.
 
-        None of a window or state: as it grows it frees blocks too.
+        It is 0 for a window or state, which frees blocks as it grows.
         """
         return [
             group.num_blocks(num_tokens) - group.num_blocks(num_computed) if group.keeps_history else 0
@@ -215,20 +200,21 @@ class KVCacheManager:
         spare: float,
         reserved: Iterable[int],
     ) -> bool:
-        """Return whether a request may grow to `num_tokens`; see `room.fits`."""
-        return room.fits(self._sequences[request_id], match.num_tokens, num_tokens, step_tokens, spare, reserved)
+        """Return whether a request may grow to `num_tokens`; see `SequenceState.fits`."""
+        return self._sequences[request_id].fits(match.num_tokens, num_tokens, step_tokens, spare, reserved)
 
     def will_fit(self, request_id: str, num_tokens: int) -> bool:
         """Return whether a request can grow to `num_tokens` once the blocks being stored in lower tiers are free."""
-        return room.will_fit(self._sequences[request_id], num_tokens, self._tiers.demotions.coming_free())
+        tables = zip(self._sequences[request_id].tables, self.tiers.demotions.coming_free(), strict=True)
+        return all(table.missing(num_tokens) <= table.group.pool.num_free + coming for table, coming in tables)
 
     # Progress.
 
     def commit(self, request_id: str, tokens: array[int], num_computed: int, prompt_len: int) -> None:
-        """Settle what it can of tokens [0, num_computed), which are computed for certain.
+        """Commit tokens [0, num_computed), which are certainly computed, as far as the tokens after them are known.
 
-        Complete blocks that resuming somewhere needs are published; blocks that resuming at the last settled token
-        does not need are freed.
+        Publish complete blocks that resuming at some point needs. Free blocks that resuming at the last committed token
+        does not need.
         """
         sequence = self._sequences[request_id]
         sequence.computed = num_computed
@@ -240,33 +226,33 @@ class KVCacheManager:
     def release(self, request_id: str) -> None:
         """Free all blocks of a request in every group; it may reserve again. Unknown ids are ignored.
 
-        The tails of the last position at which it could be resumed are kept in lower tiers.
+        The resume blocks of its last resume point are kept in lower tiers.
         """
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return
-        self._tiers.promotions.abandon(request_id)
+        self.tiers.promotions.abandon(request_id)
         if not sequence.capacity:
             return
         self._committer.keep_resume_blocks(sequence, sequence.resume_point)
-        for part in sequence.parts:
-            part.group.pool.free(part.resume_blocks)
-            part.group.pool.free(part.live())
+        for table in sequence.tables:
+            table.group.pool.free(table.resume_blocks)
+            table.group.pool.free(table.live())
         sequence.clear()
 
     def demote(self, request_id: str, now_s: float) -> None:
         """Release a preempted request, and have its blocks stored in lower tiers before they are evicted."""
         sequence = self._sequences[request_id]
         keys = [
-            (part.group, key)
-            for part in sequence.parts
-            for block_id in reversed([*part.resume_blocks, *part.live()])
-            if (key := part.group.pool.key(block_id)) is not None
+            (table.group, key)
+            for table in sequence.tables
+            for block_id in reversed([*table.resume_blocks, *table.live()])
+            if (key := table.group.pool.key(block_id)) is not None
         ]
         self.release(request_id)
         if self._has_tiers:
             released = [(group, key) for group, key in keys if group.pool.find(key) in group.pool.released]
-            self._tiers.demotions.demote(released, now_s)
+            self.tiers.demotions.demote(released, now_s)
 
     def forget(self, request_id: str) -> None:
         """Release a request for good."""
@@ -280,8 +266,8 @@ class KVCacheManager:
         """
         sequence = self._sequences[request_id]
         end = len(sequence.chain.links) * self.points.step
-        blocks = [(part.group, part.keys[i]) for part in sequence.parts for i in part.group.useful(0, end)]
-        self._tiers.discard(blocks)
+        blocks = [(table.group, table.keys[i]) for table in sequence.tables for i in table.group.useful(0, end)]
+        self.tiers.discard(blocks)
         for group, key in blocks:
             block_id = group.pool.find(key)
             if block_id is not None:
@@ -289,43 +275,12 @@ class KVCacheManager:
 
     def clear(self, tiers: Collection[Tier]) -> None:
         """Forget the cached blocks of some tiers. Running requests keep what they use; nobody else finds it."""
-        self._tiers.clear(tiers)
+        self.tiers.clear(tiers)
         if "device" in tiers:
             for group in self.groups:
                 group.pool.drop_all()
 
-    # Tiers below the device.
-
-    def plan_stores(self, now_s: float) -> None:
-        """Begin to store in lower tiers what came free on the device, as far as they keep up."""
-        self._tiers.demotions.plan(now_s)
-
-    def take_jobs(self, now_s: float) -> list[TransferJob]:
-        """Return the transfers to hand to the worker now."""
-        return self._tiers.take_jobs(now_s)
-
-    def record_hits(self, sources: Counter[Tier]) -> None:
-        """Count the cached tokens of a request that starts, by the tier they came from."""
-        self._tiers.record_hits(sources)
-
-    def record_prefill(self, num_tokens: int, elapsed_s: float) -> None:
-        """Record the measured prefill speed."""
-        self._tiers.promotions.record_prefill(num_tokens, elapsed_s)
-
-    def is_idle(self, now_s: float) -> bool:
-        """Return whether no block moves between tiers, and none waits to be stored where it can be."""
-        return self._tiers.is_idle(now_s)
-
     # Views.
-
-    @property
-    def prefill_rate(self) -> Rate:
-        """The measured prefill speed, in tokens."""
-        return self._tiers.promotions.prefill_rate
-
-    def tier_stats(self) -> tuple[TierStats, ...]:
-        """Return one snapshot of each tier below the device."""
-        return self._tiers.stats()
 
     def take_events(self) -> list[KVEvent]:
         """Return what happened to cached blocks since the last call, in order."""
@@ -333,12 +288,12 @@ class KVCacheManager:
 
     def usage(self) -> tuple[float, ...]:
         """Return the share of each group's blocks that requests hold, in [0, 1], without those only being stored."""
-        pools = zip((group.pool for group in self.groups), self._tiers.demotions.coming_free(), strict=True)
+        pools = zip((group.pool for group in self.groups), self.tiers.demotions.coming_free(), strict=True)
         return tuple([1 - (pool.num_free + coming) / pool.num_blocks for pool, coming in pools])
 
     def table(self, request_id: str) -> BlockIds:
         """Return a copy of a request's block table."""
-        return self._sequences[request_id].tables()
+        return self._sequences[request_id].block_ids()
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._sequences
@@ -349,14 +304,14 @@ class KVCacheManager:
     def check(self) -> None:
         """Assert in every group: free + cached + in use = total, and references equal table entries."""
         for g, group in enumerate(self.groups):
-            references = self._tiers.references(group)
+            references = self.tiers.references(group)
             for sequence in self._sequences.values():
-                part = sequence.parts[g]
-                live = part.live()
-                passed = part.group.first_needed(sequence.committed) - part.first
-                assert 0 <= passed <= part.group.run, "a block was freed too early or late"
-                assert NULL_BLOCK not in live, f"null block inside the live part of group {group.spec.name}"
+                table = sequence.tables[g]
+                live = table.live()
+                passed = table.group.first_needed(sequence.committed) - table.first
+                assert 0 <= passed <= table.group.run, "a block was freed too early or late"
+                assert NULL_BLOCK not in live, f"null block inside the live table of group {group.spec.name}"
                 references.update(live)
-                references.update(part.resume_blocks)
+                references.update(table.resume_blocks)
             group.pool.check(references)
-        self._tiers.check()
+        self.tiers.check()

@@ -6,10 +6,11 @@ import enum
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from pypto_serving.kv.group import Find, GroupKey, KVGroup
+from pypto_serving.kv.group import GroupKey
 from pypto_serving.kv.lower_tier import LowerTier, fastest
+from pypto_serving.kv.prefix_lookup import longest_prefix, on_device_or_in
 from pypto_serving.kv.resume_points import ResumePoints
-from pypto_serving.kv.sequence import FindIn, SequenceState
+from pypto_serving.kv.sequence import SequenceState
 from pypto_serving.kv.tiers import TierManager
 
 
@@ -22,7 +23,7 @@ class PrefixLoad(enum.Enum):
 
 
 class PrefixLoader:
-    """A part of the KVCacheManager, without state of its own: gives a request blocks to load into."""
+    """A table of the KVCacheManager, without state of its own: gives a request blocks to load into."""
 
     def __init__(self, tiers: TierManager, points: ResumePoints) -> None:
         self._tiers = tiers.tiers
@@ -41,7 +42,7 @@ class PrefixLoader:
 
         1. is no longer than the match, and neither are those after it: compute;
         2. was refused just before, and the slowest tier adds nothing to it: go on to the next;
-        3. is being loaded in part for another request: wait for that;
+        3. is being loaded in table for another request: wait for that;
         4. is expected to be loaded faster than computed: load it, or compute if its blocks do not fit (see `_fill`);
         5. is not: it is refused.
         """
@@ -55,7 +56,7 @@ class PrefixLoader:
                 return PrefixLoad.BEGUN
         refused = matched
         for depth in range(len(self._tiers), 0, -1):
-            fetched = sequence.longest(num_tokens - 1, self._find_in(depth))
+            fetched = longest_prefix(sequence, num_tokens - 1, on_device_or_in(self._tiers[:depth]))
             if fetched <= matched:
                 return PrefixLoad.COMPUTE
             if fetched == refused:
@@ -67,34 +68,19 @@ class PrefixLoader:
             elif not may_begin:
                 return PrefixLoad.LATER
             elif other is not None:
-                self._promotions.join(request_id, other)
+                self._promotions.waits[request_id] = other
                 return PrefixLoad.BEGUN
             else:
                 return self._fill(request_id, sequence, fetched, fetched - matched)
         return PrefixLoad.COMPUTE
 
-    def _find_in(self, depth: int) -> FindIn:
-        """Find blocks on the device and in the first `depth` tiers."""
-        tiers = self._tiers[:depth]
-
-        def find_in(group: KVGroup) -> Find:
-            find_on_device = group.pool.find
-
-            def find(key: bytes) -> object | None:
-                block_id = find_on_device(key)
-                return fastest(tiers, group, key) if block_id is None else block_id
-
-            return find
-
-        return find_in
-
     def _lacking(self, sequence: SequenceState, num_tokens: int) -> list[GroupKey]:
         """Return the blocks that the device lacks to resume at `num_tokens`."""
         return [
-            (part.group, part.keys[i])
-            for part in sequence.parts
-            for i in part.group.needed(num_tokens)
-            if part.group.pool.find(part.keys[i]) is None
+            (table.group, table.keys[i])
+            for table in sequence.tables
+            for i in table.group.needed(num_tokens)
+            if table.group.pool.find(table.keys[i]) is None
         ]
 
     def _unknown(self, sequence: SequenceState, num_tokens: int) -> Iterator[GroupKey]:
@@ -103,12 +89,12 @@ class PrefixLoader:
         Any resume point may be a checkpoint of another replica: where its prompts and turns ended is not known.
         """
         end = self._points.last(max(0, num_tokens - max(1, self._points.lag)))
-        find_in = self._find_in(len(self._tiers))
-        for part in (*sequence.histories, *sequence.recent):
-            find = find_in(part.group)
-            for i in part.group.useful(0, end):
-                if find(part.keys[i]) is None:
-                    yield part.group, part.keys[i]
+        find_in = on_device_or_in(self._tiers)
+        for table in (*sequence.histories, *sequence.recent):
+            find = find_in(table.group)
+            for i in table.group.useful(0, end):
+                if find(table.keys[i]) is None:
+                    yield table.group, table.keys[i]
 
     def _bytes_by_tier(self, blocks: Iterable[GroupKey]) -> Counter[LowerTier]:
         """Add up the bytes that would be loaded from each tier."""
@@ -125,15 +111,15 @@ class PrefixLoader:
         That spares computing `num_spared` tokens. Loads that hang keep their blocks, so beside other loads a fill
         leaves room for one sequence of the longest length, or waits for the other fills.
         """
-        found = [part.found(num_tokens) for part in sequence.parts]
-        for part, blocks in zip(sequence.parts, found, strict=True):
-            pool = part.group.pool
+        found = [table.find_needed(num_tokens) for table in sequence.tables]
+        for table, blocks in zip(sequence.tables, found, strict=True):
+            pool = table.group.pool
             if sum(1 for block_id in blocks if block_id is None or pool.is_free(block_id)) > pool.num_free:
                 return PrefixLoad.COMPUTE
         if self._transfers.num_loads and self._overfills(sequence, found):
-            return PrefixLoad.LATER if self._promotions.num_fills else PrefixLoad.COMPUTE
-        filled = zip(sequence.parts, found, strict=True)
-        wanted = [missing for part, blocks in filled for missing in part.fill(num_tokens, blocks)]
+            return PrefixLoad.LATER if self._promotions.waits else PrefixLoad.COMPUTE
+        filled = zip(sequence.tables, found, strict=True)
+        wanted = [missing for table, blocks in filled for missing in table.fill(num_tokens, blocks)]
         sequence.set_capacity()
         sequence.filled = sequence.computed = sequence.committed = num_tokens
         sequence.origins.update(self._promotions.load(request_id, wanted, num_spared))
@@ -142,6 +128,6 @@ class PrefixLoader:
     def _overfills(self, sequence: SequenceState, found: Iterable[Sequence[int | None]]) -> bool:
         """Return whether loading the blocks not `found` would leave too little room in a group."""
         return any(
-            blocks.count(None) > self._transfers.room(part.group)
-            for part, blocks in zip(sequence.parts, found, strict=True)
+            blocks.count(None) > self._transfers.block_budget(table.group)
+            for table, blocks in zip(sequence.tables, found, strict=True)
         )

@@ -63,11 +63,10 @@ class TierManager:
 
     def take_jobs(self, now_s: float) -> list[TransferJob]:
         """Return the jobs to hand to the worker now."""
-        self.demotions.plan(now_s)
         return self.transfers.take_jobs(now_s)
 
     def take_done(self, done: TransferDone, now_s: float) -> list[tuple[str, bool]]:
-        """End a transfer. Returns the requests that waited for it, and whether each got all that it waited for."""
+        """End a transfer. Return the requests that waited for it, and whether each got all that it waited for."""
         transfer = self.transfers.end(done.job_id)
         if transfer.kind == "store":
             self.demotions.stored(transfer, done, now_s)
@@ -80,7 +79,7 @@ class TierManager:
         return []
 
     def overdue(self, now_s: float) -> list[str]:
-        """Mark the tiers that are stuck now. Returns the requests that wait for them; they should compute instead."""
+        """Mark the tiers that are stuck now. Return the requests that wait for them, which should compute instead."""
         late = [transfer for transfer in self.transfers if now_s > transfer.due_s]
         for tier in self.tiers:
             tier.stuck = tier.left_out or any(transfer.tier is tier for transfer in late)
@@ -148,7 +147,7 @@ class TierManager:
             references: dict[KVGroup, Counter[int]] = {group: Counter() for group in tier.pools}
             for transfer in self.transfers.moving(tier):
                 for piece in transfer.moved:
-                    references[piece.group][piece.place] += 1
+                    references[piece.group][piece.tier_block] += 1
             for group, pool in tier.pools.items():
                 if pool.num_published <= CHECKED_BLOCKS:
                     pool.check(references[group])

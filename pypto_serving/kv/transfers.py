@@ -1,4 +1,4 @@
-"""ActiveTransfers: owner of the transfers between tiers that are decided and have not ended."""
+"""ActiveTransfers: owner of the transfers between tiers that have been decided and have not ended."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class TransferState(enum.Enum):
 
 
 class Moved(NamedTuple):
-    """One block of a transfer: its id on the device, and its place in the tier's pool."""
+    """One block of a transfer: its id on the device, and its id in the tier's pool."""
 
     group: KVGroup
     block: int
-    place: int
+    tier_block: int
     key: bytes
 
 
@@ -51,7 +51,7 @@ class Transfer:
     """One transfer, which holds a reference to each of its blocks on both sides until it ends.
 
     `moved` is in order of position for a load, and reversed for a store: the front of a sequence is freed last, and so
-    evicted last. Blocks of a `void` transfer are not published: they were to be forgotten. After `due_s` it is overdue.
+    evicted last. A `void` transfer publishes nothing, since its blocks were to be forgotten. It is overdue at `due_s`.
     """
 
     job_id: int
@@ -67,26 +67,24 @@ class Transfer:
 
 @dataclass(slots=True, eq=False)
 class Fill:
-    """The transfers that one request waits for, which spare computing `num_tokens`.
+    """The transfers that request `request_id` began. They spare computing `num_tokens`.
 
-    `num_leases` of them have not ended; `ended` are the others, with the seconds that each took. `waiters` are other
-    requests that want some of the same blocks.
+    `num_transfers` of them have not ended; `ended` are the others, with the seconds that each took.
     """
 
     request_id: str
     num_tokens: int
-    num_leases: int = 0
+    num_transfers: int = 0
     failed: bool = False
     ended: list[tuple[Transfer, float]] = field(default_factory=list)
-    waiters: list[str] = field(default_factory=list)
 
 
 class ActiveTransfers:
     """Owns every Transfer until it ends, and the jobs that were not handed to the worker yet.
 
-    A transfer that hangs keeps its device blocks, so the transfers together leave one sequence of the longest length,
-    `longest_blocks` in each group, room beside them. A load may break this if it is the only one; if such a load is
-    overdue after `timeout_s` and nothing can run beside it, the worker is replaced.
+    A transfer that hangs keeps its device blocks. So all transfers together leave `longest_blocks` of each group free,
+    enough for one sequence of the longest length. A load may exceed this if it is the only one; if such a load is
+    overdue after `timeout_s` and nothing can run for want of its blocks, the worker is replaced.
     """
 
     def __init__(self, groups: Sequence[KVGroup], longest_blocks: Sequence[int], timeout_s: float) -> None:
@@ -104,12 +102,12 @@ class ActiveTransfers:
         return iter(self._transfers.values())
 
     def begin(self, kind: TransferKind, tier: LowerTier, moved: list[Moved], fill: Fill | None = None) -> None:
-        """Decide a transfer, for `fill` if one waits. It takes over a reference to each block that it moves."""
+        """Decide a transfer, as a part of `fill` if given. It takes over a reference to each block that it moves."""
         self._num_jobs += 1
         num_bytes = 0 if kind == "find" else sum(piece.group.block_bytes for piece in moved)
         self._transfers[self._num_jobs] = Transfer(self._num_jobs, kind, tier, moved, num_bytes, fill)
         if fill is not None:
-            fill.num_leases += 1
+            fill.num_transfers += 1
         tier.on_the_way(kind, num_bytes)
         for piece in moved if kind in MOVES else ():
             self._held[piece.group][piece.block] += 1
@@ -120,13 +118,13 @@ class ActiveTransfers:
                 tier=tier.config.tier,
                 groups=pack_ids([piece.group.index for piece in moved]),
                 blocks=pack_ids([piece.block for piece in moved]),
-                slots=pack_ids([piece.place - 1 for piece in moved]),
+                slots=pack_ids([piece.tier_block - 1 for piece in moved]),
                 keys=b"".join(piece.key for piece in moved),
             )
         )
 
     def take_jobs(self, now_s: float) -> list[TransferJob]:
-        """Return the jobs to hand to the worker now; from here on it may write."""
+        """Return the jobs to hand to the worker now. From now on it may write."""
         jobs, self._outbox = self._outbox, []
         for job in jobs:
             transfer = self._transfers[job.job_id]
@@ -147,7 +145,7 @@ class ActiveTransfers:
                 del held[block]
         return transfer
 
-    def room(self, group: KVGroup) -> int:
+    def block_budget(self, group: KVGroup) -> int:
         """Count the device blocks that further transfers may hold."""
         return group.pool.num_blocks - self._longest[group] - len(self._held[group])
 
@@ -163,10 +161,10 @@ class ActiveTransfers:
                 transfer.state = TransferState.QUARANTINED
 
     def forget_all(self) -> None:
-        """Drop all transfers: the worker is gone. Their places in host memory, which stays, are freed."""
+        """Drop all transfers, since the worker is gone, and free their slots in host memory, which stays."""
         for transfer in self:
             for piece in transfer.moved if transfer.tier.config.tier == "host" else ():
-                transfer.tier.pools[piece.group].free([piece.place])
+                transfer.tier.pools[piece.group].free([piece.tier_block])
         self._transfers.clear()
         self._outbox.clear()
         for held in self._held.values():

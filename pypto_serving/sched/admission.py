@@ -18,18 +18,18 @@ A request starts when all of it fits. With admission by chunk, 8 prompts of 800 
 computed 9,560 tokens with 9 preemptions; now they compute 6,424 with none.
 """
 MAX_SET_ASIDE = 64
-"""Most waiting requests that a step sets aside, to follow others or to load later: it hashes the prompt of each."""
+"""Most waiting requests that a step sets aside, for a prefix wait or a later load: it hashes the prompt of each."""
 
 
 class Admission:
-    """A part of the Scheduler, without state of its own: moves requests from where they wait into a step."""
+    """A part of the Scheduler, without state of its own: starts waiting requests in a step."""
 
     def __init__(self, config: EngineConfig, kv: KVCacheManager, registry: RequestRegistry, counters: Counters) -> None:
         self._config = config
         self._kv = kv
         self._registry = registry
         self._counters = counters
-        self._unsettled = config.uncommitted_tokens
+        self._uncommitted = config.uncommitted_tokens
 
     def admit_all(self, step: Step, now_s: float, before: Request | None = None) -> None:
         """Start waiting requests in order, all or those `before` a running one, until one must stay in the queue."""
@@ -47,19 +47,19 @@ class Admission:
         may_wait = not self._registry.crash_counts.suspects
         if request.num_unscored:  # what is cached has no logits
             match, may_wait = NO_MATCH, False
-        if may_wait and self._registry.prefix_wait.follow(request, match):
+        if may_wait and self._registry.prefix_wait.wait(request, match):
             step.num_set_aside += 1
             return True
         spare = SPARE_BLOCKS if self._registry.running else 0.0
-        while not kv.fits(request.id, match, request.num_tokens, self._unsettled, spare, step.reserved):
+        while not kv.fits(request.id, match, request.num_tokens, self._uncommitted, spare, step.reserved):
             if self._registry.running or loading.is_busy or not loading.release_one(request):
                 return False
         if may_wait:
-            fetch = kv.load_prefix(request.id, request.tokens, match, may_begin=not loading.is_full)
-            if fetch is PrefixLoad.BEGUN:
-                loading.wait(request, now_s)
+            load = kv.load_prefix(request.id, request.tokens, match, may_begin=not loading.is_full)
+            if load is PrefixLoad.BEGUN:
+                loading.begin(request, now_s)
                 return True
-            if fetch is PrefixLoad.LATER and loading.put_off(request, now_s):
+            if load is PrefixLoad.LATER and loading.put_off(request, now_s):
                 step.num_set_aside += 1
                 return True
         count = budget.chunk(self._config, step, request, request.num_tokens - match.num_tokens)
@@ -74,14 +74,14 @@ class Admission:
         return True
 
     def reserve_growth(self, step: Step, request: Request, sign: int = 1) -> None:
-        """Keep the blocks that a running prompt still needs from requests that start; or, with -1, do so no longer."""
+        """Reserve in `step` the blocks that a running prompt still needs; with `sign` -1, give them up again."""
         if request.status is Status.RUNNING and request.num_uncomputed_tokens > 1:
             step.reserve(self._kv.growth(request.num_computed_tokens, request.num_tokens), sign)
 
     def _record_first_start(self, request: Request, match: Match, now_s: float) -> None:
         """Record the cache hits of a request, by tier, and the time of its first step."""
         sources = self._kv.sources(request.id, match)
-        self._kv.record_hits(sources)
+        self._kv.tiers.record_hits(sources)
         request.num_cached_tokens = match.num_tokens
         request.cached_by_tier = tuple(sources[tier] for tier in TIERS)
         request.scheduled_s = now_s

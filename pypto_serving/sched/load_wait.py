@@ -1,14 +1,13 @@
-"""LoadWait: which requests wait for KV loads, and which got blocks and are queued again."""
+"""LoadWait: requests that wait for KV loads, or for their turn to load."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 
 from pypto_serving.kv.manager import KVCacheManager
-from pypto_serving.sched.preemption import by_order
 from pypto_serving.sched.queue import RequestHeap, WaitingQueue
-from pypto_serving.sched.request import Request, Status
+from pypto_serving.sched.request import Request, Status, by_order
 from pypto_serving.types.tier import TransferDone
 
 MAX_LOADING = 32
@@ -18,17 +17,18 @@ STALLED_S = 1.0
 
 
 class LoadWait:
-    """Requests whose blocks come from a lower tier. A part of the Scheduler, with which it shares the queue.
+    """Requests whose blocks come from a lower tier. A part of the Scheduler, with which it shares requests and queue.
 
-    waiting    its transfers have not ended (WAITING_FOR_KV); it is not in the queue
-    put off    its loads can begin once others have ended; it is not in the queue, so that those behind it go on
+    loading    its transfers have not ended (WAITING_FOR_KV); it is not in the queue. The KV manager owns these waits.
+    put off    its loads can begin once others have ended; it is not in the queue, so later requests are not held up
     loaded     its blocks have arrived; it is in the queue again and holds them
     """
 
-    def __init__(self, queue: WaitingQueue, kv: KVCacheManager) -> None:
+    def __init__(self, requests: Mapping[str, Request], queue: WaitingQueue, kv: KVCacheManager) -> None:
+        self._requests = requests
         self._queue = queue
         self._kv = kv
-        self._waiting: dict[str, Request] = {}
+        self._loading = kv.tiers.promotions.waits
         self._put_off = RequestHeap(by_order)
         self._loaded: dict[str, None] = {}
         self._has_room = False
@@ -37,21 +37,20 @@ class LoadWait:
     @property
     def is_full(self) -> bool:
         """Whether no further request may wait for loads."""
-        return len(self._waiting) >= MAX_LOADING
+        return len(self._loading) >= MAX_LOADING
 
     @property
     def is_busy(self) -> bool:
         """Whether any request waits for loads."""
-        return bool(self._waiting)
+        return bool(self._loading)
 
-    def wait(self, request: Request, now_s: float) -> None:
-        """Move a request out of the queue while its blocks are loaded, so that others can start."""
-        if not self._waiting:
+    def begin(self, request: Request, now_s: float) -> None:
+        """Move a request whose load has begun out of the queue, so that others can start."""
+        if len(self._loading) == 1:
             self._ended_s = now_s
         self._queue.remove(request)
         request.status = Status.WAITING_FOR_KV
         request.load_since_s = now_s
-        self._waiting[request.id] = request
 
     def put_off(self, request: Request, now_s: float) -> bool:
         """Move a request out of the queue until other loads have ended. Return False if that may take long."""
@@ -64,39 +63,38 @@ class LoadWait:
     def transferred(self, done: Iterable[TransferDone], now_s: float) -> None:
         """Record transfers that ended and queue the requests that waited for them."""
         for transfer in done:
-            self._stop_waiting(self._kv.transferred(transfer, now_s), now_s)
+            self._queue_again(self._kv.transferred(transfer, now_s), now_s)
 
     def update(self, now_s: float) -> None:
         """Queue the requests whose transfers take too long, which compute, and those whose turn may have come.
 
-        These are as many of those put off as may wait for loads, once after a load has ended; or all if loads stall.
+        The latter are as many of those put off as may wait for loads, once a load has ended; or all if loads stall.
         """
-        self._stop_waiting(self._kv.expire_fills(now_s), now_s)
+        self._queue_again(self._kv.expire_fills(now_s), now_s)
         if now_s - self._ended_s >= STALLED_S:
             self._bring_back(len(self._put_off))
-        elif self._has_room or not self._waiting:
-            self._bring_back(MAX_LOADING - len(self._waiting))
+        elif self._has_room or not self._loading:
+            self._bring_back(MAX_LOADING - len(self._loading))
         self._has_room = False
 
-    def _bring_back(self, at_most: int) -> None:
-        """Queue the first of the requests that were put off."""
-        while at_most > 0 and (request := self._put_off.first()) is not None:
+    def _bring_back(self, count: int) -> None:
+        """Queue the first `count` requests that were put off."""
+        while count > 0 and (request := self._put_off.first()) is not None:
             self._put_off.remove(request)
             self._queue.push(request)
-            at_most -= 1
+            count -= 1
 
-    def _stop_waiting(self, request_ids: Iterable[str], now_s: float) -> None:
-        """Queue requests whose loads have ended or were given up. Ignore those that do not wait."""
+    def _queue_again(self, request_ids: Iterable[str], now_s: float) -> None:
+        """Queue requests whose loads have ended or were given up."""
         for request_id in request_ids:
             self._ended_s = now_s
-            request = self._waiting.pop(request_id, None)
-            if request is not None:
-                self._has_room = True
-                request.loaded(now_s)
-                request.status = Status.WAITING
-                self._queue.push(request)
-                if self._kv.holds_fill(request_id):
-                    self._loaded[request_id] = None
+            self._has_room = True
+            request = self._requests[request_id]
+            request.loaded(now_s)
+            request.status = Status.WAITING
+            self._queue.push(request)
+            if self._kv.holds_fill(request_id):
+                self._loaded[request_id] = None
 
     def release_one(self, beneficiary: Request) -> bool:
         """Free the blocks loaded for the last other request in the queue that has some. Return False if none has."""
@@ -107,28 +105,29 @@ class LoadWait:
         return last is not None
 
     def forget(self, request: Request) -> None:
-        """Remove a request that started or ended."""
-        self._has_room |= self._waiting.pop(request.id, None) is not None
+        """Remove a request that started or ends. The caller releases its blocks."""
+        self._has_room |= request.status is Status.WAITING_FOR_KV
         self._put_off.remove(request)
         self._loaded.pop(request.id, None)
 
     def clear(self) -> list[Request]:
-        """Remove and return all requests that are not in the queue."""
+        """Remove and return all requests that are not in the queue, because the worker is gone."""
         requests = list(self)
         self._loaded.clear()
         for request in requests:
             self.forget(request)
+            self._kv.release(request.id)
         return requests
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Numbers of requests that are put off, wait, and are loaded."""
-        return len(self._put_off), len(self._waiting), len(self._loaded)
+        """Numbers of requests that are put off, that are loading, and that are loaded."""
+        return len(self._put_off), len(self._loading), len(self._loaded)
 
     def __len__(self) -> int:
-        """Return how many requests wait or are put off."""
-        return len(self._waiting) + len(self._put_off)
+        """Return how many requests are loading or put off."""
+        return len(self._loading) + len(self._put_off)
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate over requests that wait or are put off."""
-        return chain(self._waiting.values(), self._put_off)
+        """Iterate over requests that are loading or put off."""
+        return chain(map(self._requests.__getitem__, self._loading), self._put_off)

@@ -38,7 +38,7 @@ def token_added(request: Request, token_id: int) -> RequestOutput:
 
 
 def tokens_added(request: Request, row: RowResult, count: int) -> RequestOutput:
-    """Return the output with the first `count` tokens that a step gave a request. The first of them were drafts."""
+    """Return the output with the first `count` tokens of a row's result."""
     values = [each.logprobs for each in row.logprobs[:count]]
     return RequestOutput(
         request_id=request.id,
@@ -51,7 +51,7 @@ def tokens_added(request: Request, row: RowResult, count: int) -> RequestOutput:
 
 
 def started(request: Request, first: RequestOutput) -> RequestOutput:
-    """Return the `first` output of a request with its cached tokens and its times so far."""
+    """Add the cached tokens and the times so far to the `first` output of a request."""
     timeline = request.timeline(request.first_token_s)
     return msgspec.structs.replace(first, cached_by_tier=request.cached_by_tier, timeline=timeline)
 
@@ -98,11 +98,11 @@ def model_changed() -> RequestFault:
     )
 
 
-def crashes_worker(num_strikes: int) -> RequestFault:
-    """Return the 500 of a request with too many strikes."""
+def crashes_worker(count: int) -> RequestFault:
+    """Return the 500 of a request whose crash count is too high."""
     return RequestFault(
         500,
         "request_failed",
-        f"the worker crashed {num_strikes} times while it computed this request, the last time with no other request "
+        f"the worker crashed {count} times while it computed this request, the last time with no other request "
         "in the step",
     )

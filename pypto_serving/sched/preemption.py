@@ -1,40 +1,60 @@
-"""Decide which running requests a step serves first, and which one is preempted."""
+"""Preemption: frees blocks for a running request, if need be by preempting another one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from operator import attrgetter
 
-from pypto_serving.sched.request import Request
-from pypto_serving.sched.step import Step
-
-by_order = attrgetter("order")
-_least_recent = attrgetter("last_step", "order")
+from pypto_serving.kv.manager import KVCacheManager
+from pypto_serving.sched.registry import RequestRegistry
+from pypto_serving.sched.request import Request, by_order
+from pypto_serving.sched.step import Counters, Step
 
 
-def decodes_and_prompts(running: Iterable[Request]) -> tuple[list[Request], list[Request]]:
-    """Sort running requests by what they compute next.
+class Preemption:
+    """A part of the Scheduler, without state of its own."""
 
-    Decodes: one token is missing; the least recently served come first.
-    Prompts: more are missing; in order of priority and arrival.
-    """
-    decodes, prompts = [], []
-    for request in running:
-        missing = request.num_uncomputed_tokens
-        if missing == 1:
-            decodes.append(request)
-        elif missing > 1:
-            prompts.append(request)
-    decodes.sort(key=_least_recent)
-    prompts.sort(key=by_order)
-    return decodes, prompts
+    def __init__(self, kv: KVCacheManager, registry: RequestRegistry, counters: Counters) -> None:
+        self._kv = kv
+        self._registry = registry
+        self._counters = counters
+
+    def free_blocks(self, step: Step, request: Request, count: int, anyone: bool) -> bool:
+        """Free blocks so that `count` more tokens of `request` may fit. Return False if that is not possible now.
+
+        In this order:
+
+        1. take blocks that were loaded for a waiting request;
+        2. wait, if stores in progress will free enough;
+        3. preempt another request.
+        """
+        if self._registry.load_wait.release_one(request):
+            return True
+        if self._kv.will_fit(request.id, request.num_computed_tokens + count):
+            return False
+        return self.preempt_for(step, request, anyone)
+
+    def preempt_for(self, step: Step, request: Request, anyone: bool) -> bool:
+        """Preempt the last request in order that this step does not serve. Return False if there is none.
+
+        Free all of its blocks and queue it again. It need not compute again what a lower tier has stored. `victim_for`
+        says which requests are candidates.
+        """
+        victim = victim_for(request, self._registry.running.values(), step, anyone)
+        if victim is None:
+            return False
+        self._counters.num_preemptions += 1
+        victim.num_preemptions += 1
+        step.preempted.add(victim.id)
+        self._kv.demote(victim.id, step.now_s)
+        self._registry.put_back(victim)
+        return True
 
 
 def victim_for(request: Request, running: Iterable[Request], step: Step, anyone: bool) -> Request | None:
-    """Return the request to preempt for `request`, or None: the last in order that this step does not serve.
+    """Return the request to preempt for `request`, or None.
 
-    Only requests behind `request` are candidates, so the first in order always makes progress. With `anyone`, every
-    other request is a candidate.
+    Only requests after `request` in order are candidates, so the first in order always makes progress. With `anyone`,
+    every other request is a candidate.
     """
     candidates = [
         other

@@ -1,4 +1,4 @@
-"""PrefixWait: which running requests compute prefixes that waiting ones want, and who waits for them."""
+"""PrefixWait: requests that wait for a prefix which a running request computes."""
 
 from __future__ import annotations
 
@@ -23,80 +23,79 @@ class _Prefill(NamedTuple):
 
 
 class PrefixWait:
-    """Leaders and their followers. A part of the Scheduler, with which it shares the queue.
+    """Producers of prefixes and the requests that wait for them. A part of the Scheduler, which shares the queue.
 
-    leader      a running request until all blocks of the tokens that it started with are published
-    follower    a waiting request whose next block is the next one that a leader publishes; it is not in the queue
+    producer    a running request until all blocks of the tokens that it started with are published
+    waiter      a waiting request whose next block is the next one that a producer publishes; it is not in the queue
 
-    Without it, 16 choices of a prompt of 480 tokens computed 7,792 tokens, since none had published a block when the
-    others were matched; now 848. A follower waits until its leader has published the whole prefix that they share, or
-    has left its row for whatever reason. A leader runs and stands before its followers in order, so the wait always
-    ends. Requests behind a follower go on.
+    A waiter waits until its producer has published the whole prefix that they share, or has left its row for any
+    reason. A producer runs and is before its waiters in order, so the wait always ends. Later requests in the queue are
+    not held up. Without this wait, 16 choices of a prompt of 480 tokens computed 7,792 tokens; with it, 848.
     """
 
     def __init__(self, queue: WaitingQueue, kv: KVCacheManager) -> None:
         self._queue = queue
         self._kv = kv
-        self._leaders: list[_Prefill] = []
+        self._producers: list[_Prefill] = []
         self._by_next: dict[bytes, _Prefill] = {}
-        self._followers: dict[str, tuple[Request, _Prefill]] = {}
+        self._waiters: dict[str, tuple[Request, _Prefill]] = {}
 
-    def lead(self, request: Request) -> None:
+    def add_producer(self, request: Request) -> None:
         """Add a request that starts, if it will publish blocks."""
-        leader = _Prefill(request, request.life, self._kv.num_nameable(len(request.tokens)))
-        if leader.goes_on:
-            self._leaders.append(leader)
-            self._note_next(leader)
+        producer = _Prefill(request, request.life, self._kv.num_nameable(len(request.tokens)))
+        if producer.goes_on:
+            self._producers.append(producer)
+            self._note_next(producer)
 
-    def _note_next(self, leader: _Prefill) -> None:
-        key = self._kv.next_key(leader.request.id, leader.request.num_committed)
+    def _note_next(self, producer: _Prefill) -> None:
+        key = self._kv.next_key(producer.request.id, producer.request.num_committed)
         if key is not None:
-            self._by_next.setdefault(key, leader)
+            self._by_next.setdefault(key, producer)
 
-    def follow(self, request: Request, match: Match) -> bool:
-        """Move a request out of the queue if a leader computes its next block. Return False if it must not follow.
+    def wait(self, request: Request, match: Match) -> bool:
+        """Move a request out of the queue if a producer computes its next block. Return False if it must not wait.
 
         A request that holds loaded blocks has to start with them.
         """
-        if not self._leaders or self._kv.holds_fill(request.id):
+        if not self._producers or self._kv.holds_fill(request.id):
             return False
         key = self._kv.next_key(request.id, match.num_tokens)
-        leader = None if key is None else self._by_next.get(key)
-        if leader is None or leader.request.order > request.order:
+        producer = None if key is None else self._by_next.get(key)
+        if producer is None or producer.request.order > request.order:
             return False
-        limit = min(leader.end, self._kv.num_nameable(len(request.tokens) - 1))
-        end = self._kv.num_shared(leader.request.id, request.id, limit)
+        limit = min(producer.end, self._kv.num_nameable(len(request.tokens) - 1))
+        end = self._kv.num_shared(producer.request.id, request.id, limit)
         if end <= match.num_tokens:
             return False
         self._queue.remove(request)
-        self._followers[request.id] = request, leader._replace(end=end)
+        self._waiters[request.id] = request, producer._replace(end=end)
         return True
 
     def forget(self, request_id: str) -> None:
-        """Remove a follower that ended."""
-        self._followers.pop(request_id, None)
+        """Remove a waiter that ended."""
+        self._waiters.pop(request_id, None)
 
     def update(self) -> None:
-        """Take in what was committed since the last step. Queue the followers that wait no longer."""
-        if not self._leaders and not self._followers:
+        """Take in what was committed since the last turn. Queue the waiters whose wait has ended."""
+        if not self._producers and not self._waiters:
             return
-        self._leaders = [leader for leader in self._leaders if leader.goes_on]
+        self._producers = [producer for producer in self._producers if producer.goes_on]
         self._by_next.clear()
-        for leader in self._leaders:
-            self._note_next(leader)
-        for request in [request for request, prefix in self._followers.values() if not prefix.goes_on]:
-            del self._followers[request.id]
+        for producer in self._producers:
+            self._note_next(producer)
+        for request in [request for request, prefix in self._waiters.values() if not prefix.goes_on]:
+            del self._waiters[request.id]
             self._queue.push(request)
 
     def __len__(self) -> int:
-        """Return how many requests follow."""
-        return len(self._followers)
+        """Return how many requests wait."""
+        return len(self._waiters)
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate over the followers."""
-        return (request for request, _ in self._followers.values())
+        """Iterate over the waiters."""
+        return (request for request, _ in self._waiters.values())
 
     def check(self) -> None:
-        """Assert that each follower waits for a request before it."""
-        for request, prefix in self._followers.values():
+        """Assert that each waiter waits for a request before it in order."""
+        for request, prefix in self._waiters.values():
             assert prefix.request.order < request.order, "a request waits for one after it"

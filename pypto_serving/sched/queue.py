@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pypto_serving.sched.fairness import TokenShares
-from pypto_serving.sched.preemption import by_order
-from pypto_serving.sched.request import Request
+from pypto_serving.sched.request import Request, by_order
 
 _SLACK = 16
 """A heap may hold twice as many entries as there are requests, and this many more."""

@@ -1,4 +1,4 @@
-"""RequestRegistry: owner of all Requests; where each one is, from its arrival to its last output."""
+"""RequestRegistry: owner of all Requests, from their arrival to their last output; lends rows to running ones."""
 
 from __future__ import annotations
 
@@ -13,20 +13,50 @@ from pypto_serving.sched.load_wait import LoadWait
 from pypto_serving.sched.prefix_wait import PrefixWait
 from pypto_serving.sched.queue import Deadlines, WaitingQueue
 from pypto_serving.sched.request import Request, Status
-from pypto_serving.sched.rows import Rows
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput
 
 
+class RowAllocator:
+    """Owns the numbers of the worker's rows. One is lent to each running request."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._free = list(range(count - 1, -1, -1))
+        self._dropped: list[int] = []
+
+    def __bool__(self) -> bool:
+        """Whether a row is free."""
+        return bool(self._free)
+
+    def lend(self) -> int:
+        """Lend a free row."""
+        return self._free.pop()
+
+    def give_back(self, row: int) -> None:
+        """Take a row back; the next plan reports it to the worker."""
+        self._free.append(row)
+        self._dropped.append(row)
+
+    def take_dropped(self) -> list[int]:
+        """Return the rows that the worker has to drop with the next plan."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    def check(self, lent: Iterable[int]) -> None:
+        """Assert that free and lent rows are all rows."""
+        assert sorted([*lent, *self._free]) == list(range(self._count)), "rows leaked"
+
+
 class RequestRegistry:
-    """Owns every Request from `enter` to its last output, and the rows lent to requests. A part of the Scheduler.
+    """Owns every Request from `enter` to its last output. A part of the Scheduler.
 
-    A request is in one of these places:
+    A request is in exactly one of these:
 
-        waiting     the queue: not started, preempted, or put back after a worker died
-        following   waits for a prefix that a running request computes
-        loading     waits for blocks from a lower tier (WAITING_FOR_KV), or for its turn to load them
-        running     has a row and blocks
+        waiting        the queue: not started, preempted, or put back after a worker died
+        prefix_wait    waits for a prefix that a running request computes
+        load_wait      waits for blocks from a lower tier (WAITING_FOR_KV), or for its turn to load them
+        running        has a row and blocks
     """
 
     def __init__(self, config: EngineConfig, kv: KVCacheManager) -> None:
@@ -39,9 +69,9 @@ class RequestRegistry:
         self.shares = TokenShares() if config.fair_scheduling else None
         self.waiting = WaitingQueue(self.shares)
         self.prefix_wait = PrefixWait(self.waiting, kv)
-        self.load_wait = LoadWait(self.waiting, kv)
+        self.load_wait = LoadWait(self.requests, self.waiting, kv)
         self.running: dict[str, Request] = {}
-        self.rows = Rows(config.max_num_seqs)
+        self.rows = RowAllocator(config.max_num_seqs)
         self.crash_counts = CrashCounts()
 
     def enter(self, source: EngineRequest) -> None:
@@ -58,10 +88,10 @@ class RequestRegistry:
         """Give a waiting request a row. Its blocks hold `num_cached` computed tokens."""
         self._stop_waiting(request)
         request.status = Status.RUNNING
-        request.row = self.rows.take()
+        request.row = self.rows.lend()
         request.num_committed = request.num_computed_tokens = num_cached
         self.running[request.id] = request
-        self.prefix_wait.lead(request)
+        self.prefix_wait.add_producer(request)
 
     def put_back(self, request: Request) -> None:
         """Queue a request again, with nothing computed."""
@@ -78,7 +108,7 @@ class RequestRegistry:
     def finish(
         self, request: Request, reason: str, fault: RequestFault | None = None, now_s: float = 0.0
     ) -> RequestOutput:
-        """End a request: free its row and blocks and remove it from every place. Requests end nowhere else."""
+        """End a request: free its row and blocks and forget it. Requests end nowhere else."""
         self._leave(request)
         self._stop_waiting(request)
         self._deadlines.remove(request)
@@ -122,7 +152,7 @@ class RequestRegistry:
         return (*self.waiting, *self.prefix_wait, *self.load_wait)
 
     def check(self) -> None:
-        """Assert that rows, places and registry agree."""
+        """Assert that each request is in one place, and that rows agree."""
         self.rows.check(request.row for request in self.running.values())
         found = Counter([*self.running, *(request.id for request in self._all_waiting())])
         assert found == Counter(self.requests.keys()), "a request is nowhere, or in two places"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from operator import attrgetter
 
 import numpy as np
 
@@ -15,7 +16,6 @@ from pypto_serving.types.tokens import pack_ids, unpack_ids
 PLAIN_TRAITS = BackendTraits()
 
 MAX_NOTED_LOADS = 4
-
 LOWEST_TEMPERATURE = 1e-5
 """Below this temperature a request is greedy, since dividing float32 logits by less could overflow."""
 
@@ -47,9 +47,9 @@ class Request:
     - `order`: the scheduling order, by priority value and then by arrival.
     - `life`: how often the request left its row; results of an earlier life are dropped.
     - `num_cached_tokens`: tokens cached when the request first started, -1 before that.
-    - `has_guide`: a guide tells what may follow the last token.
-    - `plans_ahead`: a token is scheduled while it is being sampled. Not in a pipeline, which would wait for it, and not
-      where a device that samples needs what a guide tells about it.
+    - `has_guide`: a guide limits which token may follow the last one.
+    - `plans_ahead`: a token may be scheduled while it is being sampled. False in a pipeline, which would wait for it,
+      and where a device that samples needs the guide's answer first.
     """
 
     __slots__ = (
@@ -109,20 +109,20 @@ class Request:
         self.loads: list[float] = []
 
     def loaded(self, now_s: float) -> None:
-        """Record the wait for a KV load that ends; of later ones than the first MAX_NOTED_LOADS there is no record."""
+        """Record when the wait for a KV load began and ended, for the first MAX_NOTED_LOADS."""
         if len(self.loads) < 2 * MAX_NOTED_LOADS:
             self.loads += self.load_since_s, now_s
 
     @property
     def num_tokens(self) -> int:
-        """Number of known tokens and of those being sampled."""
+        """Number of tokens, placeholders included."""
         return len(self.tokens) + self.num_placeholders
 
     @property
     def num_uncomputed_tokens(self) -> int:
         """Number of tokens that can be scheduled now.
 
-        The last token of a request is sampled but never computed; of one that samples none, all tokens are computed.
+        The last token of a request that samples is never computed.
         """
         known = len(self.tokens) + (self.num_placeholders if self.plans_ahead else 0)
         return min(known, self.num_computable) - self.num_computed_tokens
@@ -171,3 +171,7 @@ class Request:
         first_token_s = self.first_token_s or now_s
         arrival_s, loads = self.source.arrival_s, tuple(self.loads)
         return Timeline(arrival_s, self.scheduled_s, first_token_s, now_s, self.num_preemptions, loads)
+
+
+by_order = attrgetter("order")
+"""Key that sorts requests by priority, then by arrival."""

@@ -1,4 +1,4 @@
-"""Results: applies the result of a step to its requests, and makes their outputs."""
+"""Results: applies the result of a step to its requests, and builds their outputs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pypto_serving.sched.registry import RequestRegistry
 from pypto_serving.sched.request import Request, Status
 from pypto_serving.sched.step import Counters, RowResult, Scheduled, Step, plain_tokens, rows_of
 from pypto_serving.types.request import RequestFault, RequestOutput
-from pypto_serving.types.step import NOT_FINITE, RowFault, StepResult
+from pypto_serving.types.step import NOT_FINITE, RowFault, StepResult, num_taken_back
 from pypto_serving.types.tokens import ID_BYTES
 
 
@@ -45,7 +45,7 @@ class Results:
         return added
 
     def _append(self, entry: Scheduled, token_id: int, now_s: float) -> RequestOutput:
-        """Do what `_take_row` does for a row of one token and nothing else, at less cost: most rows are such."""
+        """Do what `_take_row` does, at less cost, for a row of one token and nothing else. Most rows are such."""
         request = entry.request
         request.num_placeholders -= 1 + entry.num_drafts
         request.num_computed_tokens -= entry.num_drafts
@@ -62,9 +62,8 @@ class Results:
     def _take_row(self, entry: Scheduled, row: RowResult, now_s: float) -> RequestOutput | None:
         """Append the tokens of a row, up to the one that ends its request. Take back rejected drafts.
 
-        Forced tokens behind what was sampled are not computed yet, so steps in flight do not reach the last token. A
-        row that got none computes its last token again. A fault behind the token that ends its request is none, but
-        one of the prompt's logits is.
+        Forced tokens after what was sampled are not computed yet, so steps in flight do not reach the last token.
+        A fault after the token that ends the request is ignored, unless it is one of the prompt's logits.
         """
         request, reason = entry.request, None
         request.num_placeholders -= 1 + entry.num_drafts
@@ -82,9 +81,9 @@ class Results:
             output = outputs.started(request, output)
         if row.fault is not None and (reason is None or request.num_unscored):
             return outputs.merged(output, self._fail(request, row.fault, now_s))
-        computed = entry.count + (row.num_accepted if row.token_ids else -1)
-        _take_back(request, entry.count + entry.num_drafts - computed)
-        self._advance(request, computed)
+        taken_back = num_taken_back(entry.num_drafts, row.num_accepted, len(row.token_ids))
+        _take_back(request, taken_back)
+        self._advance(request, entry.count + entry.num_drafts - taken_back)
         if reason is None:
             return output if count else None
         return outputs.merged(output, self._registry.finish(request, reason, now_s=now_s))
@@ -98,8 +97,8 @@ class Results:
         """End a request whose row failed."""
         if fault.code == NOT_FINITE:
             self._kv.discard(request.id)
-        told = RequestFault(fault.status, fault.code, fault.message, fault.param)
-        return self._registry.finish(request, "error", told, now_s)
+        reported = RequestFault(fault.status, fault.code, fault.message, fault.param)
+        return self._registry.finish(request, "error", reported, now_s)
 
     def _advance(self, request: Request, count: int) -> None:
         """Confirm that `count` more tokens are computed."""
@@ -109,17 +108,17 @@ class Results:
             self._registry.crash_counts.clear_committed(request.id, request.num_committed)
 
     def _measure(self, step: Step, result: StepResult) -> None:
-        """Record the times of a step, and its speed: that of prefill, unless it is one of mostly decodes."""
+        """Record the times of a step, and its speed: as that of decoding if most rows decode, else of prefill."""
         self._counters.record_times(result)
         num_tokens = sum(entry.count for entry in step.scheduled)
         if num_tokens > 2 * len(step.scheduled):
-            self._kv.record_prefill(num_tokens, result.elapsed_s)
+            self._kv.tiers.promotions.record_prefill(num_tokens, result.elapsed_s)
         else:
             self._counters.decode_rate.add(len(result.token_ids) // ID_BYTES, result.elapsed_s)
 
 
 def _take_back(request: Request, count: int) -> None:
-    """Take back `count` tokens that were planned to be computed and are not, drafts among them."""
+    """Take back `count` tokens, drafts among them, that were planned and are not computed."""
     request.num_computed_tokens -= count
-    if request.has_guide:  # forced tokens behind what was sampled are known before they are planned
+    if request.has_guide:  # forced tokens are known before they are planned
         request.num_placeholders = max(0, request.num_computed_tokens + 1 - len(request.tokens))

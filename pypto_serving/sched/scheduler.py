@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from operator import attrgetter
 
 from pypto_serving.kv.manager import KVCacheManager
 from pypto_serving.sched import budget, outputs
 from pypto_serving.sched.admission import Admission
-from pypto_serving.sched.crash_counts import MAX_STRIKES
-from pypto_serving.sched.preemption import by_order, decodes_and_prompts, victim_for
+from pypto_serving.sched.crash_counts import MAX_CRASHES
+from pypto_serving.sched.preemption import Preemption
 from pypto_serving.sched.registry import RequestRegistry
-from pypto_serving.sched.request import Request, Status
+from pypto_serving.sched.request import Request, Status, by_order
 from pypto_serving.sched.results import Results
 from pypto_serving.sched.step import Counters, Step, step_plan
 from pypto_serving.sched.validation import require_blocks, unservable
@@ -21,16 +22,19 @@ from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutp
 from pypto_serving.types.step import StepPlan, StepResult
 from pypto_serving.types.tier import Tier, TierInventory, TransferDone, Transfers
 
+_least_recent = attrgetter("last_step", "order")
+
 
 class Scheduler:
-    """Owns the steps in flight and, in three parts, all requests.
+    """Owns the steps in flight and, in four parts, all requests.
 
     - RequestRegistry: every Request from `add` to its last output, and the rows lent to requests.
-    - Admission: starts requests that wait.
-    - Results: what becomes of sampled tokens.
+    - Admission: starts waiting requests.
+    - Preemption: frees blocks for running requests.
+    - Results: applies the results of steps.
 
-    The caller alternates `plan()` and `commit()`, with up to `config.depth` plans in flight, and commits results in
-    the order of their plans. Time is an argument. The same calls give the same plans.
+    The caller begins each turn with `begin_turn()`, then calls `plan()` while fewer than `config.depth` steps are in
+    flight. It commits results in the order of their plans. Time is an argument. The same calls give the same plans.
     """
 
     def __init__(self, config: EngineConfig, kv: KVCacheManager) -> None:
@@ -39,6 +43,7 @@ class Scheduler:
         self.counters = Counters()
         self._registry = RequestRegistry(config, kv)
         self._admission = Admission(config, kv, self._registry, self.counters)
+        self._preemption = Preemption(kv, self._registry, self.counters)
         self._results = Results(kv, self._registry, self.counters)
         self._in_flight: deque[Step] = deque()
         self._num_planned = 0
@@ -77,13 +82,20 @@ class Scheduler:
 
     # Planning.
 
-    def plan(self, now_s: float) -> tuple[StepPlan | None, list[RequestOutput]]:
-        """Decide one step. Return its plan, or None if nothing can run, and the last outputs of timed-out requests."""
-        self._last_writer = self._in_flight[-1].step_id if self._in_flight else 0
+    def begin_turn(self, now_s: float) -> list[RequestOutput]:
+        """Do what is due before steps are planned. Return the last outputs of requests whose deadlines have passed.
+
+        Queue requests that need not wait any longer, and plan demotions.
+        """
         expired = self.expire(now_s)
         self._registry.load_wait.update(now_s)
         self._registry.prefix_wait.update()
-        self.kv.plan_stores(now_s)
+        self.kv.tiers.demotions.plan(now_s)
+        return expired
+
+    def plan(self, now_s: float) -> StepPlan | None:
+        """Decide one step. Return its plan, or None if nothing can run."""
+        self._last_writer = self._in_flight[-1].step_id if self._in_flight else 0
         step_id, most = self._num_planned + 1, self.config.max_num_batched_tokens
         step = Step(step_id, now_s, most, len(self.kv.groups), self._scored_tokens)
         if self._registry.crash_counts.suspects:
@@ -91,12 +103,12 @@ class Scheduler:
         else:
             self._schedule_all(step, now_s)
         self._lacks_blocks = not (step.scheduled or step.admits)
-        return (self._dispatch(step) if step.scheduled else None), expired
+        return self._dispatch(step) if step.scheduled else None
 
     def _schedule_all(self, step: Step, now_s: float) -> None:
-        """Schedule decodes first, less the share of the budget that is kept for prompts; then prompts.
+        """Schedule decodes, then prompts, then again decodes with what prompts leave of the budget.
 
-        Decodes get again what prompts leave of the budget, and drafts what is left when every decode has its own token.
+        A share of the budget is kept for prompts. Drafts get what is left once every decode has its own token.
         """
         running = self._registry.running
         decodes, prompts = decodes_and_prompts(running.values())
@@ -150,36 +162,13 @@ class Scheduler:
             num_drafts = 0
             blocks = self.kv.reserve(request.id, request.num_computed_tokens + count)
         while blocks is None:
-            if not self._find_blocks(step, request, count, anyone):
+            if not self._preemption.free_blocks(step, request, count, anyone):
                 step.admits = False
                 return
             blocks = self.kv.reserve(request.id, request.num_computed_tokens + count)
         if blocks:
             step.add_blocks(request.row, blocks)
         step.schedule(request, count, num_drafts)
-
-    def _find_blocks(self, step: Step, request: Request, count: int, anyone: bool) -> bool:
-        """Free blocks for `request`.
-
-        Return False if no other request can give any, or if stores in progress will free enough.
-        """
-        if self._registry.load_wait.release_one(request):
-            return True
-        if self.kv.will_fit(request.id, request.num_computed_tokens + count):
-            return False
-        victim = victim_for(request, self._registry.running.values(), step, anyone)
-        if victim is not None:
-            self._preempt(step, victim)
-        return victim is not None
-
-    def _preempt(self, step: Step, victim: Request) -> None:
-        """Free all blocks of a request and queue it again. Blocks that a lower tier has stored need no recompute."""
-        assert victim.id not in step.requests
-        self.counters.num_preemptions += 1
-        victim.num_preemptions += 1
-        step.preempted.add(victim.id)
-        self.kv.demote(victim.id, step.now_s)
-        self._registry.put_back(victim)
 
     def _schedule_alone(self, step: Step, now_s: float) -> None:
         """Schedule one suspect, with no other request in the step."""
@@ -189,11 +178,9 @@ class Scheduler:
             self._schedule(step, suspect, suspect.num_uncomputed_tokens, anyone=True)
             return
         while not self._admission.admit(step, suspect, now_s):
-            victim = victim_for(suspect, registry.running.values(), step, anyone=True)
-            if victim is None:
+            if not self._preemption.preempt_for(step, suspect, anyone=True):
                 step.admits = False
                 return
-            self._preempt(step, victim)
 
     def _dispatch(self, step: Step) -> StepPlan:
         """Put a step in flight and return its message to the worker."""
@@ -219,9 +206,9 @@ class Scheduler:
     def take_transfers(self, now_s: float) -> Transfers | None:
         """Return the transfers to start now, or None.
 
-        Steps planned before may still write to blocks freed since, so loads start behind the last of those steps.
+        Steps planned before may still write to blocks freed since, so loads start after the last of those steps.
         """
-        jobs = self.kv.take_jobs(now_s)
+        jobs = self.kv.tiers.take_jobs(now_s)
         return Transfers(0, self._last_writer, jobs) if jobs else None
 
     def transferred(self, done: Iterable[TransferDone], now_s: float) -> None:
@@ -229,10 +216,13 @@ class Scheduler:
         self._registry.load_wait.transferred(done, now_s)
 
     def hanging_tiers(self, now_s: float) -> tuple[Tier, ...]:
-        """Return the tiers whose transfers hang, if nothing runs for want of the blocks that they hold, else none."""
+        """Return the tiers whose transfers hang, if nothing can run because they hold blocks.
+
+        Only the end of the worker frees such blocks.
+        """
         if not self._lacks_blocks or self._in_flight or self._registry.load_wait.is_busy:
             return ()
-        return self.kv.hanging_tiers(now_s)
+        return self.kv.tiers.hanging(now_s)
 
     # Lives of the worker.
 
@@ -254,31 +244,30 @@ class Scheduler:
     def worker_lost(self, now_s: float) -> list[RequestOutput]:
         """Queue all requests again with nothing computed, since device and steps in flight are gone.
 
-        Requests of steps being computed get a strike. Return the last outputs of those that fail at their third.
+        Add to the crash counts of requests whose steps were being computed. Return the last outputs of those that fail.
         """
-        crashed: dict[str, tuple[Request, int]] = {}
+        registry = self._registry
+        ends: dict[str, int] = {}
         for step in islice(self._in_flight, self.config.traits.stages):
             for entry in step.scheduled:
                 request = entry.request
                 if entry.life == request.life and request.row >= 0:
-                    _, end = crashed.get(request.id, (request, request.num_committed))
-                    crashed[request.id] = request, end + entry.count + entry.num_drafts
-        struck = [(request, request.num_committed, end) for request, end in crashed.values()]
+                    end = ends.get(request.id, request.num_committed)
+                    ends[request.id] = end + entry.count + entry.num_drafts
+        requests = [(registry.requests[request_id], end) for request_id, end in ends.items()]
+        counts = [registry.crash_counts.add(request.id, request.num_committed, end) for request, end in requests]
         self._in_flight.clear()
-        self._registry.put_all_back()
-        return [output for each in struck if (output := self._strike(*each, now_s)) is not None]
-
-    def _strike(self, request: Request, start: int, end: int, now_s: float) -> RequestOutput | None:
-        """Give a request a strike for its tokens [start, end) of crashed steps. Fail it at the third."""
-        num_strikes = self._registry.crash_counts.add(request.id, start, end)
-        if num_strikes < MAX_STRIKES:
-            return None
-        return self._registry.finish(request, "error", outputs.crashes_worker(num_strikes), now_s)
+        registry.put_all_back()
+        return [
+            registry.finish(request, "error", outputs.crashes_worker(count), now_s)
+            for (request, _), count in zip(requests, counts, strict=True)
+            if count >= MAX_CRASHES
+        ]
 
     # Views.
 
     def log_ids_in_flight(self) -> dict[str, str]:
-        """Return what names the requests of steps in flight in logs, by their ids."""
+        """Return the log ids of the requests of steps in flight, by request id."""
         requests = [entry.request for step in self._in_flight for entry in step.scheduled]
         return {request.id: request.source.log_id for request in requests}
 
@@ -297,7 +286,7 @@ class Scheduler:
 
     @property
     def num_loading(self) -> tuple[int, int, int]:
-        """Numbers of requests that wait for their turn to load, for loads, and with loaded blocks to start."""
+        """See `LoadWait.counts`."""
         return self._registry.load_wait.counts
 
     @property
@@ -315,3 +304,21 @@ class Scheduler:
         self._registry.check()
         assert len(self.kv) <= len(self._registry.requests), "the KV manager remembers finished requests"
         self.kv.check()
+
+
+def decodes_and_prompts(running: Iterable[Request]) -> tuple[list[Request], list[Request]]:
+    """Sort running requests by what they compute next.
+
+    Decodes: one token is missing; the least recently served come first.
+    Prompts: more are missing; in order of priority and arrival.
+    """
+    decodes, prompts = [], []
+    for request in running:
+        missing = request.num_uncomputed_tokens
+        if missing == 1:
+            decodes.append(request)
+        elif missing > 1:
+            prompts.append(request)
+    decodes.sort(key=_least_recent)
+    prompts.sort(key=by_order)
+    return decodes, prompts

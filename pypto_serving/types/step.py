@@ -6,7 +6,11 @@ request. A preempted request comes back as a new row with all of its tokens.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.types.kv import KVCacheGroupSpec
@@ -111,6 +115,19 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
     num_accepted: bytes = b""
     packing_s: float = 0.0
     sampling_s: float = 0.0
+
+
+_Counts = TypeVar("_Counts", int, NDArray[np.int32])
+
+
+def num_taken_back(num_drafts: _Counts, num_accepted: _Counts, num_appended: _Counts) -> _Counts:
+    """Return how many tokens planned for a row, its drafts among them, do not count as computed.
+
+    These are its rejected drafts. A row that appended no token also computes its last token again. The scheduler calls
+    this for one row, the worker for arrays of rows, so that both agree on what is computed.
+    """
+    taken_back: _Counts = num_drafts - num_accepted + (num_appended == 0)
+    return taken_back
 
 
 MAX_PROMPT_LOGPROBS = 128

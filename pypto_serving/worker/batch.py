@@ -11,7 +11,7 @@ import numpy as np
 from pypto_serving.backend.base import DispatchKind, StepBuffers, StepInputs
 from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.kv import KVCacheGroupSpec
-from pypto_serving.types.step import BackendLimits, NewRow, StepPlan
+from pypto_serving.types.step import BackendLimits, NewRow, StepPlan, num_taken_back
 from pypto_serving.types.tokens import id_list, pack_ids, unpack_ids
 from pypto_serving.worker.draft.drafts import MakeDrafter, RowDrafts
 from pypto_serving.worker.guides import RowGuides
@@ -246,8 +246,8 @@ class RowBatch:
         if counts is None:
             counts = np.ones(len(rows), dtype=np.int32)
         most = np.ones_like(counts) if dispatch.num_drafts is None else 1 + dispatch.num_drafts
-        accepted = np.minimum(counts, most) - 1 if accepted is None else np.where(counts > 0, accepted, -1)
-        spare = most - 1 - accepted
+        accepted = np.minimum(counts, most).clip(1) - 1 if accepted is None else accepted
+        spare = num_taken_back(most - 1, accepted, counts)
         if dispatch.lives is not None:
             same = dispatch.lives == self._lives[rows]
             token_ids = token_ids[same.repeat(counts)]

@@ -217,7 +217,7 @@ def test_readers_know_what_the_cache_holds(kind: str, num_slots: int) -> None:
         reader.replay(0)
         kv = sim.core.scheduler.kv
         pools = {("GPU", group.index): group.pool for group in kv.groups}
-        pools |= {("CPU", group.index): pool for tier in kv._tiers.tiers for group, pool in tier.pools.items()}
+        pools |= {("CPU", group.index): pool for tier in kv.tiers.tiers for group, pool in tier.pools.items()}
         assert any(pool.num_evicted for (medium, _), pool in pools.items() if medium == "GPU")
         for place, pool in pools.items():
             assert {block_hash(k) for k in pool._by_key} == set(reader.index[place])

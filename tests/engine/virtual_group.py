@@ -48,7 +48,11 @@ class VirtualReplica(Simulator):
 
     def advance(self, until_s: float) -> None:
         """Compute the steps that begin before `until_s`."""
-        while self._now_s < until_s and (plan := self._scheduler.plan(self._now_s)[0]) is not None:
+        while self._now_s < until_s:
+            self._scheduler.begin_turn(self._now_s)
+            plan = self._scheduler.plan(self._now_s)
+            if plan is None:
+                break
             result = self._worker.run(plan)
             self._now_s += result.elapsed_s
             for output in self._scheduler.commit(result, self._now_s):

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from pypto_serving.kv.manager import KVCacheManager
 from pypto_serving.types.kv import CompressedSpec, FullSpec, KVCacheGroupSpec, KVTensorSpec, StateSpec, WindowSpec
+from pypto_serving.types.tier import TransferJob
 
 
 def tensor(ratio: int = 1) -> KVTensorSpec:
@@ -40,3 +41,9 @@ GROUPS = st.lists(
 
 def _fields(g: KVCacheGroupSpec) -> dict[str, object]:
     return {name: getattr(g, name) for name in g.__struct_fields__}
+
+
+def take_jobs(kv: KVCacheManager, now_s: float) -> list[TransferJob]:
+    """Plan demotions as a turn of the core does, and take the jobs that follow."""
+    kv.tiers.demotions.plan(now_s)
+    return kv.tiers.take_jobs(now_s)

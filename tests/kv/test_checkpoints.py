@@ -31,7 +31,7 @@ from pypto_serving.types.kv import (
 from pypto_serving.types.request import ClearCache
 from pypto_serving.types.tier import TierConfig, TransferDone
 from pypto_serving.util import ceil_div
-from tests.kv.groups import GROUPS, blocks_in_use, group
+from tests.kv.groups import GROUPS, blocks_in_use, group, take_jobs
 from tests.simulation import Simulation, in_pages, null_config
 
 GROUP_SETS: dict[str, tuple[KVCacheGroupSpec, ...]] = {
@@ -80,7 +80,7 @@ def test_every_sequence_has_checkpoints_at_the_same_positions(kind: str) -> None
 
 def settle_transfers(kv: KVCacheManager) -> None:
     """Every transfer that is due works."""
-    while jobs := kv.take_jobs(1.0):
+    while jobs := take_jobs(kv, 1.0):
         for job in jobs:
             kv.transferred(TransferDone(job.job_id, b"\1" * (len(job.groups) // 4), 0.001), 1.0)
             kv.check()
@@ -88,8 +88,8 @@ def settle_transfers(kv: KVCacheManager) -> None:
 
 def stored(kv: KVCacheManager, request_id: str) -> list[set[int]]:
     """Blocks of a request, by group, that the lower tier holds."""
-    (tier,) = kv._tiers.tiers
-    parts = kv._sequences[request_id].parts
+    (tier,) = kv.tiers.tiers
+    parts = kv._sequences[request_id].tables
     return [{i for i, key in enumerate(part.keys) if tier.find(part.group, key) is not None} for part in parts]
 
 

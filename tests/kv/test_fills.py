@@ -19,6 +19,7 @@ from pypto_serving.types.tier import (
     TransferDone,
     TransferJob,
 )
+from tests.kv.groups import take_jobs
 
 BLOCK = 16
 TOKENS = array("i", range(10 * BLOCK + 1))
@@ -36,21 +37,21 @@ def filled_from_two_tiers(measured: bool = True) -> tuple[KVCacheManager, dict[T
     match = kv.match("a", TOKENS)
     kv.reserve("a", len(TOKENS), match)
     kv.commit("a", TOKENS, len(TOKENS), len(TOKENS))
-    keys = list(kv._sequences["a"].parts[0].keys)
+    keys = list(kv._sequences["a"].tables[0].keys)
     kv.forget("a")
-    while jobs := kv.take_jobs(1.0):
+    while jobs := take_jobs(kv, 1.0):
         for job in jobs:
             kv.transferred(TransferDone(job.job_id, b"\1" * num_pieces(job), 0.001), 1.0)
     kv.clear(("device",))
-    host = kv._tiers.tiers[0]
+    host = kv.tiers.tiers[0]
     for key in keys[6:]:
         place = host.find(kv.groups[0], key)
         assert place is not None
         host.pools[kv.groups[0]].drop(place)
     if measured:
-        kv.record_prefill(100, 1.0)
+        kv.tiers.promotions.record_prefill(100, 1.0)
     assert kv.load_prefix("b", TOKENS, kv.match("b", TOKENS)) is PrefixLoad.BEGUN
-    loads = {job.tier: job for job in kv.take_jobs(1.0)}
+    loads = {job.tier: job for job in take_jobs(kv, 1.0)}
     assert {tier: num_pieces(job) for tier, job in loads.items()} == {"host": 6, "disk": 4}
     return kv, loads
 
@@ -67,9 +68,9 @@ def test_each_tier_is_credited_with_what_came_from_it(last: Tier, measured: bool
     assert match.num_tokens == 10 * BLOCK
     assert kv.sources("b", match) == Counter(host=6 * BLOCK, disk=4 * BLOCK)
     if not measured:
-        assert all(tier.counters.saved_s == 0 for tier in kv._tiers.tiers)
-        kv.record_prefill(100, 1.0)
-    saved_s = {tier.config.tier: tier.counters.saved_s for tier in kv._tiers.tiers}
+        assert all(tier.counters.saved_s == 0 for tier in kv.tiers.tiers)
+        kv.tiers.promotions.record_prefill(100, 1.0)
+    saved_s = {tier.config.tier: tier.counters.saved_s for tier in kv.tiers.tiers}
     assert saved_s == pytest.approx({"host": 6 * BLOCK / 100 - 0.25, "disk": 4 * BLOCK / 100 - 0.5})
     kv.check()
 
@@ -83,7 +84,7 @@ def test_what_arrived_of_a_fill_that_failed_came_from_its_tier() -> None:
     assert match.num_tokens == 7 * BLOCK
     assert kv.sources("b", match) == Counter(host=6 * BLOCK, disk=BLOCK)
     assert kv.load_prefix("b", TOKENS, match) is PrefixLoad.COMPUTE
-    assert all(tier.counters.saved_s == 0 for tier in kv._tiers.tiers)
+    assert all(tier.counters.saved_s == 0 for tier in kv.tiers.tiers)
     kv.match("c", TOKENS)
     assert kv.sources("c", match) == Counter(device=7 * BLOCK), "another request finds them on the device"
     kv.check()
@@ -117,7 +118,7 @@ def test_discarded_blocks_are_found_nowhere() -> None:
     kv.reserve("c", len(TOKENS), match)
     kv.commit("c", TOKENS, len(TOKENS), len(TOKENS))
     kv.release("c")
-    stores = kv.take_jobs(3.0)
+    stores = take_jobs(kv, 3.0)
     assert stores, "nothing is being stored"
     kv.discard("c")
     for job in stores:
@@ -125,7 +126,7 @@ def test_discarded_blocks_are_found_nowhere() -> None:
     kv.check()
     assert kv.match("d", TOKENS).num_tokens == 0
     assert kv.load_prefix("d", TOKENS, kv.match("d", TOKENS)) is PrefixLoad.COMPUTE
-    assert not kv.take_jobs(4.0)
+    assert not take_jobs(kv, 4.0)
 
 
 def test_what_a_shared_store_still_holds_of_discarded_blocks_is_not_loaded() -> None:
@@ -136,7 +137,7 @@ def test_what_a_shared_store_still_holds_of_discarded_blocks_is_not_loaded() -> 
     def transfer() -> set[str]:
         """Do all transfers as a store does that forgets nothing; the kinds that there were."""
         kinds = set()
-        while jobs := kv.take_jobs(1.0):
+        while jobs := take_jobs(kv, 1.0):
             for job in jobs:
                 keys = [job.keys[i : i + KEY_BYTES] for i in range(0, len(job.keys), KEY_BYTES)]
                 stored.update(keys if job.kind == "store" else ())

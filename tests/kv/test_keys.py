@@ -86,7 +86,7 @@ def test_keys_tell_apart_whatever_is_not_the_same() -> None:
     def found(groups: tuple[KVCacheGroupSpec, ...], fingerprint: bytes = b"", salt: str = "") -> set[bytes]:
         kv = manager(groups, fingerprint=fingerprint)
         kv.match("a", TOKENS[:300], salt)
-        return {key for part in kv._sequences["a"].parts for key in part.keys}
+        return {key for part in kv._sequences["a"].tables for key in part.keys}
 
     renamed = tuple(msgspec.structs.replace(group, name=f"{group.name}2") for group in V4)
     sets = [found(V4), found(V4, b"other"), found(V4, salt="other"), found(V4[1:]), found(renamed)]
@@ -102,7 +102,7 @@ def test_events_of_a_tier_cost_a_match_nothing(model: str, monkeypatch: pytest.M
     tier = TierConfig(tier="disk", size_bytes=0, num_slots=(200,) * len(groups))
     kv = manager(groups, tiers=[tier], events=log)
     kv.match("known", TOKENS)
-    part = kv._sequences["known"].parts[1 if groups is V4 else 0]
+    part = kv._sequences["known"].tables[1 if groups is V4 else 0]
     held = [part.keys[i] for i in range(3)] + [hash128(bytes([i])) for i in range(50)]
     kv.forget("known")
     inventory = TierInventory("disk", pack_ids([part.group.index] * 53), pack_ids(range(53)), b"".join(held))

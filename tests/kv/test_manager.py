@@ -130,7 +130,7 @@ def longest_accepted_by_all(kv: KVCacheManager, request_id: str, num_tokens: int
 
 
 def _accepts(kv: KVCacheManager, g: int, request_id: str, n: int) -> bool:
-    spec, keys = kv.groups[g].spec, kv._sequences[request_id].parts[g].keys
+    spec, keys = kv.groups[g].spec, kv._sequences[request_id].tables[g].keys
     if n % kv.points.step:
         return False
     needed = range(n) if spec.keeps_history else range(spec.first_needed(n), n)

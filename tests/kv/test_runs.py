@@ -20,7 +20,7 @@ PROMPT = 300
 
 def live_blocks(kv: KVCacheManager, request_id: str) -> list[int]:
     """How many blocks of each group the table of a request holds."""
-    return [len(part.live()) for part in kv._sequences[request_id].parts]
+    return [len(part.live()) for part in kv._sequences[request_id].tables]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

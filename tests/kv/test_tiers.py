@@ -19,7 +19,7 @@ from tests.simulation import Simulation, null_config
 
 
 def lower(simulation: Simulation, index: int = 0) -> LowerTier:
-    return simulation.core.scheduler.kv._tiers.tiers[index]
+    return simulation.core.scheduler.kv.tiers.tiers[index]
 
 
 def churn(simulation: Simulation, rng: random.Random, num_requests: int, deaths: float, aborts: float) -> None:
