@@ -34,7 +34,6 @@ from pypto_serving.types.request import AddRequests, EngineRequest, FromCore, To
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import FromWorker, StepPlan, ToWorker
 from pypto_serving.types.tokens import pack_ids
-from pypto_serving.util import MonotonicClock
 from pypto_serving.worker.runner import Runner, hello
 
 sys.path.append(str(Path(__file__).parent.parent))
@@ -124,7 +123,7 @@ class Replica:
         config = case.config(steps)
         self.client, core_end = MemoryChannel.pair(FromCore, ToCore)
         self.worker = InlineWorker(config)
-        self.core = EngineCore(config, core_end, self.worker, MonotonicClock())
+        self.core = EngineCore(config, core_end, self.worker, time.monotonic)
         self.core.turn()
         self._add("run", case.running, case.context, case.params)
         while self.core.scheduler.num_running < case.running or self._is_prefilling(case):

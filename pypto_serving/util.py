@@ -13,15 +13,16 @@ import operator
 import os
 import re
 import stat
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, SupportsIndex, TypeVar, cast
+from typing import Any, SupportsIndex, TypeVar, cast
 
 import msgspec
 
 T = TypeVar("T")
 
+Clock = Callable[[], float]
+"""A source of time in seconds that never goes back, such as time.monotonic."""
 GIB = 1 << 30
 _SIZE_UNITS = {
     "": 1,
@@ -34,20 +35,6 @@ _SIZE_UNITS = {
     "gi": GIB,
     "ti": 1 << 40,
 }
-
-
-class Clock(Protocol):
-    """A source of time in seconds that never goes back."""
-
-    def now(self) -> float:
-        """Return the seconds since an arbitrary start."""
-
-
-class MonotonicClock:
-    """The system's monotonic clock, shared by all processes of a host."""
-
-    def now(self) -> float:
-        return time.monotonic()
 
 
 def write_at(file: int, data: bytes | memoryview, offset: int) -> None:

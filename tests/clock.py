@@ -12,6 +12,9 @@ class VirtualClock:
     def now(self) -> float:
         return self._now_s
 
+    def __call__(self) -> float:
+        return self._now_s
+
     def advance(self, seconds: float) -> None:
         """Move forward; raise ValueError for a negative step."""
         if seconds < 0:

@@ -9,6 +9,7 @@ import resource
 import signal
 import socket
 import ssl
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -24,7 +25,7 @@ from pypto_serving.api.http.service_manager import tell
 from pypto_serving.api.reading.reading import Reading
 from pypto_serving.api.service import Service
 from pypto_serving.types.config import ServerConfig
-from pypto_serving.util import MonotonicClock, counted
+from pypto_serving.util import counted
 
 logger = logging.getLogger("pypto_serving.api")
 
@@ -51,7 +52,7 @@ class ApiServer:
         self._socket = listen_at(server)
         self._drain_timeout_s = server.drain_timeout_s
         self._drain: asyncio.Task[None] | None = None
-        clock = MonotonicClock()
+        clock = time.monotonic
         self._refusals = Refusals(clock)
         fitting = places(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         self._gate = Gate(fitting, self._service.serving.max_body_bytes, clock, self._refused)

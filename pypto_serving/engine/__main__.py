@@ -5,22 +5,17 @@ from __future__ import annotations
 import socket
 import sys
 import time
-from typing import TYPE_CHECKING
 
 from pypto_serving.engine.core import EngineCore
 from pypto_serving.engine.worker_process import WorkerProcess
 from pypto_serving.ipc import SocketChannel
 from pypto_serving.logs import configure as configure_logs
 from pypto_serving.processes import Parent, run_child
-from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import ToCore
 from pypto_serving.types.start import CoreStart
-from pypto_serving.util import MonotonicClock
 
 FLUSH_S = 3.0
-"""Longest time that a shutdown waits for stores to lower tiers."""
-if TYPE_CHECKING:
-    from pypto_serving.engine.kv_events import KVEventPublisher
+"""Max time that a shutdown waits for stores to lower tiers."""
 
 
 def run(parent: Parent[CoreStart]) -> None:
@@ -29,9 +24,13 @@ def run(parent: Parent[CoreStart]) -> None:
     configure_logs(start.config.process_name("core"), start.config.log_level, start.config.log_format)
     channel: SocketChannel[ToCore] = SocketChannel(socket.socket(fileno=start.channel), ToCore)
     executor = WorkerProcess(start.config, (start.descendants,), start.respawned)
-    publisher = open_publisher(start.config)
+    publisher, config = None, start.config
+    if config.kv_events:
+        from pypto_serving.engine.kv_events import KVEventPublisher  # imports ZeroMQ
+
+        publisher = KVEventPublisher(config.groups, config.kv_events, config.kv_events_replay, config.replica)
     try:
-        core = EngineCore(start.config, channel, executor, MonotonicClock(), publisher)
+        core = EngineCore(start.config, channel, executor, time.monotonic, publisher)
         while True:
             core.turn()
             if core.stopping:
@@ -46,15 +45,6 @@ def run(parent: Parent[CoreStart]) -> None:
         if publisher is not None:
             publisher.stop()
     channel.close(linger_s=1.0)
-
-
-def open_publisher(config: EngineConfig) -> KVEventPublisher | None:
-    """Return the publisher of KV events, or None if they are off. Import ZeroMQ only if they are on."""
-    if not config.kv_events:
-        return None
-    from pypto_serving.engine.kv_events import KVEventPublisher
-
-    return KVEventPublisher(config.groups, config.kv_events, config.kv_events_replay, config.replica)
 
 
 if __name__ == "__main__":

@@ -121,11 +121,6 @@ class AsyncEngine:
             await self._wake.wait()
         return self._dead
 
-    @property
-    def is_dead(self) -> bool:
-        """Whether the replica gave up."""
-        return self._dead is not None
-
     async def stop(self) -> None:
         """End the core and its worker. Unfinished requests end with a 503."""
         self._stopping = True

@@ -71,7 +71,7 @@ class EngineCore:
         self._ready = False
         self._epoch = 0
         self._num_respawns = 0
-        self._last_step_s = clock.now()
+        self._last_step_s = clock()
         self._outputs: list[RequestOutput] = []
         self._step_tokens: list[int] = []
         self._reported_s = 0.0
@@ -81,7 +81,7 @@ class EngineCore:
 
     def turn(self) -> None:
         """Handle all messages, plan steps up to the depth, and report."""
-        now_s = self._clock.now()
+        now_s = self._clock()
         while (message := self._api.receive()) is not None:
             self._handle_message(message)
         for event in self._executor.poll(now_s):
@@ -93,7 +93,7 @@ class EngineCore:
         if self._publisher is not None and (kv_events := self._kv.take_events()):
             self._publisher.publish(kv_events, now_s)
         self._report(now_s)
-        self._worked_s += self._clock.now() - now_s
+        self._worked_s += self._clock() - now_s
 
     def _handle_message(self, message: ToCore) -> None:
         self._checked = False
@@ -105,7 +105,7 @@ class EngineCore:
         elif isinstance(message, ClearCache):
             self._kv.clear(message.tiers)
         elif isinstance(message, ShutdownCore):
-            self._outputs += self.scheduler.fail_all(SHUTTING_DOWN, self._clock.now())
+            self._outputs += self.scheduler.fail_all(SHUTTING_DOWN, self._clock())
             self.stopping = True
 
     def _handle_event(self, event: WorkerEvent, now_s: float) -> None:
@@ -228,7 +228,7 @@ class EngineCore:
     @property
     def at_rest(self) -> bool:
         """Whether the core can end without losing blocks: no store to a lower tier runs or is due."""
-        return not self._ready or self._kv.tiers.is_idle(self._clock.now())
+        return not self._ready or self._kv.tiers.is_idle(self._clock())
 
     def check(self) -> None:
         """Assert that nothing leaked in any owner."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
+from operator import sub
 from typing import TypeVar
 
 import msgspec
 
 from pypto_serving.engine.client import EngineClient
-from pypto_serving.engine.histograms import Histogram
 from pypto_serving.engine.metrics import STEP_PARTS, ServerMetrics
 from pypto_serving.types.request import Timeline
 from pypto_serving.types.stats import StepStats
@@ -66,7 +66,8 @@ class History:
 
     def __init__(self, engine: EngineClient, metrics: ServerMetrics) -> None:
         self._engine = engine
-        self._changes = [Changes(metrics.first_token), Changes(metrics.next_token)]
+        self._histograms = (metrics.first_token, metrics.next_token)
+        self._counts = [list(histogram.counts) for histogram in self._histograms]
         self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
         self._finished: deque[Finished] = deque(maxlen=MAX_FINISHED)
         self._due_s = 0.0
@@ -78,7 +79,8 @@ class History:
         if now_s < self._due_s:
             return
         self._due_s = now_s + INTERVAL_S
-        first, following = [changes.take() for changes in self._changes]
+        before, self._counts = self._counts, [list(histogram.counts) for histogram in self._histograms]
+        first, following = (tuple(map(sub, *pair)) for pair in zip(self._counts, before, strict=True))
         stats = [engine.stats for engine in self._engine.engines]
         self._samples.append(sample_of(stats, now_s, first, following))
         self.num_samples += 1
@@ -95,18 +97,6 @@ class History:
     def finished_since(self, seen: int) -> list[Finished]:
         """Return the requests after the first `seen` that ended, as far as they are kept."""
         return _latest(self._finished, self.num_finished - seen)
-
-
-class Changes:
-    """What a histogram counted since the last call."""
-
-    def __init__(self, histogram: Histogram) -> None:
-        self._histogram = histogram
-        self._before = list(histogram.counts)
-
-    def take(self) -> tuple[int, ...]:
-        before, self._before = self._before, list(self._histogram.counts)
-        return tuple(now - then for now, then in zip(self._before, before, strict=True))
 
 
 def sample_of(stats: Sequence[StepStats], now_s: float, first: tuple[int, ...], following: tuple[int, ...]) -> Sample:

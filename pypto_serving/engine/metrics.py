@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -148,6 +149,8 @@ class ServerMetrics(Collector):
         self._responses: Counter[int] = Counter()
         self._rejections: Counter[str] = Counter(dict.fromkeys(REJECTIONS, 0))
         self._num_corrupted = 0
+        self._gauge = partial(self._of_engines, GaugeMetricFamily)
+        self._counter = partial(self._of_engines, CounterMetricFamily)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -296,19 +299,13 @@ class ServerMetrics(Collector):
             make = self._gauge if field in _TIER_GAUGES else self._counter
             yield make(name, help_text, values, "tier")
 
-    def _gauge(self, name: str, help_text: str, values: Iterable[Values], label: str = "") -> Metric:
-        return self._of_engines(GaugeMetricFamily, name, help_text, values, label)
-
-    def _counter(self, name: str, help_text: str, values: Iterable[Values], label: str = "") -> Metric:
-        return self._of_engines(CounterMetricFamily, name, help_text, values, label)
-
     def _of_engines(
         self,
         family: type[GaugeMetricFamily | CounterMetricFamily],
         name: str,
         help_text: str,
         values: Iterable[Values],
-        label: str,
+        label: str = "",
     ) -> Metric:
         """Return a metric with the values of each engine, which have the further label `label` unless it is empty."""
         metric = family(name, help_text, labels=["model_name", "engine", *[label] * bool(label)])

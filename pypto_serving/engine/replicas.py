@@ -156,7 +156,7 @@ class Replicas:
         refusals: list[UnavailableError] = []
         for engine in self.engines:
             try:
-                if not engine.is_dead:
+                if engine.health().status != "dead":
                     engine.clear_cache(tiers)
             except UnavailableError as refusal:
                 refusals.append(refusal)

@@ -10,6 +10,7 @@ import errno
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from pypto_serving.store.index import SlotTable
 from pypto_serving.store.mounts import is_shared
 from pypto_serving.store.slab import Slab
 from pypto_serving.types.tier import TierInventory
-from pypto_serving.util import Clock, MonotonicClock, counted, format_size
+from pypto_serving.util import Clock, counted, format_size
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class DiskStore:
     ) -> None:
         """Open the folder. If nothing can be stored there, raises ConfigError, unless it is `known` as a used one."""
         self._root, self._size_bytes = Path(folder), size_bytes
-        self._faults = StoreFaults(f"disk tier in {folder}", log, clock or MonotonicClock())
+        self._faults = StoreFaults(f"disk tier in {folder}", log, clock or time.monotonic)
         self._lock = threading.Lock()
         self._tables: list[SlotTable] = []
         self._slabs: list[Slab] = []

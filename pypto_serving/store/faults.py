@@ -39,11 +39,11 @@ class StoreFaults:
         """Log that there is no room, and wait before the next try."""
         self.say("full", f"no room for more blocks: {reason_of(error)}; what is there stays in use")
         self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S) or _FIRST_WAIT_S
-        self._retry_at_s = self._clock.now() + self._wait_s
+        self._retry_at_s = self._clock() + self._wait_s
 
     def may_try(self) -> bool:
         """Return whether it is time to try again."""
-        return self._clock.now() >= self._retry_at_s
+        return self._clock() >= self._retry_at_s
 
     def found_room(self) -> None:
         """Note that there is room again: the next lack of it is logged."""

@@ -27,7 +27,7 @@ from pypto_serving.store.folder import FORMAT, Folder, Meta, Unusable
 from pypto_serving.store.slab import sync_folder
 from pypto_serving.types.arrays import BlockBytes
 from pypto_serving.types.tier import KEY_BYTES, TierInventory
-from pypto_serving.util import Clock, MonotonicClock, open_regular
+from pypto_serving.util import Clock, open_regular
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class FileStore:
         clock: Clock | None = None,
     ) -> None:
         """Open the folder. If nothing can be stored there, raises ConfigError, unless it is `known` as a used one."""
-        self._faults = StoreFaults(f"disk tier in {folder}", log, clock or MonotonicClock())
+        self._faults = StoreFaults(f"disk tier in {folder}", log, clock or time.monotonic)
         self._block_bytes, self._num_slots = block_bytes, num_slots
         self._keys: dict[tuple[int, int], bytes] = {}
         self._slots: dict[tuple[int, bytes], int] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +14,7 @@ from pypto_serving.store.base import Piece
 from pypto_serving.store.faults import StoreFaults, reason_of
 from pypto_serving.types.arrays import BlockBytes
 from pypto_serving.types.tier import ALIGNMENT, TierInventory
-from pypto_serving.util import MonotonicClock, ceil_div, write_at
+from pypto_serving.util import ceil_div, write_at
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class HostStore:
             os.ftruncate(fd, total)
         memory = np.frombuffer(mmap.mmap(fd, total), dtype=np.uint8)
         self._fd, self._strides = fd, strides
-        self._faults = StoreFaults("host tier", log, MonotonicClock())
+        self._faults = StoreFaults("host tier", log, time.monotonic)
         self._starts: list[int] = []
         self._mapped = [bytearray(slots) for slots in num_slots]
         self._slots: list[BlockBytes] = []

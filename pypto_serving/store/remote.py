@@ -12,6 +12,7 @@ import mmap
 import os
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from typing import Literal
 
@@ -24,7 +25,7 @@ from pypto_serving.store.checksum import DIGEST_BYTES, digest
 from pypto_serving.store.mooncake import PoolAddress, PoolReply, PoolRequest, PoolStart, await_message
 from pypto_serving.types.arrays import BlockBytes
 from pypto_serving.types.tier import ALIGNMENT, TierInventory, parse_pool_url
-from pypto_serving.util import Clock, MonotonicClock, ceil_div, parse_size
+from pypto_serving.util import Clock, ceil_div, parse_size
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ class RemoteStore:
         self.address = address
         self._prefix = f"pypto/{fingerprint.hex()}/"
         self._strides = [ceil_div(size + DIGEST_BYTES, ALIGNMENT) * ALIGNMENT for size in block_bytes]
-        self._clock = clock or MonotonicClock()
+        self._clock = clock or time.monotonic
         lane_bytes = max(LANE_BYTES, *self._strides)
         self._num_bytes = 2 * lane_bytes
         self._memory_fd = os.memfd_create("pypto-pool")
@@ -272,7 +273,7 @@ class RemoteStore:
     def _is_up(self) -> bool:
         """Return whether requests can be sent. Starts the process when it is time; never waits."""
         with self._state:
-            now_s = self._clock.now()
+            now_s = self._clock()
             if self._process is None:
                 if self._closed or now_s < self._retry_s:
                     return False
@@ -305,7 +306,7 @@ class RemoteStore:
         assert self._process is not None
         self._process.end()
         self._process = None
-        self._retry_s = self._clock.now() + self._wait_s
+        self._retry_s = self._clock() + self._wait_s
         self._wait_s = min(2 * self._wait_s, LAST_RETRY_S)
         if self._up is not False:
             self._up = False

@@ -21,7 +21,7 @@ from pypto_serving.logs import of_request
 from pypto_serving.types.arrays import Float32Array
 from pypto_serving.types.drafts import NgramConfig
 from pypto_serving.types.sampler import Sampler
-from pypto_serving.types.step import RowFault, RowLogprobs, RowPromptLogprobs, StepPlan, StepResult, WorkerHello
+from pypto_serving.types.step import RowFault, StepPlan, StepResult, WorkerHello
 from pypto_serving.types.tier import TierInventory
 from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.batch import Dispatch, RowBatch
@@ -223,33 +223,25 @@ def _drafter_maker(program: Program, sampler: Sampler, ngram: NgramConfig | None
 
 def _result(step: _PendingStep, found: list[tuple[Dispatch, DispatchResult]], times: StepTimes) -> StepResult:
     """Join the results of a step's dispatches."""
-    rows, token_ids, counts, num_drafts, num_accepted = b"", b"", b"", b"", b""
-    logprobs: list[RowLogprobs] = []
-    faults: list[RowFault] = []
-    prompt_logprobs: list[RowPromptLogprobs] = []
-    for dispatch, chosen in found:
-        rows += pack_ids(dispatch.rows)
-        token_ids += pack_ids(chosen.token_ids)
-        logprobs += chosen.logprobs
-        faults += chosen.faults
-        prompt_logprobs += chosen.prompt_logprobs
-    if any(chosen.counts is not None for _, chosen in found):
-        counts = b"".join([pack_ids(chosen.each(len(dispatch.rows))) for dispatch, chosen in found])
+    counts = num_drafts = num_accepted = b""
+    results = [result for _, result in found]
+    if any(result.counts is not None for result in results):
+        counts = b"".join([pack_ids(result.each(len(dispatch.rows))) for dispatch, result in found])
     if any(dispatch.num_drafts is not None for dispatch, _ in found):
         num_drafts = b"".join([pack_ids(dispatch.each_drafts()) for dispatch, _ in found])
-        num_accepted = b"".join([pack_ids(chosen.each_accepted(len(dispatch.rows))) for dispatch, chosen in found])
+        num_accepted = b"".join([pack_ids(result.each_accepted(len(dispatch.rows))) for dispatch, result in found])
     return StepResult(
         step_id=step.plan.step_id,
         epoch=step.plan.epoch,
-        rows=rows,
-        token_ids=token_ids,
-        logprobs=logprobs,
+        rows=b"".join([pack_ids(dispatch.rows) for dispatch, _ in found]),
+        token_ids=b"".join([pack_ids(result.token_ids) for result in results]),
+        logprobs=[each for result in results for each in result.logprobs],
         elapsed_s=times.elapsed_s,
         packing_s=times.packing_s,
         sampling_s=times.sampling_s,
         counts=counts,
         num_drafts=num_drafts,
         num_accepted=num_accepted,
-        faults=faults,
-        prompt_logprobs=prompt_logprobs,
+        faults=[each for result in results for each in result.faults],
+        prompt_logprobs=[each for result in results for each in result.prompt_logprobs],
     )

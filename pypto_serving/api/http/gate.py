@@ -101,7 +101,7 @@ class Gate:
         """Note that no request is under way."""
         self._sending.pop(connection, None)
         if connection in self._served:
-            self._idle.setdefault(connection, self._clock.now())
+            self._idle.setdefault(connection, self._clock())
 
     def sending(self, connection: Waiting, body_bytes: int) -> None:
         """Note that the client sent a part of a request, and the bytes of its body so far.
@@ -113,7 +113,7 @@ class Gate:
             return
         last = self._sending.get(connection)
         if last is None or body_bytes >= last.body_bytes + SIGN_BYTES:
-            self._sending[connection] = _Sign(self._clock.now(), body_bytes)
+            self._sending[connection] = _Sign(self._clock(), body_bytes)
             self._sending.move_to_end(connection)
 
     def busy(self, connection: Waiting) -> None:
@@ -123,7 +123,7 @@ class Gate:
 
     def _make_place(self) -> bool:
         """End a connection that waits for its client, if one has for SILENCE_S."""
-        latest_s = self._clock.now() - SILENCE_S
+        latest_s = self._clock() - SILENCE_S
         if self._idle and next(iter(self._idle.values())) <= latest_s:
             connection, _ = self._idle.popitem(last=False)
             end = connection.close_idle

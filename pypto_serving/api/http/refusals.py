@@ -28,10 +28,10 @@ class Refusals:
         """Log a refusal, or count it for the next line."""
         told_s, count = self._told.get(reason, (-math.inf, 0))
         count += 1
-        if self._clock.now() - told_s < QUIET_S:
+        if self._clock() - told_s < QUIET_S:
             self._told[reason] = told_s, count
             return
-        self._told[reason] = self._clock.now(), 0
+        self._told[reason] = self._clock(), 0
         fields = with_fields(status=status, refused=count)
         line = (counted(count, "request"), status, reason, QUIET_S)
         logger.warning("refused %s with a %d: %s (said at most every %g s)", *line, extra=fields)

@@ -29,7 +29,7 @@ from pypto_serving.processes import ChildFault, ChildProgress, Parent, run_child
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.hosts import JOINED, HostHello, HostStart, read_secret
 from pypto_serving.types.start import HostJoin
-from pypto_serving.util import Clock, MonotonicClock
+from pypto_serving.util import Clock
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def run(parent: Parent[HostJoin]) -> None:
     secret = read_secret(join.secret_file)
     log.info("joining %s with the model in %s", join.address, join.model)
     files = file_digests(join.model, join.cache_dir, parent.progress)
-    channel = HostChannel(_arrive(join.address, secret, Reminder(MonotonicClock())))
+    channel = HostChannel(_arrive(join.address, secret, Reminder(time.monotonic)))
     channel.send(HostHello(platform.node(), program_version(), files))
     start = channel.receive(ANSWER_S)
     if isinstance(start, ChildFault):
@@ -59,11 +59,11 @@ class Reminder:
     """Decides when to log again, every REMINDED_S, that something is still going on."""
 
     def __init__(self, clock: Clock) -> None:
-        self._clock, self._logged_s = clock, clock.now()
+        self._clock, self._logged_s = clock, clock()
 
     def due(self) -> bool:
         """Return True if it is time to log again."""
-        if self._clock.now() - self._logged_s < REMINDED_S:
+        if self._clock() - self._logged_s < REMINDED_S:
             return False
         self._logged_s += REMINDED_S
         return True
