@@ -35,10 +35,10 @@ from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.model.null.spec import plain_groups
 from pypto_serving.processes import run_child
 from pypto_serving.setup.locate import BUNDLED
-from pypto_serving.types.config import EngineConfig, ServerConfig
+from pypto_serving.types.config import CacheConfig, EngineConfig, ModelConfig, ServerConfig, WorkerConfig
 from pypto_serving.types.server_url import parse_server_url
 from pypto_serving.types.start import WorkerStart
-from pypto_serving.types.step import BackendTraits, StepPlan, StepResult
+from pypto_serving.types.step import BackendLimits, BackendTraits, StepPlan, StepResult
 from pypto_serving.worker.__main__ import run as run_worker
 from pypto_serving.worker.runner import PlanExecutor
 
@@ -74,16 +74,10 @@ async def serve_ours() -> None:
     """Run the API process and its engine."""
     vocab = Tokenizer.load(BUNDLED).raw.get_vocab_size()
     config = EngineConfig(
-        model="",
-        backend="null",
-        dtype="bfloat16",
-        vocab_size=vocab,
-        groups=plain_groups(16),
-        num_blocks=(4096,) * len(plain_groups(16)),
-        max_model_len=4096,
-        depth=2,
-        traits=BackendTraits(samples_on_device=True),
-        worker_module="benchmarks.api_cost",
+        model=ModelConfig(path="", dtype="bfloat16", vocab_size=vocab),
+        worker=WorkerConfig(backend="null", worker_module="benchmarks.api_cost"),
+        cache=CacheConfig(groups=plain_groups(16), num_blocks=(4096,) * len(plain_groups(16))),
+        limits=BackendLimits(max_model_len=4096, depth=2, traits=BackendTraits(samples_on_device=True)),
     )
     engine = AsyncEngine(config)
     await engine.start()

@@ -17,7 +17,8 @@ from pypto_serving.kernels import Recording
 from pypto_serving.model.family import Serving
 from pypto_serving.model.registry import load_config, load_spec
 from pypto_serving.setup.host import read_host_facts
-from pypto_serving.types.config import EngineConfig, Head
+from pypto_serving.types.config import CacheConfig, EngineConfig, Head, ModelConfig, ParallelConfig, WorkerConfig
+from pypto_serving.types.step import BackendLimits
 
 STEP, REST = "step", "rest"
 """Names of the row of a whole step, and of what the kernels do not account for."""
@@ -45,18 +46,15 @@ class Steps:
                 f"{model}: its steps need {block_bytes * wanted[0].num_blocks:,} bytes more than there are"
             )
         self.config = EngineConfig(
-            model=str(model),
-            backend="cpu",
-            dtype="bfloat16",
-            vocab_size=spec.vocab_size,
-            groups=spec.kv_groups,
-            num_blocks=(max(batch.num_blocks for batch in self.batches),),
-            max_model_len=max(max(batch.contexts) for batch in self.batches),
-            max_num_seqs=max(len(batch.queries) for batch in self.batches),
-            max_num_batched_tokens=max(batch.tokens for batch in self.batches),
-            num_threads=threads,
-            kernels=kernels,
-            head=head,
+            model=ModelConfig(path=str(model), dtype="bfloat16", vocab_size=spec.vocab_size, head=head),
+            worker=WorkerConfig(backend="cpu", kernels=kernels),
+            cache=CacheConfig(groups=spec.kv_groups, num_blocks=(max(batch.num_blocks for batch in self.batches),)),
+            limits=BackendLimits(
+                max_model_len=max(max(batch.contexts) for batch in self.batches),
+                max_num_seqs=max(len(batch.queries) for batch in self.batches),
+                max_num_batched_tokens=max(batch.tokens for batch in self.batches),
+            ),
+            parallel=ParallelConfig(num_threads=threads),
         )
         self._model = load_config(str(model))[1]
         self._program: Any = CpuBackend(self.config).prepare(lambda *_: None)
@@ -66,7 +64,7 @@ class Steps:
 
     def measure(self, batch: Batch, bench: Bench) -> list[Result]:
         """Rows for each kind of operation, for what is left, and for the whole step."""
-        planned = list(operations(self._model, batch, self.config.head))
+        planned = list(operations(self._model, batch, self.config.model.head))
         assert [operation.name for operation in planned] == self.recording.names, "the model records other operations"
         inputs = batch.inputs(bench.rng, self._model.vocab_size)
         seconds: list[Any] = []

@@ -86,7 +86,7 @@ def rounds_ms(repeats: int, *calls: Callable[[], object]) -> np.ndarray:
 def step_ms(model: Path, threads: int, rows: int, context: int) -> float:
     """Return the milliseconds of a decode step of the model, without sampling."""
     steps = Steps(model, runnable()[0], threads, [Batch.decode(rows, context)])
-    inputs = steps.batches[0].inputs(np.random.default_rng(0), steps.config.vocab_size)
+    inputs = steps.batches[0].inputs(np.random.default_rng(0), steps.config.model.vocab_size)
     return float(np.median(rounds_ms(5, lambda: replay(steps.recording, inputs))))
 
 

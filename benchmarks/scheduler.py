@@ -30,11 +30,11 @@ from scheduler_trace import VOCAB_SIZE, Replay, Trace, at_context, replay, stead
 from pypto_serving.kv.manager import KVCacheManager
 from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
 from pypto_serving.sched.scheduler import Scheduler
-from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.config import CacheConfig, EngineConfig, ModelConfig, WorkerConfig
 from pypto_serving.types.kv import KVCacheGroupSpec, max_live_blocks
 from pypto_serving.types.request import EngineRequest
 from pypto_serving.types.sampling import SamplingParams
-from pypto_serving.types.step import StepPlan, StepResult
+from pypto_serving.types.step import BackendLimits, StepPlan, StepResult
 from pypto_serving.types.tokens import pack_ids, unpack_ids
 
 GOAL = 0.5
@@ -73,17 +73,16 @@ class Ours:
     def __init__(self, trace: Trace, groups: tuple[KVCacheGroupSpec, ...] = ()) -> None:
         groups = groups or plain_groups(trace.block_size)
         config = EngineConfig(
-            model="",
-            backend="null",
-            dtype="bfloat16",
-            vocab_size=VOCAB_SIZE,
-            groups=groups,
-            num_blocks=blocks_of(trace, groups),
-            max_model_len=trace.max_model_len,
-            max_num_seqs=trace.max_num_seqs,
-            max_num_batched_tokens=trace.max_num_batched_tokens,
+            model=ModelConfig(path="", dtype="bfloat16", vocab_size=VOCAB_SIZE),
+            worker=WorkerConfig(backend="null"),
+            cache=CacheConfig(groups=groups, num_blocks=blocks_of(trace, groups)),
+            limits=BackendLimits(
+                max_model_len=trace.max_model_len,
+                max_num_seqs=trace.max_num_seqs,
+                max_num_batched_tokens=trace.max_num_batched_tokens,
+            ),
         )
-        self._scheduler = Scheduler(config, KVCacheManager(config.groups, config.num_blocks))
+        self._scheduler = Scheduler(config, KVCacheManager(config.cache.groups, config.cache.num_blocks))
         self._known = np.zeros(trace.max_num_seqs, np.int64)
         self._computed = np.zeros(trace.max_num_seqs, np.int64)
         self._now_s = 0.0

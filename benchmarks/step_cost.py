@@ -28,11 +28,11 @@ from pypto_serving.backend.native import NativeProgram
 from pypto_serving.engine.core import EngineCore
 from pypto_serving.engine.worker_process import WorkerEvent
 from pypto_serving.kernels import Engine, Recording
-from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.config import CacheConfig, EngineConfig, ModelConfig, WorkerConfig
 from pypto_serving.types.kv import FullSpec, KVTensorSpec
 from pypto_serving.types.request import AddRequests, EngineRequest, FromCore, ToCore
 from pypto_serving.types.sampling import SamplingParams
-from pypto_serving.types.step import FromWorker, StepPlan, ToWorker
+from pypto_serving.types.step import BackendLimits, FromWorker, StepPlan, ToWorker
 from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.runner import Runner, hello
 
@@ -68,16 +68,15 @@ class Case:
         longest = max(self.context, self.waiting_context) + prefill + 2 * steps
         blocks = max(self.running * -(-(self.context + prefill + 2 * steps) // BLOCK), -(-longest // BLOCK) + 1)
         return EngineConfig(
-            model="",
-            backend="cpu",
-            dtype="bfloat16",
-            vocab_size=VOCAB,
-            groups=(group,),
-            num_blocks=(blocks + 1 + blocks // 50,),
-            max_model_len=longest,
-            max_num_seqs=self.running * (2 if self.short_of_blocks else 1),
-            max_num_batched_tokens=BUDGET,
-            depth=2,
+            model=ModelConfig(path="", dtype="bfloat16", vocab_size=VOCAB),
+            worker=WorkerConfig(backend="cpu"),
+            cache=CacheConfig(groups=(group,), num_blocks=(blocks + 1 + blocks // 50,)),
+            limits=BackendLimits(
+                max_model_len=longest,
+                max_num_seqs=self.running * (2 if self.short_of_blocks else 1),
+                max_num_batched_tokens=BUDGET,
+                depth=2,
+            ),
         )
 
 
@@ -86,10 +85,10 @@ class InlineWorker:
 
     def __init__(self, config: EngineConfig) -> None:
         engine = Engine(threads=1)
-        logits = np.random.default_rng(0).standard_normal((config.max_num_seqs, VOCAB)).astype(np.float32)
+        logits = np.random.default_rng(0).standard_normal((config.limits.max_num_seqs, VOCAB)).astype(np.float32)
         model = SimpleNamespace(step=Recording(engine), logits=logits, arenas=())
         program = NativeProgram(model, config, b"step cost", engine)
-        self.runner = Runner(program, [StepBuffers.in_host_memory(config.groups, config.limits)], VOCAB)
+        self.runner = Runner(program, [StepBuffers.in_host_memory(config.cache.groups, config.limits)], VOCAB)
         self.ours, self.core_end = MemoryChannel.pair(ToWorker, FromWorker)
         self.ours.send(hello(program, 1, 0.0))
 

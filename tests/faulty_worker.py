@@ -108,7 +108,7 @@ def done_at_once(job_id: int, done: bytes, elapsed_s: float, writable: bool) -> 
 
 def main() -> None:
     parent = Parent.of_module(WorkerStart)
-    options = parent.start.config.backend_options
+    options = parent.start.config.worker.backend_options
     point, step = options.get("faults", {}).get(str(parent.start.epoch), ["", 0])
     if point == "load":
         os.kill(os.getpid(), signal.SIGKILL)

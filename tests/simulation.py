@@ -42,6 +42,7 @@ from pypto_serving.worker.draft.model import ModelDrafter
 from pypto_serving.worker.runner import Runner, hello
 from pypto_serving.worker.transfer import Mover
 from tests.clock import VirtualClock
+from tests.configs import make_config
 from tests.inline_guides import InlineGuideProcess
 from tests.memory_channel import MemoryChannel
 
@@ -67,7 +68,7 @@ def null_config(
         "traits": BackendTraits(samples_on_device=True),
         "backend_options": {"seconds_per_step": 0.01, "seconds_per_token": 0.001},
     }
-    return EngineConfig(**(values | changes))
+    return make_config(**(values | changes))
 
 
 def in_pages(groups: tuple[KVCacheGroupSpec, ...], block_size: int) -> tuple[KVCacheGroupSpec, ...]:
@@ -86,14 +87,14 @@ def null_program(config: EngineConfig) -> Any:
 def expected_tokens(config: EngineConfig, request: EngineRequest, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """What a correct engine answers on the null backend: history, changes of the logits and the seed decide."""
     history, params = list(prompt), request.params
-    fails_on = config.backend_options.get("fails_on", -1)
-    plain = not params.temperature and changed(logits_of(0, config.vocab_size), request, prompt, []) is None
+    fails_on = config.worker.backend_options.get("fails_on", -1)
+    plain = not params.temperature and changed(logits_of(0, config.model.vocab_size), request, prompt, []) is None
     while len(history) < len(prompt) + num_tokens:
-        digest = next_digest(config.groups, history)
-        if plain and digest % config.vocab_size != fails_on:
-            history.append(digest % config.vocab_size)
+        digest = next_digest(config.cache.groups, history)
+        if plain and digest % config.model.vocab_size != fails_on:
+            history.append(digest % config.model.vocab_size)
             continue
-        logits = logits_of(digest, config.vocab_size, fails_on)
+        logits = logits_of(digest, config.model.vocab_size, fails_on)
         if not np.isfinite(logits.max()):
             break
         draw = np.array([(0.0, params.top_p, params.min_p, params.temperature, max(0, params.top_k))], DRAW)
@@ -194,7 +195,13 @@ class InlineExecutor:
         self.programs.append(program)
         config, buffers = self.config, NullBackend(self.config).allocate()
         self._runner = Runner(
-            program, buffers, config.vocab_size, config.num_drafts, config.model, InlineGuideProcess, config.ngram
+            program,
+            buffers,
+            config.model.vocab_size,
+            config.num_drafts,
+            config.model.path,
+            InlineGuideProcess,
+            config.worker.ngram,
         )
         if (drafts := self._runner.batch.drafts) is not None and isinstance(drafts._drafter, ModelDrafter):
             drafts._drafter._clock = self.clock.now
@@ -202,7 +209,7 @@ class InlineExecutor:
             attach(self._runner.batch)
         self._completed_step = 0
         sizes = program.memory.block_bytes
-        for tier in self.config.tiers:
+        for tier in self.config.cache.tiers:
             if tier.tier in self.left_out:
                 continue
             if tier.tier == "host":
@@ -325,7 +332,7 @@ class Simulation:
         else:
             raise AssertionError(f"not finished after {max_turns} turns: {self.prompts.keys() - self.last.keys()}")
         self.core.check()
-        assert self.core.scheduler.kv.usage() == (0.0,) * len(self.config.groups)
+        assert self.core.scheduler.kv.usage() == (0.0,) * len(self.config.cache.groups)
 
     def expected(self, request_id: str, num_tokens: int) -> list[int]:
         """What a correct engine answers; ends early where the row fails."""

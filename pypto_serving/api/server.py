@@ -59,7 +59,7 @@ def create_app(engine: EngineClient, serving: ServingConfig, memory: MemoryPlan 
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
     app.state.batches = None
     if serving.batch_dir is not None:
-        width = max(1, engine.config.max_num_seqs // 2)
+        width = max(1, engine.config.limits.max_num_seqs // 2)
         app.state.batches = Batches(Path(serving.batch_dir), Direct(app), serving.max_body_bytes, width)
         app.routes.extend(BATCH_ROUTES)
     app.add_middleware(Faults)

@@ -65,12 +65,19 @@ async def server_info(request: Request) -> Response:
 
 
 def _engine_info(config: EngineConfig) -> dict[str, Any]:
-    names = ("backend", "dtype", "max_model_len", "vocab_size", "max_num_seqs", "max_queued_requests")
     groups = [
         {"name": group.name, "block_size": group.block_size, "num_blocks": count}
-        for group, count in zip(config.groups, config.num_blocks, strict=True)
+        for group, count in zip(config.cache.groups, config.cache.num_blocks, strict=True)
     ]
-    return {**{name: getattr(config, name) for name in names}, "kv_groups": groups}
+    return {
+        "backend": config.worker.backend,
+        "dtype": config.model.dtype,
+        "max_model_len": config.limits.max_model_len,
+        "vocab_size": config.model.vocab_size,
+        "max_num_seqs": config.limits.max_num_seqs,
+        "max_queued_requests": config.scheduler.max_queued_requests,
+        "kv_groups": groups,
+    }
 
 
 async def show_version(request: Request) -> Response:

@@ -245,7 +245,7 @@ class Backend(ABC):
     def allocate(self) -> Sequence[StepBuffers]:
         """Allocate `config.num_buffers` input buffers. A device backend returns shared or pinned memory."""
         config = self.config
-        return [StepBuffers.in_host_memory(config.groups, config.limits) for _ in range(config.num_buffers)]
+        return [StepBuffers.in_host_memory(config.cache.groups, config.limits) for _ in range(config.num_buffers)]
 
     def pin_main_thread(self) -> None:  # noqa: B027 (most backends pin nothing)
         """Pin the calling thread to a CPU, if that helps. The main thread of a worker process calls this once."""

@@ -34,12 +34,12 @@ class CpuBackend(Backend):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        if config.topology.num_ranks == 1:
+        if config.parallel.topology.num_ranks == 1:
             return
-        if config.kernels == "torch":
+        if config.worker.kernels == "torch":
             self._torch_ranks = TorchRanks(config)
         else:
-            self._shared = SharedSteps(config, config.topology.ranks[0], SharedMemory.create())
+            self._shared = SharedSteps(config, config.parallel.topology.ranks[0], SharedMemory.create())
 
     def allocate(self) -> Sequence[StepBuffers]:
         shared = self._shared or self._torch_ranks
@@ -55,22 +55,24 @@ class CpuBackend(Backend):
 
     def prepare(self, progress: Progress) -> Any:
         """Load weights, allocate the KV arena and return the program. Raises ModelError or ConfigError."""
-        state = checkpoint_state(self.config.model)
+        state = checkpoint_state(self.config.model.path)
         program = self._prepare(progress)
-        if checkpoint_state(self.config.model) != state:
-            raise ModelError(f"{self.config.model} was changed while it was loaded; start again when it is complete")
+        if checkpoint_state(self.config.model.path) != state:
+            raise ModelError(
+                f"{self.config.model.path} was changed while it was loaded; start again when it is complete"
+            )
         return program
 
     def _prepare(self, progress: Progress) -> Any:
-        if self.config.kernels == "torch":
+        if self.config.worker.kernels == "torch":
             return self._prepare_torch(progress)
         if self._shared is None:
             return self._prepare_native(progress, NativeCollectives())
         self._supervisor = RankSupervisor()
-        joined = self._await_host(progress) if self.config.join_address else None
-        ranks, links = self.config.topology.on_host(0)[1:], defaultdict[int, dict[str, int]](dict)
+        joined = self._await_host(progress) if self.config.parallel.join_address else None
+        ranks, links = self.config.parallel.topology.on_host(0)[1:], defaultdict[int, dict[str, int]](dict)
         for name, fd in joined.links.items() if joined else ():
-            links[self.config.topology.connections[name][0]][name] = fd
+            links[self.config.parallel.topology.connections[name][0]][name] = fd
         self._supervisor.start(run_rank, self.config, ranks, self._shared.memory.fd, links, self.descendants)
         report = self._supervisor.reporting(progress)
         program = self._prepare_native(report, self._shared.connect(links[0]), links[0].get("blocks"))
@@ -79,13 +81,13 @@ class CpuBackend(Backend):
 
     def _await_host(self, progress: Progress) -> JoinedHost:
         assert self._supervisor is not None
-        files = file_digests(self.config.model, self.config.cache_dir, progress)
+        files = file_digests(self.config.model.path, self.config.worker.cache_dir, progress)
         joined = await_host(self.config, files, progress, again=self.respawned)
         self._supervisor.add(joined.name, joined.control)
         return joined
 
     def _prepare_native(self, progress: Progress, peers: NativeCollectives, blocks: int | None = None) -> NativeProgram:
-        loader = NativeLoader(self.config, self.config.topology.ranks[0])
+        loader = NativeLoader(self.config, self.config.parallel.topology.ranks[0])
         self._engine = loader.engine
         identity, model = loader.fingerprint(progress), loader.load(peers, progress)
         memory = None

@@ -52,7 +52,7 @@ class TorchProgram:
 
     def __init__(self, model: Any, config: EngineConfig, fingerprint: bytes, ranks: TorchRanks | None = None) -> None:
         self.model = model
-        self.groups, self.num_blocks, self.limits = config.groups, config.num_blocks, config.limits
+        self.groups, self.num_blocks, self.limits = config.cache.groups, config.cache.num_blocks, config.limits
         self.fingerprint = fingerprint
         self.memory = HostBlocks(tuple(map(_arena, model.pages, self.num_blocks)))
         self._ranks = ranks
@@ -100,7 +100,7 @@ def compute(model: Any, inputs: StepInputs, forward: Callable[[StepTensors], Ten
 
 def prepare(config: EngineConfig, progress: Progress, ranks: TorchRanks | None = None) -> TorchProgram:
     """Load weights, allocate the KV arena and run two warm-up steps. Raises ModelError, or RankError."""
-    loader = TorchLoader(config, config.topology.ranks[0])
+    loader = TorchLoader(config, config.parallel.topology.ranks[0])
     identity = loader.fingerprint(progress)
     if ranks is None:
         return TorchProgram(loader.load(TorchCollectives(), progress), config, identity)
@@ -118,7 +118,7 @@ def prepare(config: EngineConfig, progress: Progress, ranks: TorchRanks | None =
 
 def run_rank(start: RankStart, progress: Progress) -> None:
     """Compute a rank's part of the steps that the leader publishes, until that ends. Raises ModelError."""
-    loader = TorchLoader(start.config, start.config.topology.ranks[start.rank])
+    loader = TorchLoader(start.config, start.config.parallel.topology.ranks[start.rank])
     shared, leader = SharedBuffers(start.config, SharedMemory(start.memory)), LeaderSocket(start.links["steps"])
 
     def connect() -> ProcessGroup:
@@ -139,7 +139,7 @@ class TorchLoader:
 
     def __init__(self, config: EngineConfig, rank: Rank) -> None:
         self.config, self.rank = config, rank
-        self._architecture, self._model = load_config(config.model, config.drafts_in_model)
+        self._architecture, self._model = load_config(config.model.path, config.drafts_in_model)
         family = model_family(self._architecture)
         check_groups(config, family, self._model)
         self._program = family.program
@@ -149,7 +149,7 @@ class TorchLoader:
 
         The sizes of products are among it, and so are those of the topology.
         """
-        topology = self.config.topology
+        topology = self.config.parallel.topology
         sizes = (f"{topology.tensor} x {topology.expert} ranks",) if topology.num_ranks > 1 else ()
         numerics = (f"torch {torch.__version__}", torch.backends.cpu.get_cpu_capability(), LAYOUT, *sizes)
         return program_fingerprint(self.config, progress, self._architecture, self._program.name, *numerics)
@@ -158,7 +158,7 @@ class TorchLoader:
         """Load the weights, and run the warm-up steps with all ranks."""
         self._take_cpus()
         with torch.inference_mode():
-            weights = Weights(self.config.model, self.config.dtype, progress)
+            weights = Weights(self.config.model.path, self.config.model.dtype, progress)
             model = self._program(self._model, weights, self.config, comm)
         _keep_freed_memory()
         steps = _warm_up_steps(self.config)
@@ -177,9 +177,11 @@ class TorchLoader:
 
         What they repeat, such as routing, must be the same bit by bit, and products depend on the number of threads.
         """
-        if cpus := self.config.placement(self.rank.index).cpus:
+        if cpus := self.config.parallel.placement(self.rank.index).cpus:
             os.sched_setaffinity(0, cpus)
-        threads = min(self.config.placement(rank.index).num_threads for rank in self.config.topology.ranks)
+        threads = min(
+            self.config.parallel.placement(rank.index).num_threads for rank in self.config.parallel.topology.ranks
+        )
         torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
 
 
@@ -212,15 +214,15 @@ def _warm_up_steps(config: EngineConfig) -> list[StepInputs]:
 
     They allocate the memory that steps need and prepare oneDNN's code before the first request.
     """
-    longest = min(config.max_num_batched_tokens, config.max_model_len)
-    most = min(config.max_num_batched_tokens, config.max_num_seqs)
+    longest = min(config.limits.max_num_batched_tokens, config.limits.max_model_len)
+    most = min(config.limits.max_num_batched_tokens, config.limits.max_num_seqs)
     return [_null_step(config, [longest]), _null_step(config, [1] * most)]
 
 
 def _null_step(config: EngineConfig, counts: list[int]) -> StepInputs:
     """Return a step with rows of `counts` tokens from position 0 on. Each row samples after its last token."""
     ends = np.cumsum(counts, dtype=np.int32)
-    tokens, groups = int(ends[-1]), config.groups
+    tokens, groups = int(ends[-1]), config.cache.groups
     return StepInputs(
         token_ids=np.zeros(tokens, dtype=np.int32),
         positions=np.concatenate([np.arange(count, dtype=np.int32) for count in counts]),

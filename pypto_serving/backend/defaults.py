@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import msgspec
 
-from pypto_serving.types.config import EngineConfig, default_of
+from pypto_serving.types.config import default_of
 from pypto_serving.types.drafts import MAX_DRAFTS
-from pypto_serving.types.step import BackendTraits
+from pypto_serving.types.step import BackendLimits, BackendTraits
 
 
 class BackendDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,9 +27,9 @@ class BackendDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     target: str
-    max_num_seqs: int = default_of(EngineConfig, "max_num_seqs")
-    max_num_batched_tokens: int = default_of(EngineConfig, "max_num_batched_tokens")
-    depth: int = default_of(EngineConfig, "depth")
+    max_num_seqs: int = default_of(BackendLimits, "max_num_seqs")
+    max_num_batched_tokens: int = default_of(BackendLimits, "max_num_batched_tokens")
+    depth: int = default_of(BackendLimits, "depth")
     traits: BackendTraits = BackendTraits()
     cpu_kernels: bool = False
     in_host_memory: bool = False

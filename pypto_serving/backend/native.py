@@ -31,13 +31,13 @@ class NativeLoader:
 
     def __init__(self, config: EngineConfig, rank: Rank) -> None:
         self.config, self.rank = config, rank
-        self._architecture, self._model = load_config(config.model, config.drafts_in_model)
+        self._architecture, self._model = load_config(config.model.path, config.drafts_in_model)
         self._family = model_family(self._architecture)
         self._program = self._family.native_program
         check_groups(config, self._family, self._model)
-        place = config.placement(rank.index)
+        place = config.parallel.placement(rank.index)
         cpus = set(place.cpus) or os.sched_getaffinity(0)
-        self.engine = Engine(config.kernels, place.num_threads or len(cpus), cpus)
+        self.engine = Engine(config.worker.kernels, place.num_threads or len(cpus), cpus)
 
     def fingerprint(self, progress: Progress) -> bytes:
         """Hash everything but tokens that the content of KV blocks depends on: no rank count among it."""
@@ -50,8 +50,8 @@ class NativeLoader:
 
     def load(self, peers: NativeCollectives, progress: Progress) -> Any:
         """Load the weights and record the step. Raises ModelError or ConfigError."""
-        file = self._packed_file() if self.config.packed_cache else None
-        weights = PackedWeights(self.config.model, self.engine, progress, file)
+        file = self._packed_file() if self.config.worker.packed_cache else None
+        weights = PackedWeights(self.config.model.path, self.engine, progress, file)
         model = self._program(self._model, weights, self.engine, self.config, self.rank, peers)
         if file is not None:
             file.save()
@@ -69,15 +69,15 @@ class NativeLoader:
         topology = self.rank.topology
         sizes = f"{topology.tensor} x {topology.pipeline} x {topology.expert} x {topology.data}"
         part = (f"rank {self.rank.index} of {sizes}",) if topology.num_ranks > 1 else ()
-        key = packed_key(self.config.model, self._architecture, self._name, *part, *shapes)
-        return PackedFile(self.config.packed_cache, key, self.engine)
+        key = packed_key(self.config.model.path, self._architecture, self._name, *part, *shapes)
+        return PackedFile(self.config.worker.packed_cache, key, self.engine)
 
 
 def check_groups(config: EngineConfig, family: Any, model: Any) -> None:
     """Raise ConfigError where a model has other KV groups than are configured."""
-    dtype = "int8" if config.int8_kv else config.dtype
-    if family.kv_groups(model, dtype, config.groups[0].block_size) != config.groups:
-        raise ConfigError(f"the KV groups of {config.model} in {dtype} are not the configured ones")
+    dtype = "int8" if config.cache.int8_kv else config.model.dtype
+    if family.kv_groups(model, dtype, config.cache.groups[0].block_size) != config.cache.groups:
+        raise ConfigError(f"the KV groups of {config.model.path} in {dtype} are not the configured ones")
 
 
 class _Step(NamedTuple):
@@ -107,7 +107,7 @@ class NativeProgram:
         memory: HostBlocks | None = None,
     ) -> None:
         self.model, self.sampler = model, NativeSampler(engine)
-        self.groups, self.num_blocks, self.limits = config.groups, config.num_blocks, config.limits
+        self.groups, self.num_blocks, self.limits = config.cache.groups, config.cache.num_blocks, config.limits
         self.fingerprint = fingerprint
         self.memory = memory or HostBlocks(model.arenas)
         self._shared, self._blame, self._peers = shared, blame, peers

@@ -20,11 +20,11 @@ from pypto_serving.bench.transfers import VirtualTransfers
 from pypto_serving.errors import ConfigError
 from pypto_serving.kv.manager import KVCacheManager
 from pypto_serving.sched.scheduler import Scheduler
-from pypto_serving.types.config import EngineConfig, default_of
+from pypto_serving.types.config import CacheConfig, EngineConfig, ModelConfig, WorkerConfig, default_of
 from pypto_serving.types.kv import FullSpec, KVCacheGroupSpec, KVTensorSpec
 from pypto_serving.types.request import EngineRequest, RequestOutput
 from pypto_serving.types.sampling import SamplingParams
-from pypto_serving.types.step import StepPlan, StepResult
+from pypto_serving.types.step import BackendLimits, StepPlan, StepResult
 from pypto_serving.types.tier import TIERS, Tier, TierConfig
 from pypto_serving.types.tokens import pack_ids, unpack_ids
 from pypto_serving.util import ceil_div
@@ -63,8 +63,8 @@ class Machine:
     device_tokens: int
     host_tokens: int = 0
     disk_tokens: int = 0
-    max_num_seqs: int = default_of(EngineConfig, "max_num_seqs")
-    max_num_batched_tokens: int = default_of(EngineConfig, "max_num_batched_tokens")
+    max_num_seqs: int = default_of(BackendLimits, "max_num_seqs")
+    max_num_batched_tokens: int = default_of(BackendLimits, "max_num_batched_tokens")
     time: TimeModel = TimeModel()
 
     def __post_init__(self) -> None:
@@ -107,16 +107,14 @@ class Machine:
                 f"give at least {needed * self.block_size}"
             )
         return EngineConfig(
-            model="",
-            backend="",
-            dtype="bfloat16",
-            vocab_size=PROMPT_VOCABULARY,
-            groups=(self.group,),
-            num_blocks=(num_blocks + 1,),
-            max_model_len=max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            tiers=self.tiers,
+            model=ModelConfig(path="", dtype="bfloat16", vocab_size=PROMPT_VOCABULARY),
+            limits=BackendLimits(
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                max_model_len=max_model_len,
+            ),
+            cache=CacheConfig(groups=(self.group,), num_blocks=(num_blocks + 1,), tiers=self.tiers),
+            worker=WorkerConfig(backend=""),
         )
 
 
@@ -171,16 +169,16 @@ class Simulator:
         self._trace = trace
         self._seed = seed
         kv = KVCacheManager(
-            config.groups,
-            config.num_blocks,
-            tiers=config.tiers,
-            store_policy=config.kv_store,
+            config.cache.groups,
+            config.cache.num_blocks,
+            tiers=config.cache.tiers,
+            store_policy=config.cache.kv_store,
             longest_blocks=config.longest_blocks,
         )
         self._scheduler = Scheduler(config, kv)
         self._transfers = VirtualTransfers()
         self._block_bytes = machine.group.block_bytes
-        self._tiers: tuple[Tier, ...] = ("device", *(tier.tier for tier in config.tiers))
+        self._tiers: tuple[Tier, ...] = ("device", *(tier.tier for tier in config.cache.tiers))
         self._worker = VirtualWorker(machine.max_num_seqs, machine.time)
         self._records: list[RequestRecord] = []
         self._next_token = PROMPT_VOCABULARY

@@ -87,11 +87,11 @@ def _prompts(llm: LLM, count: int, input_len: int, output_len: int, seed: int) -
     """Draw random prompts; raise ConfigError if they cannot be continued."""
     from pypto_serving.bench.datasets import RandomData, Vocabulary
 
-    longest = llm.config.max_model_len
+    longest = llm.config.limits.max_model_len
     if input_len + output_len > longest:
         raise ConfigError(f"--input-len and --output-len are {input_len + output_len} tokens; at most {longest} fit")
     data = RandomData(input_len=input_len, output_len=output_len)
-    return [prompt.content for prompt in data.prompts(count, seed, Vocabulary.of_size(llm.config.vocab_size))]
+    return [prompt.content for prompt in data.prompts(count, seed, Vocabulary.of_size(llm.config.model.vocab_size))]
 
 
 def _timed(llm: LLM, prompts: list[Any], output_len: int) -> float:

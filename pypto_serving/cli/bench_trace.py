@@ -17,7 +17,8 @@ from pypto_serving.cli.bench_common import (
     server_url,
 )
 from pypto_serving.errors import ConfigError
-from pypto_serving.types.config import EngineConfig, ServerConfig, default_of
+from pypto_serving.types.config import ServerConfig, default_of
+from pypto_serving.types.step import BackendLimits
 
 if TYPE_CHECKING:
     from pypto_serving.bench.options import Target
@@ -90,10 +91,10 @@ def trace(
     ] = None,
     max_num_seqs: Annotated[
         int, typer.Option(help="Maximum requests in one step.", rich_help_panel=VIRTUAL)
-    ] = default_of(EngineConfig, "max_num_seqs"),
+    ] = default_of(BackendLimits, "max_num_seqs"),
     max_num_batched_tokens: Annotated[
         int, typer.Option(help="Token budget of one step.", rich_help_panel=VIRTUAL)
-    ] = default_of(EngineConfig, "max_num_batched_tokens"),
+    ] = default_of(BackendLimits, "max_num_batched_tokens"),
     step_seconds: Annotated[float, typer.Option(help="Time of a step, plus:", rich_help_panel=VIRTUAL)] = 0.021,
     token_seconds: Annotated[float, typer.Option(help="for each of its tokens,", rich_help_panel=VIRTUAL)] = 0.00286,
     row_seconds: Annotated[float, typer.Option(help="and for each request in it.", rich_help_panel=VIRTUAL)] = 0.0,

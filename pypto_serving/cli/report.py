@@ -232,10 +232,10 @@ def _sequence_lines(model: ModelSpec) -> Iterable[str]:
 
 
 def _memory_lines(resolved: Resolved) -> Iterable[str]:
-    plan, model_len = resolved.memory, resolved.engine.max_model_len
+    plan, model_len = resolved.memory, resolved.engine.limits.max_model_len
     head = ("KV group", "kind", "tier", "layers", "tokens/block", "bytes/block", "blocks", "memory", "tokens held")
     yield from columns([head, *map(_group_row, (*plan.groups, *plan.lower))])
-    for tier in resolved.engine.tiers:
+    for tier in resolved.engine.cache.tiers:
         if tier.tier == "remote":
             yield f"remote tier {tier.place}, as large as it is"
     host = f" + host tier {format_size(plan.host_bytes)}" if plan.host_bytes else ""
@@ -247,7 +247,7 @@ def _memory_lines(resolved: Resolved) -> Iterable[str]:
     if (replicas := len(resolved.engines)) > 1:
         total, free = replicas * plan.total_bytes, replicas * plan.available_bytes
         yield f"all {replicas} replicas: {format_size(total)} of {format_size(free)} free"
-    count, each = plan.share(resolved.engine.max_num_seqs, model_len)
+    count, each = plan.share(resolved.engine.limits.max_num_seqs, model_len)
     shorter = f", or {count} of {each}" if each < model_len else ""
     yield f"room for {plan.num_sequences:.4g} sequences of {model_len} tokens at once{shorter}"
 

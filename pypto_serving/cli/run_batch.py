@@ -67,7 +67,7 @@ async def _run(resolved: Resolved, serving: ServingConfig, source: Path, target:
     try:
         await engine.start()
         dead = asyncio.create_task(engine.wait_dead())
-        run = Run(direct, output, resolved.engines[0].max_num_seqs, lambda: _show(len(output.answered), count))
+        run = Run(direct, output, resolved.engines[0].limits.max_num_seqs, lambda: _show(len(output.answered), count))
         await engine.wait_ready()
         answering = asyncio.create_task(run.answer(read(source, limits)))
         tasks = [answering, dead]

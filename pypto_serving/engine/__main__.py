@@ -25,10 +25,12 @@ def run(parent: Parent[CoreStart]) -> None:
     channel: SocketChannel[ToCore] = SocketChannel(socket.socket(fileno=start.channel), ToCore)
     executor = WorkerProcess(start.config, (start.descendants,), start.respawned)
     publisher, config = None, start.config
-    if config.kv_events:
+    if config.cache.kv_events:
         from pypto_serving.engine.kv_events import KVEventPublisher  # imports ZeroMQ
 
-        publisher = KVEventPublisher(config.groups, config.kv_events, config.kv_events_replay, config.replica)
+        publisher = KVEventPublisher(
+            config.cache.groups, config.cache.kv_events, config.cache.kv_events_replay, config.parallel.replica
+        )
     try:
         core = EngineCore(start.config, channel, executor, time.monotonic, publisher)
         while True:

@@ -69,7 +69,7 @@ class AsyncEngine:
         self._on_progress = on_progress or (lambda phase, done, total: None)
         self._streams: dict[str, OutputStream] = {}
         self._due: list[OutputStream] = []
-        self._queued = QueuedTokens(config.max_queued_tokens)
+        self._queued = QueuedTokens(config.scheduler.max_queued_tokens)
         self._child: Child | None = None
         self._channel: SocketChannel[FromCore] | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -230,7 +230,8 @@ class AsyncEngine:
             self.ready = message
             if message.kv_events is not None:  # another core takes the same ports
                 endpoint, replay = message.kv_events
-                self.config = msgspec.structs.replace(self.config, kv_events=endpoint, kv_events_replay=replay)
+                cache = msgspec.structs.replace(self.config.cache, kv_events=endpoint, kv_events_replay=replay)
+                self.config = msgspec.structs.replace(self.config, cache=cache)
             self._wake.set()
         elif isinstance(message, CoreFailed):
             self._die(message.message, message.exit_code)
@@ -298,16 +299,16 @@ class AsyncEngine:
             raise UnavailableError("the engine core is being replaced; try again in a moment")
         unfinished, config = len(self._streams), self.config
         if unfinished + count > config.max_unfinished:
-            waiting = max(0, unfinished - config.max_num_seqs)
+            waiting = max(0, unfinished - config.limits.max_num_seqs)
             raise QueueFullError(
-                f"this server has {counted(unfinished, 'unfinished request')}; it runs {config.max_num_seqs} at once "
-                f"and queues {config.max_queued_requests}; try again later",
+                f"this server has {counted(unfinished, 'unfinished request')}; it runs {config.limits.max_num_seqs} "
+                f"at once and queues {config.scheduler.max_queued_requests}; try again later",
                 self._retry_after_s(waiting),
             )
         if not self._queued.fits(num_tokens):
             raise QueueFullError(
                 f"this server has prompts of {self._queued.num_tokens} tokens that wait, and queues at most "
-                f"{config.max_queued_tokens}; try again later",
+                f"{config.scheduler.max_queued_tokens}; try again later",
                 self._retry_after_s(max(1, len(self._queued))),
                 limit="max_num_queued_tokens",
             )

@@ -53,11 +53,11 @@ class EngineCore:
         self.config = config
         events = None if publisher is None else EventLog()
         self._kv = KVCacheManager(
-            config.groups,
-            config.num_blocks,
-            prefix_caching=config.enable_prefix_caching,
-            tiers=config.tiers,
-            store_policy=config.kv_store,
+            config.cache.groups,
+            config.cache.num_blocks,
+            prefix_caching=config.cache.enable_prefix_caching,
+            tiers=config.cache.tiers,
+            store_policy=config.cache.kv_store,
             longest_blocks=config.longest_blocks,
             transfer_timeout_s=config.faults.transfer_timeout_s,
             events=events,
@@ -137,7 +137,7 @@ class EngineCore:
 
     def _worker_ready(self, hello: WorkerHello, now_s: float) -> None:
         try:
-            if hello.groups != self.config.groups or hello.limits != self.config.limits:
+            if hello.groups != self.config.cache.groups or hello.limits != self.config.limits:
                 raise ConfigError("the worker's KV groups or limits are not those of the configuration")
             self._outputs += self.scheduler.worker_ready(hello.num_blocks, hello.fingerprint, hello.tiers, now_s)
         except ConfigError as error:
@@ -161,7 +161,9 @@ class EngineCore:
 
     def _plan_ahead(self, now_s: float) -> None:
         self._outputs += self.scheduler.begin_turn(now_s)
-        while self.scheduler.num_in_flight < self.config.depth and (plan := self.scheduler.plan(now_s)) is not None:
+        while (
+            self.scheduler.num_in_flight < self.config.limits.depth and (plan := self.scheduler.plan(now_s)) is not None
+        ):
             self._checked = False
             self._step_tokens.append(self.scheduler.counters.step_tokens)
             self._executor.send_plan(plan)

@@ -140,7 +140,7 @@ class ServerMetrics(Collector):
     def __init__(self, engine: EngineClient, model_name: str) -> None:
         self._engine = engine
         self._labels = [model_name]
-        bounds_of_tokens = token_bounds(engine.config.max_model_len)
+        bounds_of_tokens = token_bounds(engine.config.limits.max_model_len)
         self._histograms = {name: Histogram(bounds or bounds_of_tokens) for name, (_, bounds) in HISTOGRAMS.items()}
         self.first_token = self._histograms["vllm:time_to_first_token_seconds"]
         self._step_tokens = self._histograms["vllm:iteration_tokens_total"]
@@ -220,7 +220,7 @@ class ServerMetrics(Collector):
         yield from self._configured(stats)
         if self._engine.config.num_drafts:
             yield from self._drafts(stats)
-        if self._engine.config.tiers:
+        if self._engine.config.cache.tiers:
             stages = [dict(zip(_FETCH_STAGES, each.loading, strict=False)) for each in stats]
             help_text = "Waiting requests whose blocks come from a tier."
             yield self._gauge("vllm:num_requests_kv_fetch_by_stage", help_text, stages, "stage")
@@ -257,7 +257,7 @@ class ServerMetrics(Collector):
         ages = [each.age_s for each in healths]
         yield self._gauge("pypto:last_step_age_seconds", "Age of the last completed step.", ages)
         yield self._cache_config()
-        topology, groups = self._engine.config.topology, self._engine.config.groups
+        topology, groups = self._engine.config.parallel.topology, self._engine.config.cache.groups
         ranks = {str(host): len(topology.on_host(host)) for host in range(topology.hosts)}
         of_hosts = [{host: count * each.ready for host, count in ranks.items()} for each in stats]
         help_text = "Ranks that compute on each host of a replica; 0 while no worker is ready."
@@ -269,10 +269,10 @@ class ServerMetrics(Collector):
         """Return the constant that routers read: block size and number of blocks, those of the first KV group."""
         config = self._engine.config
         labels = {
-            "block_size": str(config.groups[0].block_size),
-            "num_gpu_blocks": str(config.num_blocks[0]),
-            "cache_dtype": "int8" if config.int8_kv else config.dtype,
-            "enable_prefix_caching": str(config.enable_prefix_caching),
+            "block_size": str(config.cache.groups[0].block_size),
+            "num_gpu_blocks": str(config.cache.num_blocks[0]),
+            "cache_dtype": "int8" if config.cache.int8_kv else config.model.dtype,
+            "enable_prefix_caching": str(config.cache.enable_prefix_caching),
         }
         help_text = "Always 1; its labels are the configuration of the KV cache."
         gauge = GaugeMetricFamily("vllm:cache_config_info", help_text, labels=["model_name", "engine", *labels])

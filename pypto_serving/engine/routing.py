@@ -86,14 +86,14 @@ class Router:
     """
 
     def __init__(self, config: EngineConfig, num_replicas: int) -> None:
-        step = resume_step(config.groups)
+        step = resume_step(config.cache.groups)
         self._link_tokens = ceil_div(LINK_TOKENS, step) * step
-        self._lag = publication_lag(config.groups)
-        self._caching = config.enable_prefix_caching
+        self._lag = publication_lag(config.cache.groups)
+        self._caching = config.cache.enable_prefix_caching
         capacity = min(MAX_LINKS, _held_tokens(config) // self._link_tokens)
         self._known = [KnownPrefixes(capacity) for _ in range(num_replicas)]
         self._loads = [_Load() for _ in range(num_replicas)]
-        self._has_tiers = bool(config.tiers)
+        self._has_tiers = bool(config.cache.tiers)
         self._unfinished: dict[str, _Unfinished] = {}
         self._num_finished = 0
 
@@ -176,7 +176,7 @@ def _speed_ratio(stats: Sequence[StepStats]) -> float:
 
 def _held_tokens(config: EngineConfig) -> int:
     """Return how many tokens a replica keeps, on the device and in tiers of a given size."""
-    kept = [g for g, group in enumerate(config.groups) if group.keeps_history] or range(len(config.groups))
-    tiers = [tier.num_slots for tier in config.tiers if tier.num_slots]
-    slots = [config.num_blocks, *tiers]
-    return min(sum(each[g] for each in slots) * config.groups[g].block_size for g in kept)
+    kept = [g for g, group in enumerate(config.cache.groups) if group.keeps_history] or range(len(config.cache.groups))
+    tiers = [tier.num_slots for tier in config.cache.tiers if tier.num_slots]
+    slots = [config.cache.num_blocks, *tiers]
+    return min(sum(each[g] for each in slots) * config.cache.groups[g].block_size for g in kept)

@@ -73,7 +73,7 @@ class HostMemory:
     """Owns the memory of the host tier, which outlives workers. `fd` is -1 without a host tier."""
 
     def __init__(self, config: EngineConfig) -> None:
-        has_tier = any(tier.tier == "host" for tier in config.tiers)
+        has_tier = any(tier.tier == "host" for tier in config.cache.tiers)
         self.fd = os.memfd_create("pypto-kv") if has_tier else -1
         self.shared = (self.fd,) if has_tier else ()
 
@@ -142,7 +142,7 @@ class WorkerProcess:
         lives = (self.epoch, self._respawned or self.epoch > 1)
         start = WorkerStart(self.config, channel, transfers, memory.fd, descendants, *lives, self._left_out)
         shared = (*memory.shared, *self._inherited)
-        self._child = start_module(self.config.worker_module, start, *ends, shared=shared, leads=True)
+        self._child = start_module(self.config.worker.worker_module, start, *ends, shared=shared, leads=True)
         self._last_message_s = self._now_s
         log.info("worker %d started, pid %d", self.epoch, self._child.pid)
 

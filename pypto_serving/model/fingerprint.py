@@ -51,14 +51,14 @@ def program_fingerprint(
 
     All bytes of the weights are read only for blocks that others may read, or that outlive the replica.
     """
-    if config.shares_kv:
-        weights = checkpoint_digest(config.model, config.cache_dir, progress)
+    if config.cache.shares_kv:
+        weights = checkpoint_digest(config.model.path, config.worker.cache_dir, progress)
     else:
-        weights = checkpoint_state(config.model)
+        weights = checkpoint_state(config.model.path)
     blocks = tuple(
         " ".join((group.name, str(group.block_size), *(tensor.dtype for tensor in group.tensors)))
-        for group in config.groups
+        for group in config.cache.groups
     )
-    rope, activations = f"max_model_len {config.max_model_len}", f"activations {config.activations}"
-    words = (architecture, config.dtype, rope, activations, *blocks, program, *numerics)
+    rope, activations = f"max_model_len {config.limits.max_model_len}", f"activations {config.model.activations}"
+    words = (architecture, config.model.dtype, rope, activations, *blocks, program, *numerics)
     return hash128(weights, *(word.encode() for word in words))

@@ -16,10 +16,10 @@ def chunk(config: EngineConfig, step: Step, request: Request, missing: int) -> i
     """
     if missing > 1 and request.num_unscored:
         return prompt_logprobs.chunk(config, step, request, missing)
-    if not config.enable_chunked_prefill:
+    if not config.scheduler.enable_chunked_prefill:
         return missing if missing <= step.budget else 0
-    count = min(missing, step.budget, config.long_prefill_token_threshold or missing)
-    return count if count == missing else count - count % config.traits.chunk_tokens
+    count = min(missing, step.budget, config.scheduler.long_prefill_token_threshold or missing)
+    return count if count == missing else count - count % config.limits.traits.chunk_tokens
 
 
 def prompt_share(config: EngineConfig, step: Step, head: Request | None) -> int:
@@ -30,14 +30,14 @@ def prompt_share(config: EngineConfig, step: Step, head: Request | None) -> int:
     """
     if head is None:
         return 0
-    if not config.enable_chunked_prefill:
+    if not config.scheduler.enable_chunked_prefill:
         return head.num_tokens if step.step_id % 2 else 0
-    return min(step.budget - 1, max(config.traits.chunk_tokens, step.budget // 8))
+    return min(step.budget - 1, max(config.limits.traits.chunk_tokens, step.budget // 8))
 
 
 def decode_share(config: EngineConfig, num_running: int) -> int:
     """Return the most decodes of one step: in a pipeline, an equal part, so that no stage runs dry."""
-    return ceil_div(num_running, config.traits.stages)
+    return ceil_div(num_running, config.limits.traits.stages)
 
 
 def allow_drafts(step: Step, most: int, num_decodes: int, prompt_waits: bool) -> None:
@@ -56,7 +56,7 @@ def num_drafts(config: EngineConfig, step: Step, request: Request) -> int:
 
     A device that samples learns what a guide says before it knows its own drafts, so guided requests have none there.
     """
-    if request.has_guide and config.traits.samples_on_device:
+    if request.has_guide and config.limits.traits.samples_on_device:
         return 0
     room = request.max_tokens - 2 - request.num_computed_tokens
     return max(0, min(config.num_drafts, step.draft_budget, step.draft_share, room))

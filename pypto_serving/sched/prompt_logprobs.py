@@ -21,11 +21,11 @@ def chunk(config: EngineConfig, step: Step, request: Request, missing: int) -> i
     """
     start, end = request.num_computed_tokens, request.prompt_len - 1
     first = max(start, end - request.num_unscored)
-    count = min(missing, step.budget, config.long_prefill_token_threshold or missing)
+    count = min(missing, step.budget, config.scheduler.long_prefill_token_threshold or missing)
     if first + step.scored_budget < end:
         count = min(count, first + step.scored_budget - start)
     if count < missing:
-        count -= count % config.traits.chunk_tokens
+        count -= count % config.limits.traits.chunk_tokens
     step.scored_budget -= max(0, min(start + count, end) - first)
     return count
 

@@ -61,17 +61,17 @@ class RequestRegistry:
 
     def __init__(self, config: EngineConfig, kv: KVCacheManager) -> None:
         self._kv = kv
-        self._max_model_len = config.max_model_len
-        self._traits = config.traits
+        self._max_model_len = config.limits.max_model_len
+        self._traits = config.limits.traits
         self._num_arrived = 0
         self._deadlines = Deadlines()
         self.requests: dict[str, Request] = {}
-        self.shares = TokenShares() if config.fair_scheduling else None
+        self.shares = TokenShares() if config.scheduler.fair_scheduling else None
         self.waiting = WaitingQueue(self.shares)
         self.prefix_wait = PrefixWait(self.waiting, kv)
         self.load_wait = LoadWait(self.requests, self.waiting, kv)
         self.running: dict[str, Request] = {}
-        self.rows = RowAllocator(config.max_num_seqs)
+        self.rows = RowAllocator(config.limits.max_num_seqs)
         self.crash_counts = CrashCounts()
 
     def enter(self, source: EngineRequest) -> None:

@@ -51,7 +51,7 @@ class Scheduler:
         self._scored_tokens = config.limits.max_prompt_logprobs
         self._drafted_tokens = config.limits.max_step_drafts
         self._lacks_blocks = False
-        require_blocks(config, config.num_blocks)
+        require_blocks(config, config.cache.num_blocks)
 
     # Requests come and go.
 
@@ -96,7 +96,7 @@ class Scheduler:
     def plan(self, now_s: float) -> StepPlan | None:
         """Decide one step. Return its plan, or None if nothing can run."""
         self._last_writer = self._in_flight[-1].step_id if self._in_flight else 0
-        step_id, most = self._num_planned + 1, self.config.max_num_batched_tokens
+        step_id, most = self._num_planned + 1, self.config.limits.max_num_batched_tokens
         step = Step(step_id, now_s, most, len(self.kv.groups), self._scored_tokens)
         if self._registry.crash_counts.suspects:
             self._schedule_alone(step, now_s)
@@ -186,7 +186,7 @@ class Scheduler:
         """Put a step in flight and return its message to the worker."""
         self._num_planned = step.step_id
         self._in_flight.append(step)
-        self.counters.record_step(len(step.scheduled), self.config.max_num_batched_tokens - step.budget)
+        self.counters.record_step(len(step.scheduled), self.config.limits.max_num_batched_tokens - step.budget)
         if self._registry.shares is not None:
             self._registry.shares.charge(step.scheduled)
         return step_plan(step, self._registry.rows.take_dropped())
@@ -248,7 +248,7 @@ class Scheduler:
         """
         registry = self._registry
         ends: dict[str, int] = {}
-        for step in islice(self._in_flight, self.config.traits.stages):
+        for step in islice(self._in_flight, self.config.limits.traits.stages):
             for entry in step.scheduled:
                 request = entry.request
                 if entry.life == request.life and request.row >= 0:

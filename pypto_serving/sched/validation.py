@@ -13,12 +13,12 @@ def require_blocks(config: EngineConfig, num_blocks: tuple[int, ...]) -> None:
 
     Tiers below the device need one more block, to move it. `num_blocks` counts each pool's null block.
     """
-    more = " and tiers one more" if config.tiers else ""
-    for group, available, needed in zip(config.groups, num_blocks, config.longest_blocks, strict=True):
-        if needed + bool(config.tiers) > available - 1:
+    more = " and tiers one more" if config.cache.tiers else ""
+    for group, available, needed in zip(config.cache.groups, num_blocks, config.longest_blocks, strict=True):
+        if needed + bool(config.cache.tiers) > available - 1:
             raise ConfigError(
-                f"KV group {group.name} has {available - 1} blocks, a request of {config.max_model_len} tokens needs "
-                f"{needed}{more}; raise the option kv-memory or lower the option max-model-len"
+                f"KV group {group.name} has {available - 1} blocks, a request of {config.limits.max_model_len} tokens "
+                f"needs {needed}{more}; raise the option kv-memory or lower the option max-model-len"
             )
 
 
@@ -27,10 +27,10 @@ def unservable(source: EngineRequest, config: EngineConfig) -> RequestFault | No
     num_tokens = len(source.token_ids) // 4
     if num_tokens == 0:
         return RequestFault(400, "empty_prompt", "the prompt has no tokens; send at least one")
-    if num_tokens >= config.max_model_len:
+    if num_tokens >= config.limits.max_model_len:
         message = (
-            f"the prompt has {num_tokens} tokens, but the context window has {config.max_model_len} and at least one "
-            "is for output; shorten the prompt"
+            f"the prompt has {num_tokens} tokens, but the context window has {config.limits.max_model_len} and at "
+            "least one is for output; shorten the prompt"
         )
         return RequestFault(400, "context_length_exceeded", message)
     return _beyond_program(source.params, config)
@@ -38,23 +38,23 @@ def unservable(source: EngineRequest, config: EngineConfig) -> RequestFault | No
 
 def _beyond_program(params: SamplingParams, config: EngineConfig) -> RequestFault | None:
     """Return which sampling parameter exceeds the program or the vocabulary, or None."""
-    most = config.traits.max_logprobs
+    most = config.limits.traits.max_logprobs
     if params.logprobs is not None and params.logprobs > most:
         given = f"at most {most} log-probabilities" if most >= 0 else "no log-probabilities"
         return RequestFault(
             400, "unsupported_logprobs", f"logprobs is {params.logprobs}, but this device gives {given}"
         )
-    if params.logprob_token_ids and config.traits.samples_on_device:
+    if params.logprob_token_ids and config.limits.traits.samples_on_device:
         message = "logprob_token_ids is given, but this device gives log-probabilities of the most likely tokens only"
         return RequestFault(400, "unsupported_logprobs", message)
     if params.prompt_logprobs is not None and not config.limits.max_prompt_logprobs:
         message = "prompt_logprobs, or echo with logprobs, is asked for, but this device gives none; leave it out"
         return RequestFault(400, "unsupported_prompt_logprobs", message)
-    if not config.traits.adjusts_logits and (names := adjusting(params) + guiding(params)):
+    if not config.limits.traits.adjusts_logits and (names := adjusting(params) + guiding(params)):
         message = f"this device cannot change logits, so it cannot do what {names[0]} asks for; leave it out"
         return RequestFault(400, "unsupported_adjustment", message)
     try:
-        check_named_ids(params, config.vocab_size)
+        check_named_ids(params, config.model.vocab_size)
     except RequestError as error:
         return RequestFault(error.status, "invalid_token_id", str(error))
     return None

@@ -9,7 +9,7 @@ from typing import Any
 from pypto_serving.backend.defaults import BACKEND_DEFAULTS
 from pypto_serving.model.family import DEFAULT_BLOCK_SIZE
 from pypto_serving.parallel.topology import Topology
-from pypto_serving.types.config import EngineConfig, FaultConfig, ServerConfig, default_of
+from pypto_serving.types.config import CacheConfig, EngineConfig, FaultConfig, SchedulerConfig, ServerConfig, default_of
 from pypto_serving.types.drafts import DEFAULT_DRAFTS
 from pypto_serving.util import GIB, format_size
 
@@ -32,21 +32,21 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "max_log_len": default_of(ServerConfig, "max_log_len"),
         "otlp_traces_endpoint": False,
         "client_priority": default_of(ServerConfig, "client_priority"),
-        "max_queued_requests": default_of(EngineConfig, "max_queued_requests"),
-        "max_queued_tokens": default_of(EngineConfig, "max_queued_tokens"),
-        "long_prefill_token_threshold": default_of(EngineConfig, "long_prefill_token_threshold"),
-        "chunked_prefill": default_of(EngineConfig, "enable_chunked_prefill"),
-        "fair_scheduling": default_of(EngineConfig, "fair_scheduling"),
+        "max_queued_requests": default_of(SchedulerConfig, "max_queued_requests"),
+        "max_queued_tokens": default_of(SchedulerConfig, "max_queued_tokens"),
+        "long_prefill_token_threshold": default_of(SchedulerConfig, "long_prefill_token_threshold"),
+        "chunked_prefill": default_of(SchedulerConfig, "enable_chunked_prefill"),
+        "fair_scheduling": default_of(SchedulerConfig, "fair_scheduling"),
         "speculative_config": False,
         "spec_method": False,
         "spec_tokens": DEFAULT_DRAFTS,
-        "prefix_caching": default_of(EngineConfig, "enable_prefix_caching"),
+        "prefix_caching": default_of(CacheConfig, "enable_prefix_caching"),
         "block_size": DEFAULT_BLOCK_SIZE,
         "kv_host_memory": False,
         "kv_disk": False,
         "kv_disk_size": 16 * GIB,
         "kv_remote": False,
-        "kv_store": default_of(EngineConfig, "kv_store"),
+        "kv_store": default_of(CacheConfig, "kv_store"),
         "kv_events": False,
         "backend": next(iter(BACKEND_DEFAULTS)),
         "packed_cache": False,

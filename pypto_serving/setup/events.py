@@ -49,8 +49,8 @@ def check_ports(options: Options, engine: EngineConfig, server: ServerConfig) ->
     """Raise ConfigError if KV events of a replica, or their replay, would take the port of the HTTP server."""
     http = f"tcp://{f'[{server.host}]' if ':' in server.host else server.host}:{server.port}"
     for name in ("kv_events", "kv_events_replay"):
-        if _clash(getattr(engine, name), http):
-            raise _taken(options, name, getattr(engine, name), options.label("port"))
+        if _clash(getattr(engine.cache, name), http):
+            raise _taken(options, name, getattr(engine.cache, name), options.label("port"))
 
 
 def _taken(options: Options, name: str, endpoint: str, other: str) -> ConfigError:

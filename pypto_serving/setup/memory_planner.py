@@ -125,7 +125,7 @@ class MemoryPlanner:
 
     def rank_workspace(self, model_len: int) -> RankWorkspace:
         """Describe the workspace of each rank, where there are several."""
-        limits = self._limits(model_len)
+        limits = self.limits(model_len)
         sampled = min(limits.max_logits - limits.max_prompt_logprobs, limits.max_num_batched_tokens)
         sampled_bytes = 4 * self.model.vocab_size * ceil_div(sampled, limits.traits.stages)
         return RankWorkspace(
@@ -150,7 +150,7 @@ class MemoryPlanner:
     def _workspace(self, model_len: int) -> int:
         if self.backend.simulated:
             return 0
-        limits = self._limits(model_len)
+        limits = self.limits(model_len)
         leading = self.model.position_bytes * model_len + self._row_bytes(limits)
         leading += workspace_bytes(self.model, limits)
         return leading + self._follower_bytes(model_len)
@@ -160,7 +160,8 @@ class MemoryPlanner:
         index = NGRAM_TOKEN_BYTES * limits.max_num_seqs * limits.max_model_len if self.drafts.ngram else 0
         return row_bytes(self.model.kv_groups, limits, limits.held_dispatches + self.drafts.in_model) + index
 
-    def _limits(self, model_len: int) -> BackendLimits:
+    def limits(self, model_len: int) -> BackendLimits:
+        """Return what programs must be able to do for sequences of up to `model_len` tokens."""
         return BackendLimits(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.step_tokens(model_len),

@@ -107,7 +107,7 @@ def plan_ranks(
     engine: EngineConfig, model: ModelSpec, memory: MemoryPlan, workspace: RankWorkspace
 ) -> tuple[RankPlan, ...]:
     """List what each rank has, if there are several."""
-    topology, parts = engine.topology, model.parts
+    topology, parts = engine.parallel.topology, model.parts
     if topology.num_ranks == 1 or parts is None:
         return ()
     groups = [*zip(model.kv_groups, memory.groups, strict=True)]
@@ -130,7 +130,7 @@ def plan_ranks(
             workspace_bytes=workspace.num_bytes(rank, parts),
             scoring_bytes=workspace.scoring_bytes(rank),
         )
-        for rank, place in zip(topology.ranks, engine.placements, strict=True)
+        for rank, place in zip(topology.ranks, engine.parallel.placements, strict=True)
     )
 
 

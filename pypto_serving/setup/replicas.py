@@ -9,7 +9,7 @@ import msgspec
 from pypto_serving.parallel.placement import Placement
 from pypto_serving.setup.events import endpoint_of
 from pypto_serving.setup.host import HostFacts
-from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.config import CacheConfig, EngineConfig
 from pypto_serving.types.tier import TierConfig
 
 
@@ -30,13 +30,22 @@ def replicate(engine: EngineConfig, count: int, placements: Sequence[Placement])
     return tuple(
         msgspec.structs.replace(
             engine,
-            replica=index,
-            placements=tuple(placements[index * ranks : (index + 1) * ranks]),
-            tiers=tuple(_own(tier, index) for tier in engine.tiers),
-            kv_events=endpoint_of(engine.kv_events, index),
-            kv_events_replay=endpoint_of(engine.kv_events_replay, index),
+            cache=_own_cache(engine.cache, index),
+            parallel=msgspec.structs.replace(
+                engine.parallel, replica=index, placements=tuple(placements[index * ranks : (index + 1) * ranks])
+            ),
         )
         for index in range(count)
+    )
+
+
+def _own_cache(cache: CacheConfig, index: int) -> CacheConfig:
+    """Give a replica endpoints and folders of its own."""
+    return msgspec.structs.replace(
+        cache,
+        tiers=tuple(_own(tier, index) for tier in cache.tiers),
+        kv_events=endpoint_of(cache.kv_events, index),
+        kv_events_replay=endpoint_of(cache.kv_events_replay, index),
     )
 
 

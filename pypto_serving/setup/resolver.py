@@ -29,7 +29,16 @@ from pypto_serving.setup.speculation import choose_drafts
 from pypto_serving.setup.tiers import choose_tiers
 from pypto_serving.setup.traits import options_named
 from pypto_serving.setup.without_torch import require_torch
-from pypto_serving.types.config import EngineConfig, FaultConfig, ServerConfig
+from pypto_serving.types.config import (
+    CacheConfig,
+    EngineConfig,
+    FaultConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    ServerConfig,
+    WorkerConfig,
+)
 from pypto_serving.types.model import ModelSpec, default_model_name
 from pypto_serving.types.tier import TierConfig
 from pypto_serving.util import format_size, install_extra
@@ -83,29 +92,28 @@ def resolve(
     tiers = choose_tiers(settings, model, host, backend, planner.host_bytes)
     with options_named(options):
         engine = EngineConfig(
-            backend=name,
-            max_num_seqs=max_num_seqs,
-            max_model_len=model_len,
-            num_blocks=tuple(group.num_blocks for group in memory.groups),
-            depth=backend.depth,
-            traits=backend.traits,
-            num_drafts=drafts.num_drafts,
-            ngram=drafts.ngram,
-            kernels=kernels,
-            backend_options={"platform": platform} if platform else {},
-            cache_dir=host.cache_dir,
-            packed_cache=choose_packed_cache(settings, host, kernels),
-            num_threads=num_threads,
-            topology=topology,
-            join_address=options.join_address or "",
-            join_secret_file=options.join_secret_file or "",
-            tiers=tiers,
-            kv_store=settings.pick_fixed("kv_store", "default: once nobody uses them"),
-            **choose_precision(settings, model, kernels),
-            **_model(settings, model),
-            **_batching(settings, name, planner.step_tokens(model_len)),
-            **_events(settings, num_replicas),
-            **_process(settings),
+            model=_model(settings, model, kernels),
+            limits=planner.limits(model_len),
+            scheduler=_scheduler(settings, name, planner.step_tokens(model_len)),
+            cache=_cache(settings, model, memory, tiers, num_replicas),
+            parallel=ParallelConfig(
+                topology=topology,
+                num_threads=num_threads,
+                join_address=options.join_address or "",
+                join_secret_file=options.join_secret_file or "",
+            ),
+            worker=WorkerConfig(
+                backend=name,
+                kernels=kernels,
+                ngram=drafts.ngram,
+                cache_dir=host.cache_dir,
+                packed_cache=choose_packed_cache(settings, host, kernels),
+                backend_options={"platform": platform} if platform else {},
+            ),
+            faults=FaultConfig(step_timeout_s=settings.pick_fixed("step_timeout")),
+            seed=settings.pick_fixed("seed"),
+            log_level=settings.pick_fixed("log_level"),
+            log_format=settings.pick_fixed("log_format"),
         )
     placements = choose_placements(settings, processes, num_replicas, machine, num_threads * num_replicas)
     engines = replicate(engine, num_replicas, placements)
@@ -164,12 +172,13 @@ def _with_tiers(memory: MemoryPlan, model: ModelSpec, tiers: tuple[TierConfig, .
     return msgspec.structs.replace(memory, lower=lower)
 
 
-def _model(settings: Settings, model: ModelSpec) -> dict[str, Any]:
+def _model(settings: Settings, model: ModelSpec, kernels: str) -> ModelConfig:
     settings.record("dtype", model.dtype, settings.origin_or("dtype", "from the model's files"))
-    return {"model": model.path, "dtype": model.dtype, "vocab_size": model.vocab_size, "groups": model.kv_groups}
+    rounded = choose_precision(settings, model, kernels)
+    return ModelConfig(path=model.path, dtype=model.dtype, vocab_size=model.vocab_size, **rounded)
 
 
-def _batching(settings: Settings, backend: str, step_tokens: int) -> dict[str, Any]:
+def _scheduler(settings: Settings, backend: str, step_tokens: int) -> SchedulerConfig:
     chunked = settings.pick_fixed("chunked_prefill")
     reason = f"default for {backend}" if chunked else "holds a whole prompt, because chunked prefill is off"
     threshold = settings.pick_fixed("long_prefill_token_threshold", "default: off")
@@ -177,29 +186,29 @@ def _batching(settings: Settings, backend: str, step_tokens: int) -> dict[str, A
         label = settings.options.label("long_prefill_token_threshold")
         on = settings.options.giving("chunked_prefill", True)
         raise ConfigError(f"{label} is {threshold}, but chunked prefill is off; drop it or give {on}")
-    return {
-        "enable_chunked_prefill": chunked,
-        "max_num_batched_tokens": settings.pick("max_num_batched_tokens", step_tokens, reason),
-        "long_prefill_token_threshold": threshold,
-        "fair_scheduling": settings.pick_fixed("fair_scheduling"),
-        "enable_prefix_caching": settings.pick_fixed("prefix_caching"),
-        "max_queued_requests": settings.pick_fixed("max_queued_requests"),
-        "max_queued_tokens": settings.pick_fixed("max_queued_tokens", "default: no limit"),
-    }
+    settings.pick("max_num_batched_tokens", step_tokens, reason)
+    return SchedulerConfig(
+        enable_chunked_prefill=chunked,
+        long_prefill_token_threshold=threshold,
+        fair_scheduling=settings.pick_fixed("fair_scheduling"),
+        max_queued_requests=settings.pick_fixed("max_queued_requests"),
+        max_queued_tokens=settings.pick_fixed("max_queued_tokens", "default: no limit"),
+    )
 
 
-def _events(settings: Settings, num_replicas: int) -> dict[str, Any]:
+def _cache(
+    settings: Settings, model: ModelSpec, memory: MemoryPlan, tiers: tuple[TierConfig, ...], num_replicas: int
+) -> CacheConfig:
     endpoint, replay = choose_events(settings, num_replicas)
-    return {"kv_events": endpoint, "kv_events_replay": replay}
-
-
-def _process(settings: Settings) -> dict[str, Any]:
-    return {
-        "seed": settings.pick_fixed("seed"),
-        "log_level": settings.pick_fixed("log_level"),
-        "log_format": settings.pick_fixed("log_format"),
-        "faults": FaultConfig(step_timeout_s=settings.pick_fixed("step_timeout")),
-    }
+    return CacheConfig(
+        groups=model.kv_groups,
+        num_blocks=tuple(group.num_blocks for group in memory.groups),
+        enable_prefix_caching=settings.pick_fixed("prefix_caching"),
+        tiers=tiers,
+        kv_store=settings.pick_fixed("kv_store", "default: once nobody uses them"),
+        kv_events=endpoint,
+        kv_events_replay=replay,
+    )
 
 
 def _server(settings: Settings, model: ModelSpec) -> ServerConfig:

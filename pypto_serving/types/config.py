@@ -15,7 +15,7 @@ from pypto_serving.parallel.placement import Placement
 from pypto_serving.parallel.topology import Topology
 from pypto_serving.types.drafts import NgramConfig
 from pypto_serving.types.kv import KVCacheGroupSpec, max_live_blocks, publication_lag, resume_step
-from pypto_serving.types.step import BackendLimits, BackendTraits
+from pypto_serving.types.step import BackendLimits
 from pypto_serving.types.tier import StorePolicy, TierConfig
 
 Activations = Literal["int8", "bf16"]
@@ -72,106 +72,49 @@ class UnmetError(ConfigError):
         self.name, self.problem = name, problem
 
 
-class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Configure an engine core and its worker. Sizes in bytes, lengths in tokens. Raises UnmetError.
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Which model is served, and in what precision. `path` is its folder, empty for a model without files.
 
-    num_blocks: blocks of each group, the null block 0 included.
-    max_queued_tokens: most prompt tokens of requests without a first token; 0 for any number.
     activations: what activations become before they are multiplied by 4-bit codes.
     head: what the output layer is served in.
-    kernels: instruction set of the CPU kernels, or torch; empty for the best that the machine runs.
-    replica: index of the data-parallel replica.
-    topology: the ranks that the model is split over.
-    placements: where each rank runs; empty for one that may run anywhere.
-    join_address, join_secret_file: where another host may join, and the file of the secret that it must know.
-    cache_dir: folder for digests of weights; empty for none.
-    packed_cache: folder for weights packed for the CPU kernels; empty for none.
-    tiers, kv_store: where KV blocks are kept below the device, and when they are stored there.
-    kv_events, kv_events_replay: ZeroMQ endpoints for KV events; empty for none.
-    fair_scheduling: whether waiting requests start by the tokens that their cache salts got.
-    traits: what programs of the backend can do.
-    num_drafts: most draft tokens of a row in one step.
-    ngram: how they are looked up in the row's own tokens; None if the program makes them, by draft layers or a device.
-    backend_options: read by the backend alone.
     """
 
-    model: str
-    backend: str
+    path: str
     dtype: str
     vocab_size: int
-    groups: tuple[KVCacheGroupSpec, ...]
-    num_blocks: tuple[int, ...]
-    max_model_len: int
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 512
+    activations: Activations = "int8"
+    head: Head = "auto"
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How requests are queued and shared out among steps; lengths in tokens, 0 for no limit.
+
+    fair_scheduling: whether waiting requests start by the tokens that their cache salts got.
+    max_queued_tokens: maximum prompt tokens of requests without a first token.
+    """
+
     long_prefill_token_threshold: int = 0
-    enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     fair_scheduling: bool = False
     max_queued_requests: int = 4096
     max_queued_tokens: int = 0
-    depth: int = 1
-    traits: BackendTraits = BackendTraits()
-    num_drafts: int = 0
-    ngram: NgramConfig | None = None
-    seed: int = 0
-    num_threads: int = 0
-    replica: int = 0
-    topology: Topology = Topology()
-    placements: tuple[Placement, ...] = ()
-    join_address: str = ""
-    join_secret_file: str = ""
-    activations: Activations = "int8"
-    head: Head = "auto"
-    kernels: str = ""
-    cache_dir: str = ""
-    packed_cache: str = ""
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV cache: its groups, the tiers below the device, and who hears of its content.
+
+    num_blocks: blocks of each group, the null block 0 included.
+    kv_store: when blocks are stored in lower tiers.
+    kv_events, kv_events_replay: ZeroMQ endpoints for KV events; empty for none.
+    """
+
+    groups: tuple[KVCacheGroupSpec, ...]
+    num_blocks: tuple[int, ...]
+    enable_prefix_caching: bool = True
     tiers: tuple[TierConfig, ...] = ()
     kv_store: StorePolicy = "through"
     kv_events: str = ""
     kv_events_replay: str = ""
-    log_level: str = "info"
-    log_format: LogFormat = "text"
-    faults: FaultConfig = FaultConfig()
-    worker_module: str = "pypto_serving.worker"
-    backend_options: dict[str, Any] = {}
-
-    def __post_init__(self) -> None:
-        """Refuse what programs with these traits cannot do."""
-        traits, chunk, programs = self.traits, self.traits.chunk_tokens, f"the {self.backend} backend"
-        rows = max(traits.padded_rows, default=self.max_num_seqs)
-        if self.max_num_seqs > rows:
-            problem = f"is {self.max_num_seqs}, but {programs} computes at most {rows} sequences at once"
-            raise UnmetError("max_num_seqs", f"{problem}; give at most {rows}")
-        beside_decodes = chunk + 1 if chunk > 1 else 1
-        for name, least in (("max_num_batched_tokens", beside_decodes), ("long_prefill_token_threshold", chunk)):
-            value = getattr(self, name)
-            if self.enable_chunked_prefill and 0 < value < least:
-                problem = f"is {value}, but {programs} computes prompts in chunks of {chunk} tokens"
-                raise UnmetError(name, f"{problem}; give at least {least}")
-        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
-            problem = f"is {self.max_num_batched_tokens}, but without chunked prefill a step holds a whole prompt"
-            longest = f"max_model_len is {self.max_model_len}; give at least {self.max_model_len}"
-            raise UnmetError("max_num_batched_tokens", f"{problem}, and {longest}")
-        if chunk > 1 and (step := resume_step(self.groups)) % chunk:
-            problem = f"lets prompts be resumed every {step} tokens, but {programs} computes them in chunks of {chunk}"
-            raise UnmetError("block_size", f"{problem}; give a multiple of {chunk}")
-        if self.num_drafts > traits.max_drafts:
-            problem = f"is {self.num_drafts}, but {programs} verifies at most {traits.max_drafts}; ask for fewer"
-            raise UnmetError("num_drafts", problem)
-
-    def placement(self, rank: int) -> Placement:
-        """Return where the rank of this index runs."""
-        return self.placements[rank] if self.placements else Placement(num_threads=self.num_threads)
-
-    def process_name(self, kind: str) -> str:
-        """Return the name of a process of this replica in logs; only further replicas have numbers."""
-        return f"{kind} {self.replica}" if self.replica else kind
-
-    @property
-    def max_unfinished(self) -> int:
-        """Return how many requests the replica takes at once: those with a row, and those that wait for one."""
-        return self.max_num_seqs + self.max_queued_requests
 
     @property
     def shares_kv(self) -> bool:
@@ -183,36 +126,123 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Return True if keys and values are int8."""
         return any(tensor.dtype == "int8" for tensor in self.groups[0].tensors[:1])
 
+
+class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the replica runs: its ranks, their CPUs and hosts.
+
+    replica: index of the data-parallel replica.
+    placements: where each rank runs; empty for one that may run anywhere, with `num_threads`, 0 for one per CPU.
+    join_address, join_secret_file: where another host may join, and the file of the secret that it must know.
+    """
+
+    replica: int = 0
+    topology: Topology = Topology()
+    placements: tuple[Placement, ...] = ()
+    num_threads: int = 0
+    join_address: str = ""
+    join_secret_file: str = ""
+
+    def placement(self, rank: int) -> Placement:
+        """Return where the rank of this index runs."""
+        return self.placements[rank] if self.placements else Placement(num_threads=self.num_threads)
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the worker and its backend alone read.
+
+    kernels: instruction set of the CPU kernels, or torch; empty for the best that the machine runs.
+    ngram: how drafts are looked up in the row's own tokens; None if the program makes them.
+    cache_dir: folder for digests of weights; empty for none.
+    packed_cache: folder for weights packed for the CPU kernels; empty for none.
+    backend_options: read by the backend alone.
+    """
+
+    backend: str
+    kernels: str = ""
+    ngram: NgramConfig | None = None
+    cache_dir: str = ""
+    packed_cache: str = ""
+    worker_module: str = "pypto_serving.worker"
+    backend_options: dict[str, Any] = {}
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Configure an engine core and its worker, by who reads it. Sizes in bytes, lengths in tokens. Raises UnmetError.
+
+    limits: the largest sizes, and what the programs can do; everybody reads them.
+    scheduler, cache: read by the core and, for what a request may ask, by the API process.
+    parallel, worker: read by the worker and its ranks.
+    """
+
+    model: ModelConfig
+    limits: BackendLimits
+    cache: CacheConfig
+    worker: WorkerConfig
+    scheduler: SchedulerConfig = SchedulerConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    faults: FaultConfig = FaultConfig()
+    seed: int = 0
+    log_level: str = "info"
+    log_format: LogFormat = "text"
+
+    def __post_init__(self) -> None:
+        """Refuse what programs with these traits cannot do."""
+        limits, scheduler = self.limits, self.scheduler
+        chunk, programs = limits.traits.chunk_tokens, f"the {self.worker.backend} backend"
+        rows = max(limits.traits.padded_rows, default=limits.max_num_seqs)
+        if limits.max_num_seqs > rows:
+            problem = f"is {limits.max_num_seqs}, but {programs} computes at most {rows} sequences at once"
+            raise UnmetError("max_num_seqs", f"{problem}; give at most {rows}")
+        budget, threshold = limits.max_num_batched_tokens, scheduler.long_prefill_token_threshold
+        with_decodes = chunk + 1 if chunk > 1 else 1
+        for name, value, needed in (
+            ("max_num_batched_tokens", budget, with_decodes),
+            ("long_prefill_token_threshold", threshold, chunk),
+        ):
+            if scheduler.enable_chunked_prefill and 0 < value < needed:
+                problem = f"is {value}, but {programs} computes prompts in chunks of {chunk} tokens"
+                raise UnmetError(name, f"{problem}; give at least {needed}")
+        if not scheduler.enable_chunked_prefill and budget < limits.max_model_len:
+            problem = f"is {budget}, but without chunked prefill a step holds a whole prompt"
+            longest = f"max_model_len is {limits.max_model_len}; give at least {limits.max_model_len}"
+            raise UnmetError("max_num_batched_tokens", f"{problem}, and {longest}")
+        if chunk > 1 and (step := resume_step(self.cache.groups)) % chunk:
+            problem = f"lets prompts be resumed every {step} tokens, but {programs} computes them in chunks of {chunk}"
+            raise UnmetError("block_size", f"{problem}; give a multiple of {chunk}")
+
+    def process_name(self, kind: str) -> str:
+        """Return the name of a process of this replica in logs; only further replicas have numbers."""
+        return f"{kind} {self.parallel.replica}" if self.parallel.replica else kind
+
+    @property
+    def num_drafts(self) -> int:
+        """Return the maximum number of draft tokens of a row in one step."""
+        return self.limits.traits.max_drafts
+
+    @property
+    def max_unfinished(self) -> int:
+        """Return how many requests the replica takes at once: those with a row, and those that wait for one."""
+        return self.limits.max_num_seqs + self.scheduler.max_queued_requests
+
     @property
     def uncommitted_tokens(self) -> int:
         """Return the most tokens of a request that steps in flight compute, or whose blocks have no keys yet."""
-        return self.max_num_batched_tokens * self.depth + publication_lag(self.groups)
+        return self.limits.max_num_batched_tokens * self.limits.depth + publication_lag(self.cache.groups)
 
     @property
     def longest_blocks(self) -> tuple[int, ...]:
         """Return the most blocks of each group that one request of the longest length holds."""
-        return max_live_blocks(self.groups, self.max_model_len, self.uncommitted_tokens)
+        return max_live_blocks(self.cache.groups, self.limits.max_model_len, self.uncommitted_tokens)
 
     @property
     def drafts_in_model(self) -> bool:
         """Return True if the model's own draft layers make drafts, when the worker asks for them."""
-        return self.num_drafts > 0 and self.ngram is None and not self.traits.samples_on_device
+        return self.num_drafts > 0 and self.worker.ngram is None and not self.limits.traits.samples_on_device
 
     @property
     def num_buffers(self) -> int:
         """Return how many StepBuffers a worker has: for each dispatch that is held, and for draft layers the last."""
         return self.limits.held_dispatches + self.drafts_in_model
-
-    @property
-    def limits(self) -> BackendLimits:
-        """Return what a program must be able to do."""
-        return BackendLimits(
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-            depth=self.depth,
-            traits=msgspec.structs.replace(self.traits, max_drafts=self.num_drafts),
-        )
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):

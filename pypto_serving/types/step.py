@@ -178,8 +178,8 @@ class BackendTraits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class BackendLimits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The largest sizes that a program must handle. `depth` is the most steps in flight at once."""
 
-    max_num_seqs: int
-    max_num_batched_tokens: int
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 512
     max_model_len: int
     depth: int = 1
     traits: BackendTraits = BackendTraits()

@@ -34,13 +34,15 @@ def run(parent: Parent[WorkerStart], wrap: Wrap = lambda runner: runner) -> None
     start, started_s = parent.start, time.monotonic()
     config = start.config
     configure_logs(config.process_name("worker"), config.log_level, config.log_format)
-    backend: Backend = BACKENDS.load(config.backend)(config)
+    backend: Backend = BACKENDS.load(config.worker.backend)(config)
     backend.descendants, backend.respawned = start.descendants, start.respawned
     buffers = backend.allocate()
     program = backend.prepare(parent.progress)
     backend.watch(parent.fault)
     backend.pin_main_thread()
-    own_runner = Runner(program, buffers, config.vocab_size, config.num_drafts, config.model, ngram=config.ngram)
+    own_runner = Runner(
+        program, buffers, config.model.vocab_size, config.num_drafts, config.model.path, ngram=config.worker.ngram
+    )
     runner, prefault = wrap(own_runner), open_prefault(config, program, own_runner)
     stores = open_stores(program, start)
     greeting = hello(program, start.epoch, time.monotonic() - started_s, inventories(stores, start.left_out))
@@ -57,7 +59,7 @@ def open_prefault(config: EngineConfig, program: Program, runner: Runner) -> Cal
 
     Memory would lie on the node of this process.
     """
-    if isinstance(program.memory, HostBlocks) and len({place.node for place in config.placements}) <= 1:
+    if isinstance(program.memory, HostBlocks) and len({place.node for place in config.parallel.placements}) <= 1:
         return Prefault(program.memory.arenas, program.groups, runner.batch.tables)
     return lambda: False
 
@@ -69,7 +71,7 @@ def open_stores(program: Program, start: WorkerStart) -> dict[Tier, Store]:
     """
     stores: dict[Tier, Store] = {}
     sizes = program.memory.block_bytes
-    for tier in start.config.tiers:
+    for tier in start.config.cache.tiers:
         if tier.tier in start.left_out:
             continue
         if tier.tier == "host":
@@ -97,10 +99,10 @@ def inventories(stores: Mapping[Tier, Store], left_out: Iterable[Tier]) -> tuple
 
 def describe(config: EngineConfig) -> str:
     """Return a readable name for the blocks in a store: model, dtype, kernels and block sizes."""
-    name = default_model_name(config.model) if config.model else f"{config.backend} backend"
-    tokens = "/".join(str(size) for size in dict.fromkeys(group.block_size for group in config.groups))
-    dtype = f"{config.dtype} with int8 KV" if config.int8_kv else config.dtype
-    return ", ".join(part for part in (name, dtype, config.kernels, f"{tokens} tokens/block") if part)
+    name = default_model_name(config.model.path) if config.model.path else f"{config.worker.backend} backend"
+    tokens = "/".join(str(size) for size in dict.fromkeys(group.block_size for group in config.cache.groups))
+    dtype = f"{config.model.dtype} with int8 KV" if config.cache.int8_kv else config.model.dtype
+    return ", ".join(part for part in (name, dtype, config.worker.kernels, f"{tokens} tokens/block") if part)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from pypto_serving.types.sampler import Logprobs
 from pypto_serving.types.stats import StepStats
 from pypto_serving.types.tier import Tier
 from pypto_serving.types.tokens import pack_ids, unpack_ids
+from tests.configs import make_config
 
 WAIT_S = 20.0
 
@@ -27,9 +29,15 @@ WAIT_S = 20.0
 def engine_config(vocab_size: int, **changes: object) -> EngineConfig:
     """A configuration for an engine without a model."""
     group = FullSpec(name="full", tensors=(), block_size=16)
-    values = {"model": "scripted", "backend": "null", "dtype": "float32", "num_blocks": (100,), "groups": (group,)}
+    values: dict[str, Any] = {
+        "model": "scripted",
+        "backend": "null",
+        "dtype": "float32",
+        "num_blocks": (100,),
+        "groups": (group,),
+    }
     limits = {"vocab_size": vocab_size, "max_model_len": 512, "max_queued_requests": 256}
-    return EngineConfig(**{**values, **limits, **changes})
+    return make_config(**{**values, **limits, **changes})
 
 
 @dataclass

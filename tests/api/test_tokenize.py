@@ -42,7 +42,7 @@ def refusal(server: RunningServer, path: str, status: int = 400, **body: Any) ->
 def test_text_to_tokens_and_back(server: RunningServer, tokenizer: Tokenizer) -> None:
     found = ask(server, TOKENIZE, Tokenized, prompt=TEXT, model="tiny")
     assert found.tokens == tokenizer.encode(TEXT) and found.count == len(found.tokens)
-    assert (found.max_model_len, found.token_strs) == (server.engine.config.max_model_len, None)
+    assert (found.max_model_len, found.token_strs) == (server.engine.config.limits.max_model_len, None)
     assert ask(server, DETOKENIZE, Detokenized, tokens=found.tokens).prompt == TEXT
     named = ask(server, "/v1/tokenize", Tokenized, prompt="<|im_start|>the fox", return_token_strs=True)
     assert named.token_strs[:2] == ["<|im_start|>", "the"] and named.token_strs[2].startswith("Ġ")
@@ -87,13 +87,13 @@ def prompt_of(server: RunningServer, path: str, body: dict[str, Any]) -> list[in
 
 
 def test_a_prompt_may_be_longer_than_the_context(server: RunningServer) -> None:
-    most = server.engine.config.max_model_len
+    most = server.engine.config.limits.max_model_len
     assert ask(server, TOKENIZE, Tokenized, prompt="the fox " * most).count > most
     assert ask(server, TOKENIZE, Tokenized, messages=[{**HELLO, "content": "the fox " * most}]).count > most
 
 
 def test_what_is_refused(server: RunningServer) -> None:
-    vocab_size = server.engine.config.vocab_size
+    vocab_size = server.engine.config.model.vocab_size
     assert refusal(server, TOKENIZE) == ("prompt", "send either prompt or messages")
     assert refusal(server, TOKENIZE, prompt="a", messages=[HELLO])[0] == "prompt"
     assert refusal(server, TOKENIZE, messages=[])[0] == "messages"
@@ -181,7 +181,7 @@ def test_render_shows_what_the_engine_gets(server: RunningServer, tokenizer: Tok
 
 
 def test_render_fits_the_context_and_truncates(server: RunningServer) -> None:
-    most = server.engine.config.max_model_len
+    most = server.engine.config.limits.max_model_len
     chat = ask(server, CHAT + "/render", RenderedRequest, messages=[HELLO])
     assert chat.request_id.startswith("chatcmpl-")
     assert chat.sampling_params["max_tokens"] == most - len(chat.token_ids)

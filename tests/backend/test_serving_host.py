@@ -19,9 +19,9 @@ from pypto_serving.backend.ranks.handshake import CONTROL, HANDSHAKE_S, Handshak
 from pypto_serving.backend.ranks.joining_host import REMINDED_S, Reminder
 from pypto_serving.backend.ranks.serving_host import MAX_HANDSHAKES, HostListener, await_host
 from pypto_serving.errors import ConfigError
-from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.hosts import SECRET_VARIABLE, read_secret
 from tests.clock import VirtualClock
+from tests.configs import make_config
 from tests.store.pool import free_port
 from tests.strangers import SAYINGS, strangers
 
@@ -241,7 +241,7 @@ def test_a_port_that_is_taken_is_open_later_where_a_host_joined_before(
 ) -> None:
     """Only the first life ends at once: a user who mistyped is there to see it."""
     monkeypatch.setenv(SECRET_VARIABLE, SECRET.decode())
-    config = EngineConfig(
+    config = make_config(
         model="", backend="cpu", dtype="", vocab_size=1, groups=(), num_blocks=(), max_model_len=1, join_address=address
     )
     name, _, port = address.rpartition(":")

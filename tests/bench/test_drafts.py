@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from pypto_serving.bench.drafts import parse_drafts, summarize_drafts
 from pypto_serving.bench.report import _draft_lines
 from pypto_serving.engine.metrics import ServerMetrics
 from pypto_serving.types.stats import StepStats
 from pypto_serving.types.step import BackendTraits
 from tests.api.scripted_engine import Script, ScriptedEngine, engine_config
+from tests.configs import change_config
 
 
 def rendered(num_drafts: int, *stats: StepStats) -> list[str]:
     """/metrics of an engine with these snapshots, one after the other."""
     config = engine_config(100, max_model_len=300)
-    config = msgspec.structs.replace(config, traits=BackendTraits(max_drafts=4), num_drafts=num_drafts)
+    config = change_config(config, traits=BackendTraits(max_drafts=4), num_drafts=num_drafts)
     engine = ScriptedEngine(config, lambda request: Script([]))
     metrics, found = ServerMetrics(engine, "tiny"), []
     for each in stats:

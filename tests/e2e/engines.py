@@ -11,8 +11,6 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.setup.options import make_options
 from pypto_serving.setup.prepare import model_spec, prepare
@@ -21,6 +19,7 @@ from pypto_serving.types.logprobs import TokenLogprobs
 from pypto_serving.types.request import EngineRequest, RequestOutput
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.tokens import pack_ids, unpack_ids
+from tests.configs import change_config
 
 Reply = tuple[list[int], list[TokenLogprobs]]
 """Output tokens, and their log-probabilities if asked for."""
@@ -35,7 +34,7 @@ def engine_config(model: Path, changes: dict[str, Any] | None = None, **options:
     """What `serve` would run with these options, then changed as no option can."""
     chosen = make_options({"model": str(model), "max_model_len": 512, "kv_memory": "64MiB", **options})
     config = prepare(chosen, model_spec(chosen)).engine
-    return msgspec.structs.replace(config, **(changes or {}))
+    return change_config(config, **(changes or {}))
 
 
 def run_engine(config: EngineConfig, scenario: Callable[[AsyncEngine], Awaitable[Any]]) -> Any:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 
 from pypto_serving.api.generation.bad_words import encode_bad_words
@@ -22,6 +21,7 @@ from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.stats import StepStats
 from tests.checkpoints import make_checkpoint
+from tests.configs import change_config
 from tests.deepseek_v4 import let_drafts_agree
 from tests.e2e.changing import CHANGES
 from tests.e2e.engines import FOR_KERNELS, QUICK_FAULTS, Killer, Reply, answers, engine_config, replies, run_engine
@@ -84,8 +84,8 @@ def answered(
 
 def loading_blocks(config: EngineConfig) -> EngineConfig:
     """Load blocks rather than compute them, however fast either is on this machine; see faulty_worker."""
-    options = {**config.backend_options, "instant": True}
-    return msgspec.structs.replace(config, worker_module="tests.faulty_worker", backend_options=options)
+    options = {**config.worker.backend_options, "instant": True}
+    return change_config(config, worker_module="tests.faulty_worker", backend_options=options)
 
 
 def announced(engine: AsyncEngine) -> dict[int, set[int]]:

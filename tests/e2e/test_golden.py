@@ -113,7 +113,7 @@ def test_forced_preemption(reference: Reference) -> None:
     config = engine_config(reference.model)
     blocks = [
         min(reference.few_blocks, count) if group.keeps_history else count
-        for group, count in zip(config.groups, config.num_blocks, strict=True)
+        for group, count in zip(config.cache.groups, config.cache.num_blocks, strict=True)
     ]
     check(reference, scenario, changes={"num_blocks": tuple(blocks)})
 

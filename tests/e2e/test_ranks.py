@@ -19,6 +19,7 @@ from pypto_serving.parallel.topology import Topology
 from pypto_serving.types.kv import CompressedSpec, FullSpec
 from pypto_serving.types.request import RequestOutput
 from tests.checkpoints import make_checkpoint
+from tests.configs import change_config
 from tests.e2e.engines import FOR_KERNELS, QUICK_FAULTS, Reply, answers, replies, run_engine
 from tests.e2e.ranks import (
     MAX_TOKENS,
@@ -105,10 +106,10 @@ def test_ranks_that_share_rows_answer_as_one_does(tmp_path: Path, kind: str) -> 
     told: list[dict[int, set[int]]] = []
     wanted, _ = answered(model, rank_config(model, Topology(), **tiers), then=lambda e: told.append(announced(e)))
     config = rank_config(model, ROWS, **tiers, kv_memory=SMALL_KV[kind], kv_host_memory="8MiB")
-    assert config.topology == ROWS
+    assert config.parallel.topology == ROWS
     found, stats = answered(model, config, seeds=(1, 2, 1), then=lambda e: told.append(announced(e)))
     assert found[1] == wanted[1]
-    whole = [index for index, group in enumerate(config.groups) if isinstance(group, (FullSpec, CompressedSpec))]
+    whole = [index for index, group in enumerate(config.cache.groups) if isinstance(group, (FullSpec, CompressedSpec))]
     assert whole and all(told[0][group] and told[0][group] <= told[1][group] for group in whole)
     assert stats.prefix_hits > 0 and hits(stats, "host") + hits(stats, "disk") > 0 and stats.num_respawns == 0
     assert stats.num_preemptions > 0 or kind == "deepseek_v4_fast"  # which had room for every answer
@@ -203,9 +204,9 @@ def test_ranks_end_with_a_leader_that_is_killed_while_all_load(model: Path) -> N
 
 
 def test_a_rank_that_cannot_load_says_why(model: Path) -> None:
-    config = msgspec.structs.replace(rank_config(model, TWO), model=str(model.parent / "missing"))
+    config = change_config(rank_config(model, TWO), model=str(model.parent / "missing"))
     members = RankSupervisor()
-    members.start(run, config, config.topology.ranks[1:], SharedMemory.create().fd, {})
+    members.start(run, config, config.parallel.topology.ranks[1:], SharedMemory.create().fd, {})
     with pytest.raises(ModelError, match="missing"):
         members.await_ready(lambda *_: None)
 

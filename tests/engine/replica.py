@@ -83,7 +83,7 @@ def answer(outputs: list[RequestOutput]) -> list[int]:
 def expected(source: EngineRequest, config: EngineConfig) -> list[int]:
     history = unpack_ids(source.token_ids).tolist()
     for _ in range(source.params.max_tokens or 0):
-        history.append(next_digest(config.groups, history) % config.vocab_size)
+        history.append(next_digest(config.cache.groups, history) % config.model.vocab_size)
     return history[len(source.token_ids) // 4 :]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from pypto_serving.engine.client import Health
@@ -12,6 +11,7 @@ from pypto_serving.parallel.topology import Topology
 from pypto_serving.types.request import Timeline
 from pypto_serving.types.stats import StepStats, TierStats
 from tests.api.scripted_engine import Script, ScriptedEngine, engine_config
+from tests.configs import change_config
 
 
 def scraped(metrics: ServerMetrics) -> dict[str, float]:
@@ -70,7 +70,7 @@ def test_the_newest_snapshot_is_shown() -> None:
 def test_ranks_of_each_host_count_while_they_compute() -> None:
     engine, metrics = new_metrics()
     assert scraped(metrics)["pypto:ranks,host=0"] == 1
-    engine.config = msgspec.structs.replace(engine.config, topology=Topology(tensor=3, hosts=2))
+    engine.config = change_config(engine.config, topology=Topology(tensor=3, hosts=2))
     found = scraped(metrics)
     assert (found["pypto:ranks,host=0"], found["pypto:ranks,host=1"]) == (2, 1)
     engine.stats = engine.stats.ended()

@@ -20,6 +20,7 @@ from pypto_serving.types.request import EngineRequest
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.tier import TierConfig
 from pypto_serving.types.tokens import pack_ids
+from tests.configs import change_config
 from tests.engine.replica import QUICK, answer, answers_are_right, begun, collect, config, expected, request, run
 
 
@@ -101,7 +102,7 @@ def test_a_worker_that_never_comes_up_ends_the_replica() -> None:
         faults = msgspec.structs.replace(QUICK, max_respawns=2)
         options = {"faults": {str(epoch): ["load", 0] for epoch in range(1, 9)}}
         broken = config(worker_module="tests.faulty_worker", backend_options=options)
-        engine = AsyncEngine(msgspec.structs.replace(broken, faults=faults))
+        engine = AsyncEngine(change_config(broken, faults=faults))
         await engine.start()
         with pytest.raises(EngineDeadError, match="died 3 times") as raised:
             await engine.wait_ready()
@@ -116,7 +117,7 @@ def test_a_worker_that_never_comes_up_ends_the_replica() -> None:
 
 def test_a_model_that_cannot_be_loaded_is_not_tried_again(tmp_path: Any) -> None:
     async def main() -> None:
-        engine = AsyncEngine(msgspec.structs.replace(config(), backend="cpu", model=str(tmp_path)))
+        engine = AsyncEngine(change_config(config(), backend="cpu", model=str(tmp_path)))
         await engine.start()
         with pytest.raises(EngineDeadError, match=r"config\.json") as raised:
             await engine.wait_ready()
@@ -174,7 +175,7 @@ def test_a_load_that_hangs_and_holds_the_pool_changes_no_answer(capfd: pytest.Ca
     tier = TierConfig(tier="host", size_bytes=1 << 20, num_slots=(64,))
     stalled = config(tiers=(tier,), worker_module="tests.faulty_worker", backend_options=options)
     faults = msgspec.structs.replace(QUICK, transfer_timeout_s=0.2)
-    run(msgspec.structs.replace(stalled, num_blocks=(18,), faults=faults), scenario)
+    run(change_config(stalled, num_blocks=(18,), faults=faults), scenario)
     assert "transfers with host hang, and requests wait for their blocks" in capfd.readouterr().err
 
 
@@ -187,7 +188,7 @@ def test_a_worker_that_dies_after_a_few_steps_of_each_life_ends_the_replica() ->
 
     options = {"faults": {str(epoch): ["after", 3] for epoch in range(1, 60)}}
     mortal = config(worker_module="tests.faulty_worker", backend_options=options)
-    run(msgspec.structs.replace(mortal, faults=msgspec.structs.replace(QUICK, max_deaths=3)), scenario)
+    run(change_config(mortal, faults=msgspec.structs.replace(QUICK, max_deaths=3)), scenario)
 
 
 def test_the_queue_is_bounded_and_admission_is_all_or_nothing() -> None:
@@ -267,7 +268,7 @@ def test_stop_does_not_wait_for_a_step_that_hangs() -> None:
 
     slow = msgspec.structs.replace(QUICK, step_timeout_s=600.0)
     hanging = config(worker_module="tests.faulty_worker", backend_options={"faults": faults})
-    run(msgspec.structs.replace(hanging, faults=slow), scenario)
+    run(change_config(hanging, faults=slow), scenario)
 
 
 def test_children_end_when_the_api_process_is_killed() -> None:

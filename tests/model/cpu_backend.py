@@ -5,17 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from pypto_serving.backend.cpu import CpuBackend
 from pypto_serving.model.family import Serving
 from pypto_serving.model.registry import load_spec
 from pypto_serving.types.config import EngineConfig
+from tests.configs import change_config, make_config
 
 
 def config_for(path: Path, dtype: str = "float32", **changes: Any) -> EngineConfig:
     spec = load_spec(path, Serving(dtype))
-    config = EngineConfig(
+    config = make_config(
         model=str(path),
         backend="cpu",
         dtype=dtype,
@@ -26,7 +25,7 @@ def config_for(path: Path, dtype: str = "float32", **changes: Any) -> EngineConf
         num_threads=1,
         kernels="torch",
     )
-    return msgspec.structs.replace(config, **changes)
+    return change_config(config, **changes)
 
 
 def prepare(config: EngineConfig) -> Any:

@@ -24,8 +24,8 @@ from pypto_serving.model.family import Serving
 from pypto_serving.model.loader import Weights
 from pypto_serving.model.registry import load_config, load_spec, model_family
 from pypto_serving.model.step import StepTensors
-from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import KVCacheGroupSpec
+from tests.configs import make_config
 
 CHUNKS = (64, 40, 8, 1, 7)
 BLOCKS, TOKENS = 100, sum(CHUNKS)
@@ -127,7 +127,7 @@ def make_step(device: torch.device, groups: tuple[KVCacheGroupSpec, ...], start:
 def run(path: Path, device: torch.device) -> list[Tensor]:
     """Logits of the last token of each chunk, and of an empty step; only the constructor is told the device."""
     spec, (architecture, model) = load_spec(path, Serving("float32")), load_config(path)
-    config = EngineConfig(
+    config = make_config(
         model=str(path),
         backend="cpu",
         dtype="float32",

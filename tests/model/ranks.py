@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from pypto_serving.backend.base import Progress, StepInputs, StepOutput
@@ -24,6 +23,7 @@ from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.registry import load_config, load_spec, model_family
 from pypto_serving.parallel.topology import Topology
 from pypto_serving.types.step import BackendTraits
+from tests.configs import change_config
 from tests.model.cpu_backend import config_for
 from tests.model.sequences import Array, Sequences
 
@@ -49,16 +49,16 @@ class RankedProgram:
         groups = load_spec(path, Serving("bfloat16", kv_dtype=kv_dtype, drafts=drafts)).kv_groups
         traits = BackendTraits(max_drafts=changes.get("num_drafts", 0))
         config = config_for(path, "bfloat16", kernels=runnable()[0], groups=groups, traits=traits, **changes)
-        self.config = msgspec.structs.replace(config, num_blocks=(40,) * len(config.groups))
-        self.groups, self.num_blocks = self.config.groups, self.config.num_blocks
+        self.config = change_config(config, num_blocks=(40,) * len(config.cache.groups))
+        self.groups, self.num_blocks = self.config.cache.groups, self.config.cache.num_blocks
         program = model_family(architecture).native_program
         memories, links = [SharedMemory.create() for _ in range(topology.hosts)], connect(topology)
         self.models, self._peers = [], []
         for rank in topology.ranks:
-            engine = Engine(self.config.kernels, 1)
+            engine = Engine(self.config.worker.kernels, 1)
             weights = PackedWeights(path, engine, progress)
             ends = {name: Link(fd, PATIENCE_S) for name, fd in links[rank.index].items() if name not in UNUSED}
-            shared = (SharedMemory(memories[rank.host].fd), 1, Links(**ends), self.config.max_num_batched_tokens)
+            shared = (SharedMemory(memories[rank.host].fd), 1, Links(**ends), self.config.limits.max_num_batched_tokens)
             peers = NativeCollectives(rank, *shared) if topology.num_ranks > 1 else NativeCollectives()
             self._peers.append(peers)
             self.models.append(program(model, weights, engine, self.config, rank, peers))

@@ -13,8 +13,9 @@ from pypto_serving.backend.base import Progress, StepInputs
 from pypto_serving.backend.cpu import CpuBackend
 from pypto_serving.model.family import Serving
 from pypto_serving.model.registry import load_spec
-from pypto_serving.types.config import Activations, EngineConfig, Head
+from pypto_serving.types.config import Activations, Head
 from pypto_serving.types.step import BackendTraits
+from tests.configs import make_config
 
 Array = np.ndarray[Any, Any]
 Choose = Callable[[Array, int], int]
@@ -45,7 +46,7 @@ def load_program(
 ) -> Any:
     """The CPU program of a checkpoint, on torch or on the kernels of an instruction set."""
     spec = load_spec(path, Serving(dtype, block_size, kv_dtype=kv_dtype, drafts=num_drafts > 0))
-    config = EngineConfig(
+    config = make_config(
         model=str(path),
         backend="cpu",
         dtype=dtype,

@@ -19,6 +19,7 @@ from pypto_serving.model.family import Serving
 from pypto_serving.model.registry import load_spec
 from pypto_serving.types.kv import FullSpec, KVTensorSpec
 from pypto_serving.types.tier import TierConfig
+from tests.configs import change_config
 from tests.model.conftest import MakeCheckpoint
 from tests.model.cpu_backend import config_for, prepare, resident_bytes
 from tests.model.sequences import Sequences, compute
@@ -43,7 +44,7 @@ def test_the_warm_up_writes_to_the_null_block_alone(checkpoint: MakeCheckpoint) 
 def test_the_program_says_what_it_is(checkpoint: MakeCheckpoint) -> None:
     config = config_for(checkpoint())
     program = prepare(config)
-    assert (program.groups, program.num_blocks, program.limits) == (config.groups, (40,), config.limits)
+    assert (program.groups, program.num_blocks, program.limits) == (config.cache.groups, (40,), config.limits)
 
 
 def test_progress_ends_with_everything_done(checkpoint: MakeCheckpoint) -> None:
@@ -80,8 +81,7 @@ def test_every_byte_of_the_weights_counts_where_others_read_kv(checkpoint: MakeC
     disk = TierConfig(tier="disk", size_bytes=1 << 20, num_slots=(1,), place="unused")
     for shared in ({"tiers": (disk,)}, {"kv_events": "tcp://127.0.0.1:5557"}):
         first, same, other = (
-            prepare(msgspec.structs.replace(config_for(path), **shared)).fingerprint
-            for path in (checkpoint(), copy, changed)
+            prepare(change_config(config_for(path), **shared)).fingerprint for path in (checkpoint(), copy, changed)
         )
         assert first == same != other
 

@@ -115,7 +115,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def dispatches(contract: Qwen3Contract, seed: int) -> list[StepInputs]:
     """The dispatches of a replica with chunks, prefix hits and preemption, whose traits are those of the backend."""
-    group = in_pages(null_config().groups, 128)
+    group = in_pages(null_config().cache.groups, 128)
     traits = BackendTraits(mixed_steps=False, padded_rows=(16,), page_tokens=128, prompt_logprobs=False)
     config = null_config(
         group, 14, max_model_len=512, max_num_batched_tokens=96, traits=traits, vocab_size=contract.model.vocab_size

@@ -8,7 +8,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from pypto_serving.model.collectives import TorchCollectives
 from pypto_serving.model.loader import Weights
 from pypto_serving.model.registry import load_config, model_family
 from pypto_serving.parallel.topology import Rank, Topology
+from tests.configs import change_config
 from tests.model.cpu_backend import config_for
 from tests.model.sequences import Array, Sequences
 
@@ -54,7 +54,7 @@ class TorchRankedProgram:
 
     def __init__(self, path: Path, topology: Topology) -> None:
         config = config_for(path)
-        self.config = config = msgspec.structs.replace(config, num_blocks=(40,) * len(config.groups))
+        self.config = config = change_config(config, num_blocks=(40,) * len(config.cache.groups))
         architecture, model = load_config(path)
         program = model_family(architecture).program
         memory, store = SharedMemory.create(), dist.HashStore()  # type: ignore[attr-defined]

@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import psutil
 
@@ -22,6 +21,7 @@ from pypto_serving.model.contract import of_role
 from pypto_serving.parallel.topology import Topology
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import Spans
+from tests.configs import change_config
 from tests.e2e.engines import engine_config
 from tests.npu.conformance import children
 
@@ -136,7 +136,7 @@ def names_a_mismatch(model: Path) -> None:
 def spreads_over_devices(model: Path) -> None:
     """Each device holds its part of a block: both are read and written, and what one device has is not the other's."""
     config = config_of(model)
-    config = msgspec.structs.replace(config, topology=Topology(tensor=2))
+    config = change_config(config, topology=Topology(tensor=2))
     program, device = prepared(config)
     memory, (size,), rng = program.memory, program.memory.block_bytes, np.random.default_rng(0)
     contents = [rng.integers(0, 256, size, np.uint8) for _ in range(2)]

@@ -13,12 +13,12 @@ from tests.simulation import Simulation
 def prompt_logits(simulation: Simulation, request_id: str) -> Float32Array:
     """What the model says at each position of a prompt but the last, from histories of all tokens before."""
     config, history = simulation.config, simulation.prompts[request_id]
-    fails_on = config.backend_options["fails_on"]
+    fails_on = config.worker.backend_options["fails_on"]
     rows = [
-        logits_of(next_digest(config.groups, history[:end]), config.vocab_size, fails_on)
+        logits_of(next_digest(config.cache.groups, history[:end]), config.model.vocab_size, fails_on)
         for end in range(1, len(history))
     ]
-    return np.stack(rows) if rows else np.empty((0, config.vocab_size), np.float32)
+    return np.stack(rows) if rows else np.empty((0, config.model.vocab_size), np.float32)
 
 
 def is_sound(simulation: Simulation, request_id: str) -> bool:

@@ -96,7 +96,7 @@ def expected(simulation: Simulation, request_id: str, compiler: Compiler) -> lis
         choice = guide.choice()
         tokens = list(choice.forced)
         if not tokens:
-            logits = logits_of(next_digest(simulation.config.groups, history), VOCAB_SIZE, -1).copy()
+            logits = logits_of(next_digest(simulation.config.cache.groups, history), VOCAB_SIZE, -1).copy()
             if choice.mask is not None:
                 allowed = np.unpackbits(choice.mask.view(np.uint8), bitorder="little")[:VOCAB_SIZE]
                 logits[allowed == 0] = -np.inf

@@ -44,7 +44,7 @@ def run_all(simulation: Simulation) -> None:
 
 def needed(simulation: Simulation) -> int:
     """Tokens to compute if each block is computed once: distinct blocks, the rest of each prompt, and decodes."""
-    size = resume_step(simulation.config.groups)
+    size = resume_step(simulation.config.cache.groups)
     blocks, rest = set(), 0
     for request_id, tokens in simulation.prompts.items():
         whole = (len(tokens) - 1) // size * size

@@ -73,7 +73,7 @@ def test_any_cut_gives_the_same_values(
             simulation.add(prompt(length, seed=length % 2), params=params)
             simulation.add(prompt(length, seed=length % 2), max_tokens=rng.choice((0, 3)))
         simulation.run()
-    assert most == max(chunk, min(limit, simulation.config.max_num_batched_tokens))
+    assert most == max(chunk, min(limit, simulation.config.limits.max_num_batched_tokens))
     for request_id, output in simulation.last.items():
         params = simulation.requests[request_id].params
         assert output.finish_reason == "length" and len(simulation.tokens[request_id]) == params.max_tokens
@@ -142,7 +142,7 @@ def test_choices_without_scores_follow_the_one_that_has_them() -> None:
 def test_a_prompt_that_cannot_be_scored_fails_whatever_it_samples(max_tokens: int) -> None:
     """Also if the only token to sample comes out of the same step."""
     tokens = prompt(20)
-    groups = null_config().groups
+    groups = null_config().cache.groups
     fails_on = next_digest(groups, tokens[:15]) % VOCAB_SIZE
     simulation = simulation_of(backend_options={"fails_on": fails_on})
     request_id = simulation.add(tokens, params=scoring(max_tokens=max_tokens))

@@ -152,7 +152,7 @@ def random_penalties(rng: random.Random, some: Sequence[int]) -> dict[str, Any]:
 
 def churn(simulation: Simulation, rng: random.Random, num_requests: int) -> Counter[str]:
     """Random traffic, deaths and aborts; then every answer must be the oracle's. Returns what happened."""
-    executor, vocab_size, found = simulation.executor, simulation.config.vocab_size, Counter[str]()
+    executor, vocab_size, found = simulation.executor, simulation.config.model.vocab_size, Counter[str]()
     executor.delay = lambda: rng.choice((0, 0, 1, 3, 9))
     executor.die_if = lambda plan: rng.random() < 0.02 and executor.num_deaths < 2  # at the third a request fails
     for _ in range(num_requests):
@@ -203,7 +203,7 @@ def assert_answer(simulation: Simulation, request_id: str) -> None:
         case "stop":
             assert answer[-1] in params.stop_token_ids and len(answer) >= params.min_tokens
         case "length":
-            longest = simulation.config.max_model_len - len(simulation.prompts[request_id])
+            longest = simulation.config.limits.max_model_len - len(simulation.prompts[request_id])
             assert len(answer) == min(params.max_tokens or 0, longest)
         case reason:
             assert reason == "abort"
@@ -213,7 +213,7 @@ def assert_answer(simulation: Simulation, request_id: str) -> None:
     history = list(simulation.prompts[request_id])
     for token, value in zip(answer, values, strict=False):
         config = simulation.config
-        logits = logits_of(next_digest(config.groups, history), config.vocab_size)[None]
+        logits = logits_of(next_digest(config.cache.groups, history), config.model.vocab_size)[None]
         one = np.zeros(1, np.int32)
         right = SAMPLER.logprobs(logits, one, np.array([token], np.int32), params.logprobs or 0)
         assert (value.logprob, value.rank) == (float(right.values[0]), int(right.ranks[0]))

@@ -33,7 +33,7 @@ def rows(width: int) -> ModelSpec:
 )
 def test_blocks_are_large_enough_for_a_pool(width: int, given: dict[str, int], size: int) -> None:
     resolved = make_resolved(rows(width), kv_remote=POOL, **given)
-    (group,) = resolved.engine.groups
+    (group,) = resolved.engine.cache.groups
     value, reason = setting(resolved, "block-size")
     assert (group.block_size, value) == (size, size)
     assert resolved.memory.groups[0].block_bytes == group.block_bytes == size * width * 4
@@ -53,4 +53,4 @@ def test_a_given_block_size_stays_with_a_warning_if_it_is_small() -> None:
 
 
 def test_blocks_of_several_groups_keep_their_sizes() -> None:
-    assert make_resolved(make_model((FULL, WINDOW)), kv_remote=POOL).engine.groups == (FULL, WINDOW)
+    assert make_resolved(make_model((FULL, WINDOW)), kv_remote=POOL).engine.cache.groups == (FULL, WINDOW)

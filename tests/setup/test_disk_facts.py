@@ -79,10 +79,10 @@ def test_a_full_disk_has_no_room(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_blocks_that_cannot_work_is_refused() -> None:
-    slots = resolved(DiskFacts(free_bytes=GIB)).engine.tiers[0].num_slots[0]
+    slots = resolved(DiskFacts(free_bytes=GIB)).engine.cache.tiers[0].num_slots[0]
     needed = FULL.block_bytes + 64 * slots
-    assert resolved(DiskFacts(free_bytes=needed)).engine.tiers
-    assert resolved(DiskFacts(used=True)).engine.tiers
+    assert resolved(DiskFacts(free_bytes=needed)).engine.cache.tiers
+    assert resolved(DiskFacts(used=True)).engine.cache.tiers
     with pytest.raises(
         ConfigError, match=r"^--kv-disk is /kv, whose disk has 128 MiB left, .* lower --kv-disk-size, or"
     ):

@@ -42,18 +42,18 @@ def test_kv_is_half_of_what_is_free() -> None:
 
 def test_kv_is_no_more_than_the_model_can_use() -> None:
     resolved = make_resolved(make_model(max_position_embeddings=64), max_num_seqs=3)
-    assert resolved.engine.num_blocks == (1 + 3 * 4,)
+    assert resolved.engine.cache.num_blocks == (1 + 3 * 4,)
     assert "no more than 3 sequences of 64 tokens" in setting(resolved, "kv-memory")[1]
 
 
 def test_one_full_group_takes_all_of_its_memory() -> None:
     resolved = make_resolved(kv_memory="100MiB", max_model_len=1000)
-    assert resolved.engine.num_blocks == (100 * MIB // FULL.block_bytes,)
+    assert resolved.engine.cache.num_blocks == (100 * MIB // FULL.block_bytes,)
 
 
 def test_kv_memory_as_a_share_of_free_memory() -> None:
     resolved = make_resolved(make_model(max_position_embeddings=1 << 20), kv_memory="0.25")
-    assert resolved.engine.num_blocks == (4 * GIB // FULL.block_bytes,)
+    assert resolved.engine.cache.num_blocks == (4 * GIB // FULL.block_bytes,)
     assert setting(resolved, "kv-memory")[1] == "given by --kv-memory: 0.25 of 16 GiB free"
 
 
@@ -92,8 +92,8 @@ def test_what_sequences_do_not_hold_is_for_history_and_its_checkpoints() -> None
 def test_a_length_that_is_chosen_leaves_room_for_windows_and_states_of_others() -> None:
     groups = deepseek_v4_groups()
     resolved = make_resolved(make_model(groups, max_position_embeddings=1 << 20), kv_memory="2GiB")
-    assert 2 <= resolved.engine.max_model_len < 1 << 20
-    count, tokens = resolved.memory.share(resolved.engine.max_num_seqs, resolved.engine.max_model_len)
+    assert 2 <= resolved.engine.limits.max_model_len < 1 << 20
+    count, tokens = resolved.memory.share(resolved.engine.limits.max_num_seqs, resolved.engine.limits.max_model_len)
     assert count > 30 and tokens > 0
 
 
@@ -176,19 +176,19 @@ def test_many_rows_of_long_sequences_leave_less_for_kv() -> None:
 def test_longest_length_that_fits_is_the_default() -> None:
     resolved = make_resolved(make_model(max_position_embeddings=1 << 20), kv_memory="10MiB")
     usable = 10 * MIB // FULL.block_bytes - 1
-    assert resolved.engine.max_model_len == usable * 16
+    assert resolved.engine.limits.max_model_len == usable * 16
     assert "the longest that fits the KV memory" in setting(resolved, "max-model-len")[1]
 
 
 def test_without_chunks_a_step_holds_a_whole_prompt() -> None:
     resolved = make_resolved(chunked_prefill=False)
-    assert resolved.engine.max_num_batched_tokens == resolved.engine.max_model_len == 4096
+    assert resolved.engine.limits.max_num_batched_tokens == resolved.engine.limits.max_model_len == 4096
     assert "chunked prefill is off" in setting(resolved, "max-num-batched-tokens")[1]
 
 
 def test_without_chunks_a_given_budget_limits_the_length() -> None:
     resolved = make_resolved(chunked_prefill=False, max_num_batched_tokens=600)
-    assert (resolved.engine.max_num_batched_tokens, resolved.engine.max_model_len) == (600, 600)
+    assert (resolved.engine.limits.max_num_batched_tokens, resolved.engine.limits.max_model_len) == (600, 600)
 
 
 def test_null_backend_needs_no_memory() -> None:
@@ -249,15 +249,17 @@ def test_any_options_fit_or_are_refused_in_one_line(
 
 def check_consistency(resolved: Resolved, longest: int) -> None:
     engine, memory = resolved.engine, resolved.memory
-    require_blocks(engine, engine.num_blocks)
-    assert engine.backend == "null" or memory.total_bytes <= memory.available_bytes
-    assert 1 <= engine.max_model_len <= longest
-    assert engine.enable_chunked_prefill or engine.max_num_batched_tokens >= engine.max_model_len
-    step_tokens = min(engine.max_num_batched_tokens, engine.max_model_len) * engine.depth
-    first = max_live_blocks(engine.groups, engine.max_model_len, step_tokens)
-    for group, blocks, live in zip(engine.groups, engine.num_blocks, first, strict=True):
-        for_transfers = ceil_div(live, TRANSFERRED_PART) * bool(engine.tiers)
-        most = live * engine.max_num_seqs + for_transfers
+    require_blocks(engine, engine.cache.num_blocks)
+    assert engine.worker.backend == "null" or memory.total_bytes <= memory.available_bytes
+    assert 1 <= engine.limits.max_model_len <= longest
+    assert (
+        engine.scheduler.enable_chunked_prefill or engine.limits.max_num_batched_tokens >= engine.limits.max_model_len
+    )
+    step_tokens = min(engine.limits.max_num_batched_tokens, engine.limits.max_model_len) * engine.limits.depth
+    first = max_live_blocks(engine.cache.groups, engine.limits.max_model_len, step_tokens)
+    for group, blocks, live in zip(engine.cache.groups, engine.cache.num_blocks, first, strict=True):
+        for_transfers = ceil_div(live, TRANSFERRED_PART) * bool(engine.cache.tiers)
+        most = live * engine.limits.max_num_seqs + for_transfers
         assert live + for_transfers <= blocks - 1 and (blocks - 1 <= most or not group.keeps_history)
         assert blocks * group.block_size <= 2**31
 

@@ -24,11 +24,12 @@ WITH_DEVICE = msgspec.structs.replace(WITH_RUNTIME, npu=True)
 def test_the_simulator_serves_where_there_is_no_device() -> None:
     resolved = make_resolved(make_model(max_position_embeddings=40960), WITH_RUNTIME, backend="npu")
     engine = resolved.engine
-    assert engine.backend_options == {"platform": "a2a3sim"}
+    assert engine.worker.backend_options == {"platform": "a2a3sim"}
     assert setting(resolved, "npu-platform") == ("a2a3sim", "there is no Ascend device")
     assert setting(resolved, "max-model-len") == (4096, "the programs' longest sequence")
-    assert [group.block_size for group in engine.groups] == [128]
-    assert engine.max_num_seqs == 16 and engine.traits.padded_rows == (16,) and not engine.traits.mixed_steps
+    assert [group.block_size for group in engine.cache.groups] == [128]
+    limits = engine.limits
+    assert limits.max_num_seqs == 16 and limits.traits.padded_rows == (16,) and not limits.traits.mixed_steps
     assert engine.limits.max_prompt_logprobs == 0
 
 
@@ -41,10 +42,10 @@ def on_devices(**options: Any) -> Resolved:
 def test_tensor_ranks_are_devices() -> None:
     """They are no processes: none is placed on a NUMA node, and none has a part of the memory plan."""
     resolved = on_devices(tensor_parallel_size=2)
-    assert resolved.engine.topology == Topology(tensor=2)
-    assert resolved.engine.placements == () and resolved.ranks == ()
+    assert resolved.engine.parallel.topology == Topology(tensor=2)
+    assert resolved.engine.parallel.placements == () and resolved.ranks == ()
     auto = on_devices(tensor_parallel_size="auto")
-    assert auto.engine.topology == Topology()
+    assert auto.engine.parallel.topology == Topology()
     assert setting(auto, "tensor-parallel-size")[1].endswith("how many devices there are must be given")
 
 
@@ -58,10 +59,10 @@ def test_a_device_has_memory_of_its_own() -> None:
     """What is free on the host bounds nothing there."""
     model = make_model(weight_bytes=30 * GIB)
     resolved = make_resolved(model, WITH_DEVICE, backend="npu", kv_memory=20 * GIB)
-    assert resolved.engine.backend_options == {"platform": "a2a3"}
+    assert resolved.engine.worker.backend_options == {"platform": "a2a3"}
     assert make_resolved(
         model, WITH_DEVICE, backend="npu", kv_memory=GIB, npu_platform="a5"
-    ).engine.backend_options == {"platform": "a5"}
+    ).engine.worker.backend_options == {"platform": "a5"}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ def test_activations_of_codes_are_int8_unless_asked_for_in_bf16() -> None:
         ("bf16", "bf16", "given by --activations"),
     ):
         resolved = make_resolved(CODES, WITH_KERNELS, activations=given)
-        assert resolved.engine.activations == value
+        assert resolved.engine.model.activations == value
         assert setting(resolved, "activations") == (value, reason)
 
 
@@ -31,7 +31,7 @@ def test_what_the_model_does_not_leave_open_is_refused() -> None:
 def test_an_output_layer_is_rounded_only_by_the_kernels() -> None:
     model = make_model(choices=("head",), needs_torch="")
     rounded = make_resolved(model, WITH_KERNELS, head="int8")
-    assert (rounded.engine.head, setting(rounded, "head")) == ("int8", ("int8", "given by --head"))
+    assert (rounded.engine.model.head, setting(rounded, "head")) == ("int8", ("int8", "given by --head"))
     assert setting(make_resolved(model, WITH_KERNELS), "head") == ("auto", "default: as it is stored")
     with pytest.raises(ConfigError, match=r"^--head is int8, but torch computes, and rounds nothing to int8; drop it$"):
         make_resolved(model, WITH_KERNELS, head="int8", kernels="torch")

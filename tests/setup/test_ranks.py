@@ -18,6 +18,7 @@ from pypto_serving.setup.resolver import Resolved
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.hosts import SECRET_VARIABLE
 from pypto_serving.types.model import ModelSpec
+from tests.configs import change_config
 from tests.setup.small import MIB, WITH_KERNELS, make_model, make_resolved, setting
 
 WEIGHTS = (
@@ -41,30 +42,30 @@ def resolved_of(parts: ModelParts = DENSE, facts: HostFacts = TWO_NODES, /, **op
 
 def test_one_rank_by_default() -> None:
     resolved = resolved_of()
-    assert resolved.engine.topology == Topology() and resolved.ranks == ()
-    assert resolved.engine.placement(0) == Placement(num_threads=4)
+    assert resolved.engine.parallel.topology == Topology() and resolved.ranks == ()
+    assert resolved.engine.parallel.placement(0) == Placement(num_threads=4)
     assert setting(resolved, "tensor-parallel-size") == (1, "default")
     assert setting(resolved, "join-secret-file") == (SECRET_VARIABLE, "default")
 
 
 def test_ranks_are_placed_on_nodes() -> None:
     engine = resolved_of(tensor_parallel_size=2).engine
-    assert engine.topology == Topology(tensor=2)
-    assert engine.placement(0) == Placement(cpus=(0, 1), node=0, num_threads=2)
-    assert engine.placement(1) == Placement(cpus=(2, 3), node=1, num_threads=2)
+    assert engine.parallel.topology == Topology(tensor=2)
+    assert engine.parallel.placement(0) == Placement(cpus=(0, 1), node=0, num_threads=2)
+    assert engine.parallel.placement(1) == Placement(cpus=(2, 3), node=1, num_threads=2)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(engine), type=EngineConfig) == engine
 
 
 def test_auto_is_a_rank_for_each_node() -> None:
     resolved = resolved_of(tensor_parallel_size="auto")
-    assert resolved.engine.topology == Topology(tensor=2)
+    assert resolved.engine.parallel.topology == Topology(tensor=2)
     assert "one for each NUMA node" in setting(resolved, "tensor-parallel-size")[1]
 
 
 def test_auto_counts_the_nodes_of_each_replica() -> None:
     resolved = resolved_of(tensor_parallel_size="auto", data_parallel_size=2)
-    assert [engine.topology for engine in resolved.engines] == [Topology(), Topology()]
-    assert [engine.placement(0).node for engine in resolved.engines] == [0, 1]
+    assert [engine.parallel.topology for engine in resolved.engines] == [Topology(), Topology()]
+    assert [engine.parallel.placement(0).node for engine in resolved.engines] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -80,24 +81,26 @@ def test_auto_is_one_rank_where_there_can_be_no_more(
 ) -> None:
     resolved = resolved_of(parts, facts, tensor_parallel_size="auto", **options)
     size, reason = setting(resolved, "tensor-parallel-size")
-    assert (size, resolved.engine.topology) == (1, Topology())
+    assert (size, resolved.engine.parallel.topology) == (1, Topology())
     assert reason.startswith("given by --tensor-parallel-size: ") and why in reason
 
 
 def test_experts_are_split_among_groups_of_ranks() -> None:
-    assert resolved_of(SPARSE, tensor_parallel_size=4, expert_parallel_size=2).engine.topology == Topology(4, 1, 2)
+    assert resolved_of(SPARSE, tensor_parallel_size=4, expert_parallel_size=2).engine.parallel.topology == Topology(
+        4, 1, 2
+    )
 
 
 @pytest.mark.parametrize(("data", "expert"), [(2, 2), (4, 2)])
 def test_data_parallel_ranks_share_the_experts_of_one_replica(data: int, expert: int) -> None:
     (engine,) = resolved_of(SPARSE, data_parallel_size=data, expert_parallel_size=expert).engines
-    assert engine.topology == Topology(tensor=data, expert=expert, data=data)
-    assert len(engine.placements) == data
+    assert engine.parallel.topology == Topology(tensor=data, expert=expert, data=data)
+    assert len(engine.parallel.placements) == data
 
 
 def test_replicas_of_tensor_parallel_ranks_have_experts_of_their_own() -> None:
     engines = resolved_of(SPARSE, data_parallel_size=2, tensor_parallel_size=2, expert_parallel_size=2).engines
-    assert [engine.topology for engine in engines] == [Topology(tensor=2, expert=2)] * 2
+    assert [engine.parallel.topology for engine in engines] == [Topology(tensor=2, expert=2)] * 2
 
 
 def test_ranks_that_share_rows_share_the_kv_cache() -> None:
@@ -162,7 +165,7 @@ def test_sizes_that_cannot_be_are_refused_in_one_line(parts: ModelParts, options
 
 def test_torch_has_ranks_with_the_weights_that_it_holds() -> None:
     resolved = resolved_of(SPARSE, tensor_parallel_size=2, expert_parallel_size=2, kernels="torch")
-    assert resolved.engine.topology == Topology(tensor=2, expert=2)
+    assert resolved.engine.parallel.topology == Topology(tensor=2, expert=2)
     assert [rank.weight_bytes for rank in resolved.ranks] == [64 * MIB] * 2
     assert min(rank.workspace_bytes for rank in resolved.ranks) > 200 * MIB
 
@@ -182,7 +185,7 @@ def test_short_names() -> None:
 
 def test_stages_share_the_kv_cache_by_layers() -> None:
     resolved, model = resolved_of(tensor_parallel_size=2), model_of(DENSE)
-    engine = msgspec.structs.replace(resolved.engine, topology=Topology(pipeline=2))
+    engine = change_config(resolved.engine, topology=Topology(pipeline=2))
     first, last = plan_ranks(engine, model, resolved.memory, workspace())
     assert (first.layers, last.layers) == ((0, 1), (1, 2))
     assert (first.weight_bytes, last.weight_bytes) == (520 * MIB, 264 * MIB)

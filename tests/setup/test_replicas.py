@@ -16,24 +16,24 @@ FOUR_CPUS = msgspec.structs.replace(HOST, num_cpus=4, nodes=(NumaNode(0, (0, 1))
 
 def test_one_replica_by_default() -> None:
     resolved = make_resolved()
-    assert resolved.engines == (resolved.engine,) and resolved.engine.replica == 0
+    assert resolved.engines == (resolved.engine,) and resolved.engine.parallel.replica == 0
     assert setting(resolved, "data-parallel-size") == (1, "default")
 
 
 def test_replicas_share_cpus_and_memory() -> None:
     model = make_model(weight_bytes=1 << 30, max_position_embeddings=1 << 20)
     one, resolved = make_resolved(model, FOUR_CPUS), make_resolved(model, FOUR_CPUS, data_parallel_size=2)
-    assert [engine.placement(0).cpus for engine in resolved.engines] == [(0, 1), (2, 3)]
-    assert [engine.placement(0).num_threads for engine in resolved.engines] == [2, 2]
-    assert [engine.replica for engine in resolved.engines] == [0, 1]
+    assert [engine.parallel.placement(0).cpus for engine in resolved.engines] == [(0, 1), (2, 3)]
+    assert [engine.parallel.placement(0).num_threads for engine in resolved.engines] == [2, 2]
+    assert [engine.parallel.replica for engine in resolved.engines] == [0, 1]
     assert resolved.memory.kv_bytes < one.memory.kv_bytes / 2
 
 
 def test_sizes_that_are_given_are_those_of_each() -> None:
     resolved = make_resolved(None, FOUR_CPUS, data_parallel_size=2, kv_memory="64MiB", max_num_seqs=7)
-    assert len({engine.num_blocks for engine in resolved.engines}) == 1
-    assert resolved.engine.num_blocks == make_resolved(kv_memory="64MiB", max_num_seqs=7).engine.num_blocks
-    assert resolved.engine.max_num_seqs == 7
+    assert len({engine.cache.num_blocks for engine in resolved.engines}) == 1
+    assert resolved.engine.cache.num_blocks == make_resolved(kv_memory="64MiB", max_num_seqs=7).engine.cache.num_blocks
+    assert resolved.engine.limits.max_num_seqs == 7
 
 
 def test_the_plan_says_that_it_is_of_each(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,17 +69,17 @@ def test_each_replica_has_its_own_folder_and_ports() -> None:
     resolved = make_resolved(
         None, WITH_KERNELS, data_parallel_size=3, kv_disk="/kv", kv_disk_size="1GiB", kv_events="tcp://127.0.0.1:5557"
     )
-    assert [engine.tiers[0].place for engine in resolved.engines] == ["/kv", "/kv/replica-1", "/kv/replica-2"]
-    assert [engine.kv_events for engine in resolved.engines] == [
+    assert [engine.cache.tiers[0].place for engine in resolved.engines] == ["/kv", "/kv/replica-1", "/kv/replica-2"]
+    assert [engine.cache.kv_events for engine in resolved.engines] == [
         f"tcp://127.0.0.1:{port}" for port in (5557, 5558, 5559)
     ]
-    assert [engine.kv_events_replay[-4:] for engine in resolved.engines] == ["5560", "5561", "5562"]
+    assert [engine.cache.kv_events_replay[-4:] for engine in resolved.engines] == ["5560", "5561", "5562"]
 
 
 def test_local_endpoints_are_numbered() -> None:
     resolved = make_resolved(data_parallel_size=2, kv_events="ipc:///run/kv")
-    assert [engine.kv_events for engine in resolved.engines] == ["ipc:///run/kv", "ipc:///run/kv.1"]
-    assert [engine.kv_events_replay for engine in resolved.engines] == [
+    assert [engine.cache.kv_events for engine in resolved.engines] == ["ipc:///run/kv", "ipc:///run/kv.1"]
+    assert [engine.cache.kv_events_replay for engine in resolved.engines] == [
         "ipc:///run/kv.replay",
         "ipc:///run/kv.replay.1",
     ]

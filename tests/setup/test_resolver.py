@@ -23,10 +23,18 @@ from tests.setup.small import FULL, HOST, STATE, WINDOW, WITH_KERNELS, make_mode
 
 def test_defaults_on_cpu() -> None:
     engine = make_resolved().engine
-    assert (engine.backend, engine.max_num_batched_tokens, engine.max_num_seqs) == ("cpu", 512, 256)
-    assert (engine.max_model_len, engine.max_queued_requests, engine.num_threads) == (4096, 4096, 1)
-    assert engine.enable_prefix_caching
-    assert engine.enable_chunked_prefill
+    assert (engine.worker.backend, engine.limits.max_num_batched_tokens, engine.limits.max_num_seqs) == (
+        "cpu",
+        512,
+        256,
+    )
+    assert (engine.limits.max_model_len, engine.scheduler.max_queued_requests, engine.parallel.num_threads) == (
+        4096,
+        4096,
+        1,
+    )
+    assert engine.cache.enable_prefix_caching
+    assert engine.scheduler.enable_chunked_prefill
 
 
 def test_every_option_is_a_setting_with_a_reason() -> None:
@@ -169,14 +177,14 @@ def test_default_model_name(path: str, name: str) -> None:
 def test_engine_config_survives_the_wire() -> None:
     engine = make_resolved(make_model((STATE, FULL, WINDOW))).engine
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(engine), type=EngineConfig) == engine
-    assert json.loads(msgspec.json.encode(engine))["num_blocks"] == list(engine.num_blocks)
+    assert json.loads(msgspec.json.encode(engine))["cache"]["num_blocks"] == list(engine.cache.num_blocks)
 
 
 def test_packed_weights_are_kept_if_asked_for() -> None:
     host = msgspec.structs.replace(HOST, kernels=("avx2", "portable"), cache_dir="/home/me/.cache/pypto-serving")
     model = make_model(needs_torch="")
     kept = make_resolved(model, host, packed_cache=True)
-    assert kept.engine.packed_cache == kept.engine.cache_dir == host.cache_dir
+    assert kept.engine.worker.packed_cache == kept.engine.worker.cache_dir == host.cache_dir
     assert setting(kept, "packed-cache") == (host.cache_dir, "given by --packed-cache")
     for options, reason in (
         ({}, "default"),
@@ -185,23 +193,23 @@ def test_packed_weights_are_kept_if_asked_for() -> None:
         ({"packed_cache": True, "backend": "null"}, "only weights packed for the CPU kernels are kept"),
     ):
         resolved = make_resolved(model, host, **options)
-        assert (resolved.engine.packed_cache, setting(resolved, "packed-cache")) == ("", (False, reason))
+        assert (resolved.engine.worker.packed_cache, setting(resolved, "packed-cache")) == ("", (False, reason))
     homeless = make_resolved(model, msgspec.structs.replace(host, cache_dir=""), packed_cache=True)
-    assert homeless.engine.packed_cache == ""
+    assert homeless.engine.worker.packed_cache == ""
     assert "set XDG_CACHE_HOME" in setting(homeless, "packed-cache")[1]
 
 
 def test_small_weights_are_read_by_one_thread_and_large_ones_by_all() -> None:
-    assert make_resolved(make_model(weight_bytes=1 << 30)).engine.num_threads == 4
-    assert make_resolved(make_model(weight_bytes=80 << 20)).engine.num_threads == 2
-    assert make_resolved(make_model(weight_bytes=80 << 20), num_threads=3).engine.num_threads == 3
+    assert make_resolved(make_model(weight_bytes=1 << 30)).engine.parallel.num_threads == 4
+    assert make_resolved(make_model(weight_bytes=80 << 20)).engine.parallel.num_threads == 2
+    assert make_resolved(make_model(weight_bytes=80 << 20), num_threads=3).engine.parallel.num_threads == 3
 
 
 def test_kernels_are_the_best_that_serve_the_model() -> None:
     model = make_model(needs_torch="", packed_bytes=10**6)
     assert setting(make_resolved(model, WITH_KERNELS), "kernels") == ("avx2", "the best this machine runs")
-    assert make_resolved(model, WITH_KERNELS, kernels="portable").engine.kernels == "portable"
-    assert make_resolved(model, WITH_KERNELS, kernels="torch").engine.kernels == "torch"
+    assert make_resolved(model, WITH_KERNELS, kernels="portable").engine.worker.kernels == "portable"
+    assert make_resolved(model, WITH_KERNELS, kernels="torch").engine.worker.kernels == "torch"
     needy = make_model(needs_torch="it is odd", packed_bytes=10**6)
     assert setting(make_resolved(needy, WITH_KERNELS), "kernels") == ("torch", "it is odd")
     assert setting(make_resolved(model), "kernels")[0] == "torch"
@@ -228,14 +236,14 @@ def test_kernels_that_cannot_serve_are_refused_by_name() -> None:
 )
 def test_missed_kv_events_are_asked_for_at_the_next_port(endpoint: str, replay: str) -> None:
     resolved = make_resolved(kv_events=endpoint)
-    assert (resolved.engine.kv_events, resolved.engine.kv_events_replay) == (endpoint, replay)
+    assert (resolved.engine.cache.kv_events, resolved.engine.cache.kv_events_replay) == (endpoint, replay)
     chosen = make_resolved(kv_events=endpoint, kv_events_replay="tcp://127.0.0.1:1").engine
-    assert (chosen.kv_events, chosen.kv_events_replay) == (endpoint, "tcp://127.0.0.1:1")
+    assert (chosen.cache.kv_events, chosen.cache.kv_events_replay) == (endpoint, "tcp://127.0.0.1:1")
 
 
 def test_kv_events_are_off_by_default() -> None:
     engine = make_resolved().engine
-    assert (engine.kv_events, engine.kv_events_replay) == ("", "")
+    assert (engine.cache.kv_events, engine.cache.kv_events_replay) == ("", "")
 
 
 @pytest.mark.parametrize("endpoint", ["5557", "tcp://127.0.0.1", "tcp://a:65536", "udp://a:1", "tcp://a b:1", "ipc://"])
@@ -253,7 +261,9 @@ def test_kv_events_that_make_no_sense_are_refused() -> None:
         ConfigError, match=r"^--kv-events-replay is ipc://a, where --kv-events listens too; give another$"
     ):
         make_resolved(kv_events="ipc://a", kv_events_replay="ipc://a")
-    assert make_resolved(kv_events="tcp://a:0", kv_events_replay="tcp://a:0").engine.kv_events_replay == "tcp://a:0"
+    assert (
+        make_resolved(kv_events="tcp://a:0", kv_events_replay="tcp://a:0").engine.cache.kv_events_replay == "tcp://a:0"
+    )
     with pytest.raises(ConfigError, match="so give --kv-events-replay as well"):
         make_resolved(kv_events="tcp://127.0.0.1:65535")
 
@@ -281,7 +291,7 @@ def test_a_pool_that_cannot_be_is_refused(url: str) -> None:
 
 @pytest.mark.parametrize("url", ["mooncake://a", "mooncake://[::1]:7/?protocol=rdma&device=mlx5_0&segment_size=1GiB"])
 def test_a_pool_is_a_tier(url: str) -> None:
-    (tier,) = make_resolved(kv_remote=url).engine.tiers
+    (tier,) = make_resolved(kv_remote=url).engine.cache.tiers
     assert (tier.tier, tier.place) == ("remote", url)
 
 
@@ -289,7 +299,7 @@ def test_a_pool_needs_mooncake() -> None:
     host = msgspec.structs.replace(HOST, mooncake=False)
     with pytest.raises(ConfigError, match=r"^--kv-remote is mooncake://a, which needs Mooncake, .*\[mooncake\]"):
         make_resolved(make_model(), host, kv_remote="mooncake://a")
-    assert make_resolved(make_model(), host).engine.tiers == ()
+    assert make_resolved(make_model(), host).engine.cache.tiers == ()
 
 
 def test_traces_need_opentelemetry() -> None:
@@ -312,5 +322,5 @@ def test_a_configuration_with_tiers_for_groups_of_all_kinds_passes_every_wire() 
     model = make_model(deepseek_v4_groups(), max_position_embeddings=8192)
     host = msgspec.structs.replace(HOST, kv_disk=DiskFacts(free_bytes=1 << 40))
     config = make_resolved(model, host, kv_disk="/kv", kv_host_memory="1GiB").engine
-    assert [tier.num_slots[3] for tier in config.tiers] == [1, 1]
+    assert [tier.num_slots[3] for tier in config.cache.tiers] == [1, 1]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config

@@ -37,7 +37,7 @@ GIVEN = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4,
 )
 def test_what_is_given(options: dict[str, Any], num_drafts: int, ngram: NgramConfig | None) -> None:
     resolved = resolved_with(**options)
-    assert (resolved.engine.num_drafts, resolved.engine.ngram) == (num_drafts, ngram)
+    assert (resolved.engine.num_drafts, resolved.engine.worker.ngram) == (num_drafts, ngram)
     assert resolved.engine.limits.traits.max_drafts == num_drafts
     assert setting(resolved, "spec-tokens")[0] == (num_drafts or DEFAULT_DRAFTS)
 
@@ -73,7 +73,7 @@ def test_an_installation_without_kernels_looks_nothing_up() -> None:
 def test_logits_of_drafts_and_their_index_are_planned() -> None:
     plain, drafting = resolved_with(max_num_seqs=8), resolved_with(max_num_seqs=8, spec_method="ngram")
     engine = drafting.engine
-    logits = 2 * 4 * engine.vocab_size * 8 * DEFAULT_DRAFTS
+    logits = 2 * 4 * engine.model.vocab_size * 8 * DEFAULT_DRAFTS
     assert engine.limits.max_logits == plain.engine.limits.max_logits + 8 * DEFAULT_DRAFTS
-    index = 16 * 8 * engine.max_model_len
+    index = 16 * 8 * engine.limits.max_model_len
     assert drafting.memory.workspace_bytes == plain.memory.workspace_bytes + logits + index

@@ -16,8 +16,9 @@ from pypto_serving.setup.options import make_options
 from pypto_serving.setup.resolver import Resolved, resolve
 from pypto_serving.types.kv import StateSpec
 from pypto_serving.types.step import BackendTraits
+from tests.configs import change_config
 
-HOST = HostFacts(available_bytes=1 << 36, num_cpus=2)
+HOST = HostFacts(available_bytes=1 << 36, num_cpus=2, kernels=("portable",))
 
 
 @pytest.fixture
@@ -35,8 +36,8 @@ def resolved_on(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_pages_of_one_size_for_all_families(resolved_on: Any) -> None:
     engine = resolved_on(BackendTraits(page_tokens=128), "deepseek_v4").engine
-    assert {group.block_size for group in engine.groups} == {128}
-    assert {group.period for group in engine.groups if isinstance(group, StateSpec)} == {4, 128}
+    assert {group.block_size for group in engine.cache.groups} == {128}
+    assert {group.period for group in engine.cache.groups if isinstance(group, StateSpec)} == {4, 128}
     assert engine.limits.traits.page_tokens == 128
 
 
@@ -68,20 +69,22 @@ def test_what_a_backend_cannot_do_is_refused(
 
 def test_what_it_can_do_is_not_refused(resolved_on: Any) -> None:
     traits = BackendTraits(page_tokens=128, padded_rows=(4, 16), chunk_tokens=128, mixed_steps=False)
-    assert resolved_on(traits, max_num_seqs=16, max_num_batched_tokens=129, block_size=128).engine.traits == traits
+    assert (
+        resolved_on(traits, max_num_seqs=16, max_num_batched_tokens=129, block_size=128).engine.limits.traits == traits
+    )
 
 
 def test_more_drafts_than_are_verified(resolved_on: Any) -> None:
-    engine = resolved_on(BackendTraits(max_drafts=1)).engine
-    assert msgspec.structs.replace(engine, num_drafts=1).num_drafts == 1
-    with pytest.raises(ConfigError, match="num_drafts is 2, but the null backend verifies at most 1"):
-        msgspec.structs.replace(engine, num_drafts=2)
+    traits = BackendTraits(max_drafts=1)
+    assert resolved_on(traits, spec_method="ngram", spec_tokens=1).engine.num_drafts == 1
+    with pytest.raises(ConfigError, match="asks for 2 drafts, but the backend's programs verify at most 1"):
+        resolved_on(traits, spec_method="ngram", spec_tokens=2)
 
 
 def test_a_config_that_no_option_made_is_refused_too(resolved_on: Any) -> None:
     engine = resolved_on(BackendTraits()).engine
     with pytest.raises(ConfigError, match="max_num_seqs is 16, but the null backend computes at most 4 sequences"):
-        msgspec.structs.replace(engine, traits=BackendTraits(padded_rows=(4,)))
+        change_config(engine, traits=BackendTraits(padded_rows=(4,)))
 
 
 @pytest.mark.parametrize("wrong", [{"padded_rows": (4, 2)}, {"padded_rows": (0, 2)}, {"chunk_tokens": 0}])

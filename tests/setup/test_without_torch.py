@@ -23,8 +23,8 @@ ODD = {"needs_torch": "the kernels need an even hidden_size"}
 
 def test_the_kernels_need_no_torch() -> None:
     model = make_model(needs_torch="", packed_bytes=10**6)
-    assert make_resolved(model, KERNELS_ONLY).engine.kernels == "avx2"
-    assert make_resolved(model, NOTHING, backend="null").engine.kernels == ""
+    assert make_resolved(model, KERNELS_ONLY).engine.worker.kernels == "avx2"
+    assert make_resolved(model, NOTHING, backend="null").engine.worker.kernels == ""
 
 
 @pytest.mark.parametrize(

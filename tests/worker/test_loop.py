@@ -38,7 +38,7 @@ def run(messages: list[StepPlan | StopWorker | None], pieces: list[bool]) -> tup
     """Serve on the null backend, where `idle` returns `pieces` in turn. Return the core and how many are left."""
     config, core, left = null_config(), Core(messages), list(pieces)
     program = NullProgram(config)
-    buffers = [StepBuffers.in_host_memory(config.groups, config.limits) for _ in range(config.num_buffers)]
+    buffers = [StepBuffers.in_host_memory(config.cache.groups, config.limits) for _ in range(config.num_buffers)]
     runner = Runner(program, buffers, VOCAB_SIZE)
     serve(core, hello(program, 0, 0.0), runner, BEAT_S, idle=lambda: left.pop(0))
     return core, len(left)

@@ -19,6 +19,7 @@ from pypto_serving.worker import loop
 from pypto_serving.worker.__main__ import open_prefault
 from pypto_serving.worker.loop import PREFAULT_BYTES, PREFAULT_TOKENS, Prefault
 from pypto_serving.worker.tables import PackedTable, RowTables
+from tests.configs import change_config
 from tests.simulation import null_config
 
 BLOCK_BYTES, BLOCKS = PREFAULT_BYTES // 2, 24
@@ -80,7 +81,7 @@ def test_a_system_that_provides_nothing_is_asked_once(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(("nodes", "provides"), [((), True), ((0, 0), True), ((0, 1), False)])
 def test_ranks_on_other_nodes_provide_their_own(nodes: tuple[int, ...], provides: bool) -> None:
     program = NullProgram(null_config())
-    config: Any = SimpleNamespace(placements=tuple(Placement(node=node) for node in nodes))
+    config = change_config(null_config(), placements=tuple(Placement(node=node) for node in nodes))
     tables = [RowTables(1, [PackedTable(np.zeros((1, 8), np.int32))]) for _ in program.groups]
     runner: Any = SimpleNamespace(batch=SimpleNamespace(tables=tables))
     assert open_prefault(config, program, runner)() is provides

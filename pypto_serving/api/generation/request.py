@@ -86,8 +86,8 @@ def check_num_choices(num_choices: int, num_prompts: int, config: EngineConfig) 
         raise RequestError(message, param=param)
     if num_choices > config.max_unfinished:
         raise RequestError(
-            f"the request makes {num_choices} sequences, but this server runs {config.max_num_seqs} at once and queues "
-            f"{config.max_queued_requests}; ask for fewer",
+            f"the request makes {num_choices} sequences, but this server runs {config.limits.max_num_seqs} at once "
+            f"and queues {config.scheduler.max_queued_requests}; ask for fewer",
             param=param,
         )
 
@@ -99,7 +99,7 @@ def fit_params(params: SamplingParams, prompter: Prompter, new_parser: OutputFor
     names a token id outside the vocabulary, or like `encode_bad_words` and `with_guide`.
     """
     params = with_guide(encode_bad_words(params, prompter.tokenizer), prompter)
-    check_named_ids(params, prompter.config.vocab_size)
+    check_named_ids(params, prompter.config.model.vocab_size)
     if params.skip_special_tokens and new_parser is not None and new_parser.shows_special:
         return msgspec.structs.replace(params, skip_special_tokens=False)
     return params
@@ -117,7 +117,7 @@ def fit_prompt(
     text: str | None = None,
 ) -> FittedPrompt:
     """Make a FittedPrompt whose max_tokens fits the context; see `truncate`, and `fit_max_tokens` for the errors."""
-    most = config.max_model_len
+    most = config.limits.max_model_len
     token_ids, num_cut = truncate(token_ids, truncate_to, max_tokens, most)
     fitting = fit_max_tokens(len(token_ids), max_tokens, default_max_tokens, most, max_tokens_field, prompt_field)
     return FittedPrompt(pack_ids(token_ids), fitting, num_cut, None if num_cut else text)

@@ -33,8 +33,8 @@ def describe_model(service: Service, name: str) -> dict[str, Any]:
         "created": service.created,
         "owned_by": "pypto-serving",
         "root": service.serving.model_dir,
-        "max_model_len": config.max_model_len,
-        "vocab_size": config.vocab_size,
+        "max_model_len": config.limits.max_model_len,
+        "vocab_size": config.model.vocab_size,
         "default_sampling": service.serving.default_sampling.effective(),
     }
 

@@ -35,7 +35,7 @@ def read_tokenize(prompter: Prompter, serving: ServingConfig, raw: bytes | bytea
         raise RequestError("send either prompt or messages", param="prompt")
     check_num_answered(len(ids), "messages" if body.prompt is None else "prompt")
     texts = [tokenizer.raw.id_to_token(i) or "" for i in ids] if body.return_token_strs else None
-    answer = Tokenized(len(ids), prompter.config.max_model_len, ids, texts)
+    answer = Tokenized(len(ids), prompter.config.limits.max_model_len, ids, texts)
     return _answered(answer, rules.screen(body.extra))
 
 

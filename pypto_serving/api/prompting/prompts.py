@@ -43,7 +43,7 @@ class Prompter:
     def load(cls, config: EngineConfig, serving: ServingConfig) -> Prompter:
         """Load tokenizer and chat encoder. Raises ModelError if one of them is damaged."""
         tokenizer = _load_tokenizer(serving.model_dir)
-        eos_token_ids = _eos_token_ids(serving.eos_token_ids, tokenizer, config.vocab_size)
+        eos_token_ids = _eos_token_ids(serving.eos_token_ids, tokenizer, config.model.vocab_size)
         return cls(config, tokenizer, load_encoder(serving, tokenizer), eos_token_ids)
 
     def encode_text(self, text: str, where: str, add_special_tokens: bool) -> list[int]:
@@ -64,7 +64,7 @@ class Prompter:
 
     def check_length(self, num_chars: int, where: str) -> None:
         """Raise ContextLengthError if a text of `num_chars` characters has too many tokens whatever they are."""
-        limit = self.config.max_model_len
+        limit = self.config.limits.max_model_len
         if num_chars > limit * MAX_CHARS_PER_TOKEN:
             most = f"more than {MAX_CHARS_PER_TOKEN} for each of these tokens"
             problem = f"However, {where} has {num_chars} characters, {most}; shorten it"
@@ -72,7 +72,7 @@ class Prompter:
 
     def check_token_ids(self, ids: list[int], where: str) -> list[int]:
         """Return `ids`, which are not empty. Raises RequestError if one is outside the vocabulary."""
-        vocab_size = self.config.vocab_size
+        vocab_size = self.config.model.vocab_size
         if min(ids) < 0 or max(ids) >= vocab_size:
             bad = next(i for i in ids if not 0 <= i < vocab_size)
             message = f"{where}: token id {brief(bad)} is not between 0 and {vocab_size - 1}"

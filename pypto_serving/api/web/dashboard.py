@@ -106,12 +106,12 @@ def dashboard(service: Service, memory: MemoryPlan | None, samples: int, finishe
     """Collect what the dashboard shows; a reader that has seen more than there is sees all."""
     engine, history, metrics = service.engine, service.history, service.metrics
     history.observe(now_s)
-    config, topology, health = engine.config, engine.config.topology, service.health()
+    config, topology, health = engine.config, engine.config.parallel.topology, service.health()
     unseen = history.samples_since(samples if samples <= history.num_samples else 0)
     return Dashboard(
         model=service.model_name,
         version=__version__,
-        backend=config.backend,
+        backend=config.worker.backend,
         interval_s=INTERVAL_S,
         max_samples=MAX_SAMPLES,
         max_finished=MAX_FINISHED,
@@ -121,7 +121,7 @@ def dashboard(service: Service, memory: MemoryPlan | None, samples: int, finishe
         replicas=[_replica(each) for each in engine.engines],
         groups=_groups(config),
         tiers=TIERS,
-        used_tiers=("device", *(tier.tier for tier in config.tiers)),
+        used_tiers=("device", *(tier.tier for tier in config.cache.tiers)),
         step_parts=STEP_PARTS,
         num_drafts=config.num_drafts,
         memory=[] if memory is None else _parts(memory),
@@ -165,7 +165,7 @@ def _groups(config: EngineConfig) -> list[Group]:
             block_tokens=group.block_size,
             block_bytes=group.block_bytes,
         )
-        for group, blocks in zip(config.groups, config.num_blocks, strict=True)
+        for group, blocks in zip(config.cache.groups, config.cache.num_blocks, strict=True)
     ]
 
 

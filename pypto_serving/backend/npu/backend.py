@@ -52,24 +52,27 @@ class NpuBackend(Backend):
     def prepare(self, progress: Progress) -> Program:
         """Return the program. Raises ModelError or ConfigError."""
         config = self.config
-        state = checkpoint_state(config.model)
-        size = config.topology.tensor
-        devices = range(config.replica * size, config.replica * size + size)
-        runtime = Runtime(str(config.backend_options["platform"]), devices)
-        if config.tiers and not runtime.copies_parts:
+        state = checkpoint_state(config.model.path)
+        size = config.parallel.topology.tensor
+        devices = range(config.parallel.replica * size, config.parallel.replica * size + size)
+        runtime = Runtime(str(config.worker.backend_options["platform"]), devices)
+        if config.cache.tiers and not runtime.copies_parts:
             raise ConfigError(
                 f"this PyPTO runtime ({runtime.revision}) copies whole tensors only, so KV blocks cannot be kept in "
-                f"lower tiers; drop kv-{config.tiers[0].tier}" + ("-memory" if config.tiers[0].tier == "host" else "")
+                f"lower tiers; drop kv-{config.cache.tiers[0].tier}"
+                + ("-memory" if config.cache.tiers[0].tier == "host" else "")
             )
-        checkpoint = read_config(config.model)
+        checkpoint = read_config(config.model.path)
         check_groups(config, checkpoint.family, checkpoint.model)
         library = find_library(config, checkpoint)
         self._device = self._prepare(runtime, library, progress)
         atexit.register(self._device.close)
         embedding = self._load(library, checkpoint, progress)
-        if checkpoint_state(config.model) != state:
-            raise ModelError(f"{config.model} was changed while it was loaded; start again when it is complete")
-        memory = DevicePages(self._device, library.contract, config.num_blocks[0], config.groups[0].block_bytes)
+        if checkpoint_state(config.model.path) != state:
+            raise ModelError(f"{config.model.path} was changed while it was loaded; start again when it is complete")
+        memory = DevicePages(
+            self._device, library.contract, config.cache.num_blocks[0], config.cache.groups[0].block_bytes
+        )
         numerics = (runtime.platform, runtime.revision, library.contract.layout, library.sources.hex())
         name = f"qwen3-pypto {library.contract.revision}"
         identity = program_fingerprint(config, progress, checkpoint.architecture, name, *numerics)
@@ -81,7 +84,7 @@ class NpuBackend(Backend):
 
     def _prepare(self, runtime: Runtime, library: Library, progress: Progress) -> Device:
         """Load the compiled programs, or compile them, allocate shared memory, and let the runtime fork."""
-        kept = self._programs = Programs(runtime, self.config.cache_dir)
+        kept = self._programs = Programs(runtime, self.config.worker.cache_dir)
         contract, programs = library.contract, dict[StageName, Any]()
         sizes = {**contract.most, "ROWS": self._rows(library)}
         with _repeated(progress), kept.locked():
@@ -98,14 +101,14 @@ class NpuBackend(Backend):
         """Return the rows of each KV pool, which all pages of all layers take."""
         caches = of_role(same_arguments(library.contract.stages).values(), "cache")
         widths = sum(argument.num_bytes({"ROWS": 1}) for argument in caches)
-        return self.config.num_blocks[0] * self.config.groups[0].block_bytes // widths
+        return self.config.cache.num_blocks[0] * self.config.cache.groups[0].block_bytes // widths
 
     def _load(self, library: Library, checkpoint: CheckpointConfig, progress: Progress) -> Any:
         """Upload weights and zeroed caches; return the table by which the host embeds, if it does."""
         assert self._device is not None
         contract, arguments = library.contract, same_arguments(library.contract.stages)
         inventory = checkpoint.family.inventory(checkpoint.model)
-        tensors = StoredTensors(self.config.model, progress)
+        tensors = StoredTensors(self.config.model.path, progress)
         tensors.require(inventory.expected(), inventory.ignores)
         sizes, missing = {"ROWS": self._rows(library)}, set(arguments)
         for name, pieces in contract.weights(tensors):

@@ -39,11 +39,11 @@ def find_library(config: EngineConfig, checkpoint: CheckpointConfig) -> Library:
     if not isinstance(model, Qwen3Config):
         raise ConfigError(f"the npu backend has no program for {checkpoint.architecture}")
     if obstacle := Qwen3Contract.obstacle(model):
-        raise ConfigError(f"the programs of the npu backend cannot serve {config.model}: {obstacle}")
-    theirs = _find_contract(checkpoint) if config.topology.tensor == 1 else None
+        raise ConfigError(f"the programs of the npu backend cannot serve {config.model.path}: {obstacle}")
+    theirs = _find_contract(checkpoint) if config.parallel.topology.tensor == 1 else None
     if theirs is None:
         return _small(config, model)
-    ours = Qwen3Contract(model, _revision(theirs), config.max_model_len, config.max_num_batched_tokens)
+    ours = Qwen3Contract(model, _revision(theirs), config.limits.max_model_len, config.limits.max_num_batched_tokens)
     _require_limits(theirs.limits, ours)
     folder = Path(inspect.getfile(theirs.load_kernels)).parent
     files = sorted(folder.rglob("*.py"))
@@ -53,8 +53,10 @@ def find_library(config: EngineConfig, checkpoint: CheckpointConfig) -> Library:
 
 def _small(config: EngineConfig, model: Qwen3Config) -> Library:
     """Take our own programs: pypto-lib has none of the model, or none for so many devices."""
-    devices = config.topology.tensor
-    contract = Qwen3Contract(model, "2026-08", config.max_model_len, config.max_num_batched_tokens, devices)
+    devices = config.parallel.topology.tensor
+    contract = Qwen3Contract(
+        model, "2026-08", config.limits.max_model_len, config.limits.max_num_batched_tokens, devices
+    )
     sizes = SimpleNamespace(
         devices=devices,
         hidden=model.hidden_size,
@@ -69,7 +71,7 @@ def _small(config: EngineConfig, model: Qwen3Config) -> Library:
         eps=model.rms_norm_eps,
     )
     if obstacle := programs.obstacle(sizes):
-        raise ConfigError(f"the programs of the npu backend cannot serve {config.model}: {obstacle}")
+        raise ConfigError(f"the programs of the npu backend cannot serve {config.model.path}: {obstacle}")
     hosts = dict(zip(_STAGES, programs.build(sizes), strict=True))
     return Library(contract, hosts, hash128(*(file.read_bytes() for file in programs.sources())))
 

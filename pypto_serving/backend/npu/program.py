@@ -32,11 +32,11 @@ class NpuProgram:
         sampler: Sampler | None,
         embedding: BFloat16Array | None,
     ) -> None:
-        self.groups, self.num_blocks, self.limits = config.groups, config.num_blocks, config.limits
+        self.groups, self.num_blocks, self.limits = config.cache.groups, config.cache.num_blocks, config.limits
         self.memory, self.fingerprint, self.sampler = memory, fingerprint, sampler
         self._contract, self._device, self._embedding = contract, device, embedding
-        self._vocabulary = config.vocab_size
-        self._logits: Float32Array = np.empty((0, config.vocab_size), np.float32)
+        self._vocabulary = config.model.vocab_size
+        self._logits: Float32Array = np.empty((0, config.model.vocab_size), np.float32)
 
     def submit(self, inputs: StepInputs, sampling: SamplingInputs | None = None) -> None:
         """Run a dispatch. Whatever it raises ends the worker."""

@@ -74,11 +74,11 @@ class NullProgram:
     sampler: Sampler | None = None
 
     def __init__(self, config: EngineConfig) -> None:
-        options = config.backend_options
-        self.groups, self.num_blocks, self.limits = config.groups, config.num_blocks, config.limits
-        self.fingerprint = hash128(b"null", str(config.vocab_size).encode(), repr(config.groups).encode())
+        options = config.worker.backend_options
+        self.groups, self.num_blocks, self.limits = config.cache.groups, config.cache.num_blocks, config.limits
+        self.fingerprint = hash128(b"null", str(config.model.vocab_size).encode(), repr(config.cache.groups).encode())
         self.counts: Counter[str] = Counter()
-        self._vocab_size = config.vocab_size
+        self._vocab_size = config.model.vocab_size
         self._seconds_per_step = float(options.get("seconds_per_step", 0.0))
         self._seconds_per_token = float(options.get("seconds_per_token", 0.0))
         self._accuracy = float(options.get("draft_accuracy", 0.5))

@@ -85,7 +85,7 @@ def _arrive(address: str, secret: bytes, reminder: Reminder) -> socket.socket:
 
 
 def _serve(join: HostJoin, secret: bytes, channel: HostChannel, start: HostStart, parent: Parent[HostJoin]) -> None:
-    topology, links = start.config.topology, defaultdict[int, dict[str, int]](dict)
+    topology, links = start.config.parallel.topology, defaultdict[int, dict[str, int]](dict)
     deadline_s = time.monotonic() + HANDSHAKE_S
     for name, (_, rank) in topology.connections.items():
         links[rank][name] = _connected(join, secret, Purpose(name, start.life), deadline_s)
@@ -119,14 +119,15 @@ def _connected(join: HostJoin, secret: bytes, purpose: Purpose, deadline_s: floa
 
 def _localized(config: EngineConfig, join: HostJoin) -> EngineConfig:
     """Return the configuration with folders of this host, and its CPUs for its ranks."""
-    ranks, own = config.topology.ranks, config.topology.on_host(1)
+    ranks, own = config.parallel.topology.ranks, config.parallel.topology.on_host(1)
     places = iter(place_ranks(join.nodes, len(own), join.num_threads))
+    placements = tuple(next(places) if rank in own else Placement() for rank in ranks)
+    packed_cache = join.cache_dir if config.worker.packed_cache else ""
     return msgspec.structs.replace(
         config,
-        model=join.model,
-        cache_dir=join.cache_dir,
-        packed_cache=join.cache_dir if config.packed_cache else "",
-        placements=tuple(next(places) if rank in own else Placement() for rank in ranks),
+        model=msgspec.structs.replace(config.model, path=join.model),
+        parallel=msgspec.structs.replace(config.parallel, placements=placements),
+        worker=msgspec.structs.replace(config.worker, cache_dir=join.cache_dir, packed_cache=packed_cache),
     )
 
 

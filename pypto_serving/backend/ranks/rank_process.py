@@ -17,7 +17,7 @@ def run(parent: Parent[RankStart]) -> None:
     start = parent.start
     config = start.config
     configure_logs(config.process_name(f"rank {start.rank}"), config.log_level, config.log_format)
-    if start.config.kernels == "torch":
+    if start.config.worker.kernels == "torch":
         from pypto_serving.backend import cpu_torch
 
         cpu_torch.run_rank(start, parent.progress)
@@ -27,7 +27,7 @@ def run(parent: Parent[RankStart]) -> None:
 
 def _run_native(start: RankStart, progress: Progress) -> None:
     """Replay the published steps on the kernels."""
-    rank = start.config.topology.ranks[start.rank]
+    rank = start.config.parallel.topology.ranks[start.rank]
     shared = SharedSteps(start.config, rank, SharedMemory(start.memory))
     peers = shared.connect(start.links)
     loader = NativeLoader(start.config, rank)

@@ -72,8 +72,8 @@ def await_host(config: EngineConfig, files: Mapping[str, bytes], progress: Progr
     """
     faults = config.faults
     waiting_s = max(HANDSHAKE_S, faults.step_timeout_s - faults.silent_s)
-    deadline_s, address = time.monotonic() + waiting_s, config.join_address
-    listener = _open(address, read_secret(config.join_secret_file), deadline_s if again else 0.0, progress)
+    deadline_s, address = time.monotonic() + waiting_s, config.parallel.join_address
+    listener = _open(address, read_secret(config.parallel.join_secret_file), deadline_s if again else 0.0, progress)
     log.info("another host may join at %s within %.0f s", address, waiting_s)
     try:
         for arrival in listener.arrivals(deadline_s, progress):
@@ -122,7 +122,7 @@ def _let_in(
         return None
     life = secrets.token_bytes(LIFE_BYTES)
     channel.send(HostStart(config, life))
-    wanted, found = set(config.topology.connections), dict[str, socket.socket]()
+    wanted, found = set(config.parallel.topology.connections), dict[str, socket.socket]()
     for other in listener.arrivals(time.monotonic() + HANDSHAKE_S, lambda *_: None):
         name, its_life = other.purpose
         if its_life == life and name in wanted - found.keys():
@@ -145,7 +145,7 @@ def _refusal(config: EngineConfig, hello: HostHello, files: Mapping[str, bytes])
     if odd := sorted(name for name in both if hello.files.get(name) != files.get(name)):
         more = f" and {counted(len(odd) - 1, 'other file')}" if odd[1:] else ""
         return (
-            f"the serving host serves another model: {odd[0]}{more} of {config.model} there "
+            f"the serving host serves another model: {odd[0]}{more} of {config.model.path} there "
             f"{'differ' if more else 'differs'}; give both hosts the same files"
         )
     return ""

@@ -31,7 +31,7 @@ class SharedBuffers:
 
     def __init__(self, config: EngineConfig, memory: SharedMemory) -> None:
         self.memory, count = memory, range(config.num_buffers)
-        self.buffers = [StepBuffers.in_host_memory(config.groups, config.limits, memory.zeros) for _ in count]
+        self.buffers = [StepBuffers.in_host_memory(config.cache.groups, config.limits, memory.zeros) for _ in count]
         self._indices = {_address(buffers): index for index, buffers in enumerate(self.buffers)}
 
     def index_of(self, inputs: StepInputs) -> int:
@@ -45,7 +45,7 @@ class SharedSteps(SharedBuffers):
     def __init__(self, config: EngineConfig, rank: Rank, memory: SharedMemory) -> None:
         super().__init__(config, memory)
         self._board, self._rank = StepBoard(memory), rank
-        self._most_tokens, self._patience_s = config.max_num_batched_tokens, config.faults.step_timeout_s
+        self._most_tokens, self._patience_s = config.limits.max_num_batched_tokens, config.faults.step_timeout_s
         self._steps: tuple[Link, list[Mirrors]] | ReceiveThread | None = None
 
     def connect(self, links: Mapping[str, int]) -> NativeCollectives:

@@ -38,7 +38,7 @@ class TorchRanks(SharedBuffers):
         self, run: Callable[[Parent[RankStart]], None], config: EngineConfig, descendants: tuple[int, ...]
     ) -> None:
         """Start all ranks but the leader. Raises RankError where the system cannot."""
-        ranks, links = config.topology.ranks[1:], {}
+        ranks, links = config.parallel.topology.ranks[1:], {}
         for rank in ranks:
             ours, theirs = socket.socketpair()
             self._sockets.append(ours)

@@ -38,8 +38,8 @@ class Arenas:
     """Owns the blocks of all KV groups, uint8 [num_blocks, block_bytes] each, and finds a layer's rows in them."""
 
     def __init__(self, config: EngineConfig, peers: NativeCollectives) -> None:
-        self._groups = config.groups
-        counts = zip(config.groups, config.num_blocks, strict=True)
+        self._groups = config.cache.groups
+        counts = zip(config.cache.groups, config.cache.num_blocks, strict=True)
         self.blocks = tuple(peers.zeros_for_all(np.uint8, count, group.block_bytes) for group, count in counts)
 
     def pages(self, step: Recording, name: str, wanted: str, layer: int) -> Pages:
@@ -62,7 +62,7 @@ class Buffers:
     def __init__(
         self, model: DeepseekV4Config, config: EngineConfig, attention: AttentionShare, peers: NativeCollectives
     ) -> None:
-        rank, tokens, rows = attention.rank, config.max_num_batched_tokens, config.limits.max_logits
+        rank, tokens, rows = attention.rank, config.limits.max_num_batched_tokens, config.limits.max_logits
         hidden, experts, heads = model.hidden_size, model.experts, len(rank.heads(model.num_heads))
         entries = tokens * experts.per_token
         self.streams = peers.zeros(np.float32, tokens, model.hyper.streams, hidden)
@@ -89,7 +89,7 @@ class Buffers:
                 *_panels(tokens, model.indexer.num_heads, model.indexer.head_dim)
             )
             self.topk_indices = attention.peers.zeros(np.int32, tokens, model.indexer.topk)
-            self.scores = zeros(np.float32, INDEXER_TOKENS, ceil_div(config.max_model_len, model.csa_ratio))
+            self.scores = zeros(np.float32, INDEXER_TOKENS, ceil_div(config.limits.max_model_len, model.csa_ratio))
         self.attended = attention.peers.zeros(np.uint32, tokens * model.num_heads * model.head_dim // 2)
         self.out_latent = attention.peers.zeros(np.uint32, tokens * model.o_groups * model.o_lora_rank // 2)
         self.router_logits = peers.zeros(np.float32, tokens, experts.count)

@@ -37,7 +37,7 @@ class NativeDeepseekV4:
         """Return which bytes of a block of each KV group a rank reads and writes: all heads share them."""
         layers = rank.layers(model.num_layers)
         end = model.drafts.stop if rank.projects else layers.stop
-        return [layer_spans(group, range(layers.start, end)) for group in config.groups]
+        return [layer_spans(group, range(layers.start, end)) for group in config.cache.groups]
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class NativeDeepseekV4:
         arenas, attention = Arenas(config, peers), AttentionShare(rank, peers)
         self._buffers, ropes = (
             Buffers(model, config, attention, peers),
-            rope_tables(model.ropes(), config.max_model_len),
+            rope_tables(model.ropes(), config.limits.max_model_len),
         )
         self.arenas, self.logits = arenas.blocks, self._buffers.logits
         self._record(config, ModelPart(model, weights, rank, peers, attention, self._buffers, arenas, ropes))

@@ -43,7 +43,7 @@ class DeepseekV4Program:
         device = torch.get_default_device()
         self._groups = {
             group.name: Pages(group, count, self._comm)
-            for group, count in zip(config.groups, config.num_blocks, strict=True)
+            for group, count in zip(config.cache.groups, config.cache.num_blocks, strict=True)
         }
         self.pages = tuple(pages.blocks for pages in self._groups.values())
         mine = self._comm.rank.vocabulary(model.vocab_size)
@@ -57,7 +57,7 @@ class DeepseekV4Program:
         weights.finish()
         self._tables: dict[LayerKind, tuple[Tensor, Tensor]] = {
             kind: (torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device))
-            for kind, (cos, sin) in rope_tables(model.ropes(), config.max_model_len).items()
+            for kind, (cos, sin) in rope_tables(model.ropes(), config.limits.max_model_len).items()
         }
         self.rows = self._settle_rows()
 

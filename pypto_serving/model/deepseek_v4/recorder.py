@@ -65,8 +65,8 @@ class LayerRecorder:
         self.step, self._part = step, part
         self._model, self._weights, self._buffers = part.model, part.weights, part.buffers
         self._rank, self._peers, self._attention = part.rank, part.peers, part.attention
-        self._products = part.buffers.products(step, exact=config.activations == "bf16")
-        self._head_is_int8 = config.head == "int8"
+        self._products = part.buffers.products(step, exact=config.model.activations == "bf16")
+        self._head_is_int8 = config.model.head == "int8"
 
     def layer(self, layer: int) -> None:
         """Record a layer: the streams after it, and its rows of the KV cache."""

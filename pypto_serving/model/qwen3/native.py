@@ -49,14 +49,14 @@ class NativeQwen3:
     @staticmethod
     def name(model: Qwen3Config, config: EngineConfig) -> str:
         """Name program and weights, for the fingerprint. The output layer counts where tokens are embedded by it."""
-        rounded = "int8 embedding" if config.head == "int8" and model.tied_embeddings else ""
+        rounded = "int8 embedding" if config.model.head == "int8" and model.tied_embeddings else ""
         return " ".join(filter(None, ("qwen3-native-3", Qwen3Inventory(model).quantization(), rounded)))
 
     @staticmethod
     def kv_spans(model: Qwen3Config, config: EngineConfig, rank: Rank) -> list[Spans]:
         """Return which bytes of a block of each KV group a rank reads and writes."""
         _, heads = _heads(model, rank)
-        each = config.groups[0].block_bytes // (model.num_layers * 2 * model.num_kv_heads)
+        each = config.cache.groups[0].block_bytes // (model.num_layers * 2 * model.num_kv_heads)
         firsts = [
             half * model.num_kv_heads for layer in rank.layers(model.num_layers) for half in (2 * layer, 2 * layer + 1)
         ]
@@ -75,13 +75,13 @@ class NativeQwen3:
         weights.require(inventory.expected(), inventory.ignores, inventory.schemes, inventory.sizes())
         self.model, self._weights = model, weights
         self._rank, self._peers = rank or Rank(), peers or NativeCollectives()
-        self.pages = _pages(config.groups[0], config.num_blocks[0], model, self._peers)
+        self.pages = _pages(config.cache.groups[0], config.cache.num_blocks[0], model, self._peers)
         self.arenas = (self.pages.view(np.uint8).reshape(len(self.pages), -1),)
         self.step = Recording(engine)
         self._attention = AttentionShare(self._rank, self._peers)
         self._buffers = Buffers(model, config, self._attention, self._peers)
         self.logits = self._buffers.logits
-        self._products = self._buffers.products(self.step, exact=config.activations == "bf16")
+        self._products = self._buffers.products(self.step, exact=config.model.activations == "bf16")
         self._record(config)
         weights.finish()
         del self._weights
@@ -90,11 +90,12 @@ class NativeQwen3:
         model, rank, mine = self.model, self._rank, self._rank.vocabulary(self.model.vocab_size)
         head: list[Matrix] = []
         if rank.projects or (rank.embeds and model.tied_embeddings):
-            head = self._weights.rounded(model.head, mine) if config.head == "int8" else self._matrix(model.head, mine)
+            rounded = config.model.head == "int8"
+            head = self._weights.rounded(model.head, mine) if rounded else self._matrix(model.head, mine)
         if rank.embeds:
             self._record_embedding(head, mine)
         self._peers.begin_stage(self.step, self._buffers.x)
-        cos, sin = model.rope.tables(config.max_model_len)
+        cos, sin = model.rope.tables(config.limits.max_model_len)
         for index in rank.layers(model.num_layers):
             with self._attention.of(self.step, self._buffers.x) as x:
                 self._record_attention(x, index, cos, sin)
@@ -205,7 +206,7 @@ class Buffers:
     def __init__(
         self, model: Qwen3Config, config: EngineConfig, attention: AttentionShare, peers: NativeCollectives
     ) -> None:
-        tokens, rows = config.max_num_batched_tokens, config.limits.max_logits
+        tokens, rows = config.limits.max_num_batched_tokens, config.limits.max_logits
         heads, kv_heads = (len(part) for part in _heads(model, attention.rank))
         width = model.num_heads * model.head_dim
         self.x = peers.zeros(np.float32, tokens, model.hidden_size)

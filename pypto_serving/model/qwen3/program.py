@@ -99,7 +99,7 @@ class Qwen3Program:
         inventory = Qwen3Inventory(model)
         weights.require(inventory.expected(), inventory.ignores)
         self.model, self._comm = model, comm or TorchCollectives()
-        self.arena = KVArena(config.groups[0], config.num_blocks[0], weights.dtype, self._comm)
+        self.arena = KVArena(config.cache.groups[0], config.cache.num_blocks[0], weights.dtype, self._comm)
         self.pages = (self.arena.pages,)
         mine = self._comm.rank.vocabulary(model.vocab_size)
         table = weights.read("model.embed_tokens.weight", rows=[mine])
@@ -109,7 +109,7 @@ class Qwen3Program:
         self.lm_head = Linear(table if model.tied_embeddings else weights.lend("lm_head.weight", rows=[mine]))
         weights.finish()
         device = self.norm.device
-        cos, sin = (torch.from_numpy(table).to(device) for table in model.rope.tables(config.max_model_len))
+        cos, sin = (torch.from_numpy(table).to(device) for table in model.rope.tables(config.limits.max_model_len))
         self._cos, self._sin = torch.cat([cos, cos], dim=1)[:, None], torch.cat([-sin, sin], dim=1)[:, None]
         self.rows = self._settle_rows()
 

@@ -15,7 +15,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -40,6 +39,7 @@ from pypto_serving.types.tier import Tier, TierConfig, Transfers
 from pypto_serving.types.tokens import unpack_ids
 from pypto_serving.worker.batch import RowBatch
 from tests.checkpoints import make_checkpoint, random_model
+from tests.configs import change_config, make_config
 from tests.deepseek_v4 import FAST as FAST_MODEL
 from tests.deepseek_v4 import check_greedy
 from tests.model.sequences import Sequences, poison
@@ -113,7 +113,7 @@ class KnowingProgram:
 
     def __init__(self, program: Any, config: EngineConfig, answers: Mapping[tuple[Prompt, str], Answer]) -> None:
         self._program = program
-        self.groups, self.num_blocks, self.limits = config.groups, config.num_blocks, config.limits
+        self.groups, self.num_blocks, self.limits = config.cache.groups, config.cache.num_blocks, config.limits
         self.fingerprint, self.memory, self.sampler = program.fingerprint, program.memory, program.sampler
         self.draft = self._draft if config.drafts_in_model else None
         self._texts = [[*prompt, *answer.tokens] for (prompt, _), answer in answers.items()]
@@ -217,7 +217,7 @@ class Oracle:
         spec = load_spec(self.model, Serving(self.subject.dtype, drafts=True))
         budget = max(self.subject.steps)
         groups, total = spec.kv_groups, self.subject.longest + self.subject.output
-        return EngineConfig(
+        return make_config(
             model=str(self.model),
             backend="cpu",
             dtype=self.subject.dtype,
@@ -236,10 +236,10 @@ class Oracle:
     def config(self, rng: random.Random, tiers: tuple[TierConfig, ...], most: float) -> EngineConfig:
         """Steps of any size; room for the history of one to `most` long sequences, and the rest of more."""
         budget, depth = rng.choice(self.subject.steps), rng.randint(1, DEPTH)
-        groups = self.largest.groups
-        live = zip(groups, max_live_blocks(groups, self.largest.max_model_len, depth * budget), strict=True)
+        groups = self.largest.cache.groups
+        live = zip(groups, max_live_blocks(groups, self.largest.limits.max_model_len, depth * budget), strict=True)
         room = {True: rng.uniform(1.0, most), False: 2.5}
-        return msgspec.structs.replace(
+        return change_config(
             self.largest,
             num_blocks=tuple(2 + int(blocks * room[group.keeps_history]) for group, blocks in live),
             max_num_batched_tokens=budget,
@@ -252,12 +252,12 @@ class Oracle:
 
     def make_program(self, config: EngineConfig) -> Any:
         """The one program with pages of NaN, as a worker of `config` would have it."""
-        poison(self.program, [range(count) for count in self.largest.num_blocks])
+        poison(self.program, [range(count) for count in self.largest.cache.num_blocks])
         return KnowingProgram(self.program, config, self.answers)
 
     def tiers(self, names: Sequence[Tier], disk: Path) -> tuple[TierConfig, ...]:
         """Host memory for some five sequences and twenty checkpoints, a disk for three times as much."""
-        whole, groups = self.largest.max_model_len, self.largest.groups
+        whole, groups = self.largest.limits.max_model_len, self.largest.cache.groups
         step = resume_step(groups)
         slots = [
             max(1, 20 * group.resume_blocks(step)) if isinstance(group, RecentSpec) else 5 * whole // group.block_size
@@ -280,7 +280,7 @@ class Resumptions:
 
     def __init__(self, simulation: Simulation) -> None:
         self.counts: Counter[str] = Counter()
-        self._points = ResumePoints(simulation.config.groups)
+        self._points = ResumePoints(simulation.config.cache.groups)
         self._tails = [group for group in simulation.core.scheduler.kv.groups if not group.keeps_history]
         self._simulation = simulation
         self._loaded: dict[tuple[int, int], Tier] = {}
@@ -381,13 +381,13 @@ class Client:
 
     def send_some(self, count: int) -> None:
         """One after the other, with turns between them; some are aborted."""
-        rng, longest, size = self.rng, self.oracle.subject.output, self.simulation.config.groups[0].block_size
+        rng, longest, size = self.rng, self.oracle.subject.output, self.simulation.config.cache.groups[0].block_size
         prompts = [p for p in self.oracle.prompts if not self.hurries or -len(p) % size < longest]
         for _ in range(count):
             self.send(rng.choice(prompts), longest if self.hurries else rng.randint(1, longest))
             for _ in range(rng.randrange(2 if self.hurries else 8)):
                 self.turn()
-            if self.simulation.config.tiers and rng.random() < 0.3:
+            if self.simulation.config.cache.tiers and rng.random() < 0.3:
                 self.simulation.client.send(ClearCache(("device",)))
             if rng.random() < 0.1:
                 self.aborted.add(last := list(self.wanted)[-1])
