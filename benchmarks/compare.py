@@ -41,7 +41,7 @@ from servers import CPUS, BandwidthReader, CpuSample, Server, ServerError, runni
 from workloads import BY_NAME, Workload, measure
 
 from pypto_serving.bench.client import ApiClient, find_model
-from pypto_serving.bench.datasets import RandomData, Vocabulary
+from pypto_serving.bench.datasets import PromptVocabulary, RandomData
 from pypto_serving.bench.metrics import RequestRecord
 from pypto_serving.bench.options import Target
 
@@ -65,7 +65,7 @@ def overlapping_gaps_s(record: RequestRecord, start_s: float, end_s: float) -> l
 
 async def measure_p99(url: str, vocab_size: int, seed: int) -> dict[str, Any]:
     """Run P99 once. Raises ServerError if a request fails."""
-    target, vocabulary = Target(base_url=url, ignore_eos=True), Vocabulary.of_size(vocab_size)
+    target, vocabulary = Target(base_url=url, ignore_eos=True), PromptVocabulary.of_size(vocab_size)
     short = RandomData(input_len=PROMPT, output_len=OUTPUT).prompts(STREAMS, seed, vocabulary)
     (first,) = RandomData(input_len=PROMPT, output_len=RUNNING_TOKENS).prompts(1, seed + 1, vocabulary)
     (long,) = RandomData(input_len=LONG_PROMPT, output_len=LONG_OUTPUT).prompts(1, seed + 2, vocabulary)

@@ -21,7 +21,7 @@ from pypto_serving.util import decode_json
 _MODELS_TIMEOUT_S = 10.0
 
 
-class ServerError(PyptoError):
+class BenchmarkError(PyptoError):
     """The server under test does not answer a question that the run depends on."""
 
 
@@ -81,7 +81,7 @@ class ApiClient:
 
 
 async def find_model(target: Target) -> ModelCard:
-    """Return the card of `target.model`, or the first that the server lists. Raises ServerError."""
+    """Return the card of `target.model`, or the first that the server lists. Raises BenchmarkError."""
     http = open_http(target)
     body = bytearray()
     url = target.url.origin + target.url.target("/v1/models")
@@ -89,21 +89,21 @@ async def find_model(target: Target) -> ModelCard:
         async with asyncio.timeout(_MODELS_TIMEOUT_S):
             status = await http.exchange(http.encode("GET", "/v1/models"), lambda _, data: body.extend(data))
         if not 200 <= status < 300:
-            raise ServerError(f"GET {url}: HTTP {status}: {error_text(body)}")
+            raise BenchmarkError(f"GET {url}: HTTP {status}: {error_text(body)}")
         cards = decode_json(body, _ModelList).data
     except TimeoutError:
-        raise ServerError(f"GET {url}: no reply within {_MODELS_TIMEOUT_S:g} s; is the server up?") from None
+        raise BenchmarkError(f"GET {url}: no reply within {_MODELS_TIMEOUT_S:g} s; is the server up?") from None
     except OSError as error:
-        raise ServerError(f"GET {url}: {error}; is the server up, and is its address right?") from None
+        raise BenchmarkError(f"GET {url}: {error}; is the server up, and is its address right?") from None
     except ValueError as error:
-        raise ServerError(f"GET {url}: not a list of models: {error}; give --model and --vocab-size") from None
+        raise BenchmarkError(f"GET {url}: not a list of models: {error}; give --model and --vocab-size") from None
     finally:
         http.close()
     for card in cards:
         if target.model in (None, card.id):
             return card
     names = ", ".join(card.id for card in cards) or "none"
-    raise ServerError(f"GET {url}: does not list {target.model or 'any model'}; it serves: {names}")
+    raise BenchmarkError(f"GET {url}: does not list {target.model or 'any model'}; it serves: {names}")
 
 
 def open_http(target: Target) -> HttpClient:

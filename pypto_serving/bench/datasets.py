@@ -35,19 +35,19 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class PromptVocabulary:
     """The token ids for random prompts, and the tokenizer that decodes them, if any."""
 
     ids: npt.NDArray[np.int64]
     tokenizer: Tokenizer | None = None
 
     @classmethod
-    def of_size(cls, vocab_size: int) -> Vocabulary:
+    def of_size(cls, vocab_size: int) -> PromptVocabulary:
         require_int("--vocab-size", vocab_size, 1)
         return cls(np.arange(vocab_size))
 
     @classmethod
-    def of_tokenizer(cls, path: Path) -> Vocabulary:
+    def of_tokenizer(cls, path: Path) -> PromptVocabulary:
         """Read all ids except the special ones from `path` (tokenizer.json or its folder)."""
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
@@ -71,7 +71,7 @@ class Dataset(Protocol):
     @property
     def synthetic(self) -> bool: ...
 
-    def prompts(self, count: int, seed: int, vocabulary: Vocabulary | None) -> list[Prompt]: ...
+    def prompts(self, count: int, seed: int, vocabulary: PromptVocabulary | None) -> list[Prompt]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +91,12 @@ class RandomData:
         if not 0 <= self.range_ratio < 1:
             raise ConfigError(f"--random-range-ratio must be in [0, 1), got {self.range_ratio}")
 
-    def prompts(self, count: int, seed: int, vocabulary: Vocabulary | None) -> list[Prompt]:
+    def prompts(self, count: int, seed: int, vocabulary: PromptVocabulary | None) -> list[Prompt]:
         assert vocabulary is not None
         prefix = vocabulary.draw(_rng(seed, _PREFIX_STREAM, 0), self.prefix_len)
         return [self._prompt(prefix, _rng(seed, _PROMPT_STREAM, i), vocabulary) for i in range(count)]
 
-    def _prompt(self, prefix: list[int], rng: np.random.Generator, vocabulary: Vocabulary) -> Prompt:
+    def _prompt(self, prefix: list[int], rng: np.random.Generator, vocabulary: PromptVocabulary) -> Prompt:
         input_len, output_len = self._length(rng, self.input_len), self._length(rng, self.output_len)
         return Prompt(prefix + vocabulary.draw(rng, input_len), len(prefix) + input_len, output_len)
 
@@ -122,7 +122,7 @@ class PrefixRepetitionData:
         require_int("--prefix-repetition-num-prefixes", self.num_prefixes, 1)
         require_int("--prefix-repetition-output-len", self.output_len, 1)
 
-    def prompts(self, count: int, seed: int, vocabulary: Vocabulary | None) -> list[Prompt]:
+    def prompts(self, count: int, seed: int, vocabulary: PromptVocabulary | None) -> list[Prompt]:
         assert vocabulary is not None
         if count < self.num_prefixes:
             raise ConfigError(
@@ -137,7 +137,7 @@ class PrefixRepetitionData:
         return [Prompt(content, len(content), self.output_len) for content in contents]
 
 
-class _Row(msgspec.Struct):
+class _DatasetRow(msgspec.Struct):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     prompt_token_ids: list[int] | None = None
@@ -159,7 +159,7 @@ class FileData:
     def __post_init__(self) -> None:
         require_int("--custom-output-len", self.output_len, 1)
 
-    def prompts(self, count: int, seed: int, vocabulary: Vocabulary | None) -> list[Prompt]:
+    def prompts(self, count: int, seed: int, vocabulary: PromptVocabulary | None) -> list[Prompt]:
         rows = self.rows()
         order = np.random.default_rng(seed).permutation(len(rows))
         return [rows[order[i % len(rows)]] for i in range(count)]
@@ -178,7 +178,7 @@ class FileData:
     def _row(self, number: int, line: bytes) -> Prompt:
         where = f"--dataset-path {self.path}, line {number}"
         try:
-            row = decode_json(line, _Row)
+            row = decode_json(line, _DatasetRow)
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from None
         contents = [c for c in (row.prompt, row.messages, row.prompt_token_ids) if c]

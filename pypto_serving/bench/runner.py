@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pypto_serving.bench.client import ApiClient, ModelCard, find_model
-from pypto_serving.bench.datasets import Dataset, Prompt, Vocabulary, as_completion, as_messages
+from pypto_serving.bench.datasets import Dataset, Prompt, PromptVocabulary, as_completion, as_messages
 from pypto_serving.bench.drafts import read_drafts, summarize_drafts
 from pypto_serving.bench.metrics import RequestRecord, summarize
 from pypto_serving.bench.options import Reporting, Target, Traffic
@@ -96,7 +96,7 @@ Advance = Callable[[], None]
 
 
 async def run(benchmark: Benchmark, advance: Advance = lambda: None) -> Outcome:
-    """Warm up, send every prompt, and summarize. Raises ConfigError or ServerError before the first request."""
+    """Warm up, send every prompt, and summarize. Raises ConfigError or BenchmarkError before the first request."""
     target, traffic = benchmark.target, benchmark.traffic
     card, vocabulary = await _resolve(benchmark)
     prompts = _prompts(benchmark, vocabulary)
@@ -208,14 +208,14 @@ async def _record_lags(lags_s: list[float]) -> None:
         lags_s.append(max(0.0, time.perf_counter() - due_s))
 
 
-async def _resolve(benchmark: Benchmark) -> tuple[ModelCard, Vocabulary | None]:
+async def _resolve(benchmark: Benchmark) -> tuple[ModelCard, PromptVocabulary | None]:
     """Return the model's name and the vocabulary. Ask the server only for values that the options lack."""
     target = benchmark.target
     vocabulary = None
     if benchmark.tokenizer is not None:
-        vocabulary = Vocabulary.of_tokenizer(benchmark.tokenizer)
+        vocabulary = PromptVocabulary.of_tokenizer(benchmark.tokenizer)
     elif benchmark.vocab_size is not None:
-        vocabulary = Vocabulary.of_size(benchmark.vocab_size)
+        vocabulary = PromptVocabulary.of_size(benchmark.vocab_size)
     needs_vocabulary = benchmark.dataset.synthetic and vocabulary is None
     if target.model is not None and not needs_vocabulary:
         return ModelCard(target.model), vocabulary
@@ -225,10 +225,10 @@ async def _resolve(benchmark: Benchmark) -> tuple[ModelCard, Vocabulary | None]:
             "random prompts need a vocabulary, and the server does not tell its size: "
             "give --tokenizer DIR or --vocab-size N"
         )
-    return card, Vocabulary.of_size(card.vocab_size) if needs_vocabulary and card.vocab_size else vocabulary
+    return card, PromptVocabulary.of_size(card.vocab_size) if needs_vocabulary and card.vocab_size else vocabulary
 
 
-def _prompts(benchmark: Benchmark, vocabulary: Vocabulary | None) -> list[Prompt]:
+def _prompts(benchmark: Benchmark, vocabulary: PromptVocabulary | None) -> list[Prompt]:
     """Return the measured prompts, then the warm-up's: from the same data set, but not the same prompts."""
     traffic = benchmark.traffic
     prompts = benchmark.dataset.prompts(traffic.num_prompts + traffic.num_warmups, traffic.seed, vocabulary)

@@ -29,7 +29,7 @@ EXCERPT = Path(__file__).parents[1] / "assets" / "traces" / "mooncake_conversati
 _MAX_BLOCK_BITS = 20
 
 
-class _Line(msgspec.Struct):
+class _TraceLine(msgspec.Struct):
     timestamp: float
     input_length: int
     output_length: int
@@ -153,9 +153,9 @@ def load_trace(path: Path) -> Trace:
     return Trace(requests=tuple(requests))
 
 
-def _parse(where: str, line: bytes) -> _Line:
+def _parse(where: str, line: bytes) -> _TraceLine:
     try:
-        parsed = decode_json(line, _Line)
+        parsed = decode_json(line, _TraceLine)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
     require_int(f"{where}: input_length", parsed.input_length, 1)

@@ -85,13 +85,15 @@ def latency(
 
 def _prompts(llm: LLM, count: int, input_len: int, output_len: int, seed: int) -> list[Any]:
     """Draw random prompts; raise ConfigError if they cannot be continued."""
-    from pypto_serving.bench.datasets import RandomData, Vocabulary
+    from pypto_serving.bench.datasets import PromptVocabulary, RandomData
 
     longest = llm.config.limits.max_model_len
     if input_len + output_len > longest:
         raise ConfigError(f"--input-len and --output-len are {input_len + output_len} tokens; at most {longest} fit")
     data = RandomData(input_len=input_len, output_len=output_len)
-    return [prompt.content for prompt in data.prompts(count, seed, Vocabulary.of_size(llm.config.model.vocab_size))]
+    return [
+        prompt.content for prompt in data.prompts(count, seed, PromptVocabulary.of_size(llm.config.model.vocab_size))
+    ]
 
 
 def _timed(llm: LLM, prompts: list[Any], output_len: int) -> float:

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from pypto_serving.bench.client import ApiClient, ServerError, find_model
+from pypto_serving.bench.client import ApiClient, BenchmarkError, find_model
 from pypto_serving.bench.datasets import Prompt
 from pypto_serving.bench.options import Target
 from pypto_serving.bench.replies import StreamParser
@@ -215,15 +215,15 @@ def find(server_url, model=None):
 def test_find_model(server):
     card = find(server.url)
     assert (card.id, card.vocab_size) == ("ok", 100)
-    with pytest.raises(ServerError, match="does not list other; it serves: ok"):
+    with pytest.raises(BenchmarkError, match="does not list other; it serves: ok"):
         find(server.url, "other")
 
 
 def test_find_model_tells_what_is_wrong(server):
     server.model_card = {"name": "no id"}
-    with pytest.raises(ServerError, match="not a list of models"):
+    with pytest.raises(BenchmarkError, match="not a list of models"):
         find(server.url)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    with pytest.raises(ServerError, match="is the server up"):
+    with pytest.raises(BenchmarkError, match="is the server up"):
         find(f"http://127.0.0.1:{port}")

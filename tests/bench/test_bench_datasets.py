@@ -11,14 +11,14 @@ from pypto_serving.bench.datasets import (
     FileData,
     PrefixRepetitionData,
     Prompt,
+    PromptVocabulary,
     RandomData,
-    Vocabulary,
     as_completion,
     as_messages,
 )
 from pypto_serving.errors import ConfigError
 
-VOCABULARY = Vocabulary.of_size(1000)
+VOCABULARY = PromptVocabulary.of_size(1000)
 
 
 @pytest.fixture
@@ -135,20 +135,20 @@ def test_missing_file_is_refused(tmp_path):
 
 
 def test_vocabulary_of_a_tokenizer_leaves_special_tokens_out(tokenizer_dir):
-    assert Vocabulary.of_tokenizer(tokenizer_dir).ids.tolist() == [0, 1, 2]
-    assert Vocabulary.of_tokenizer(tokenizer_dir / "tokenizer.json").ids.tolist() == [0, 1, 2]
+    assert PromptVocabulary.of_tokenizer(tokenizer_dir).ids.tolist() == [0, 1, 2]
+    assert PromptVocabulary.of_tokenizer(tokenizer_dir / "tokenizer.json").ids.tolist() == [0, 1, 2]
 
 
 def test_bad_tokenizers_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"tokenizer\.json does not exist"):
-        Vocabulary.of_tokenizer(tmp_path)
+        PromptVocabulary.of_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="cannot read"):
-        Vocabulary.of_tokenizer(tmp_path)
+        PromptVocabulary.of_tokenizer(tmp_path)
 
 
 def test_chat_needs_text(tokenizer_dir):
-    tokenizer = Vocabulary.of_tokenizer(tokenizer_dir).tokenizer
+    tokenizer = PromptVocabulary.of_tokenizer(tokenizer_dir).tokenizer
     ids, text = Prompt([0, 1], 2, 5), Prompt("hi", None, 5)
     assert as_messages(text, None).content == [{"role": "user", "content": "hi"}]
     decoded = as_messages(ids, tokenizer)

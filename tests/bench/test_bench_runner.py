@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from pypto_serving.bench.client import ServerError
+from pypto_serving.bench.client import BenchmarkError
 from pypto_serving.bench.datasets import PrefixRepetitionData, RandomData
 from pypto_serving.bench.options import RampUp, Reporting, Target, Traffic
 from pypto_serving.bench.runner import Benchmark, ClientLoad, arrival_times_s, run, watch_client
@@ -71,7 +71,7 @@ def test_run_without_a_vocabulary_says_what_to_give(server):
 
 def test_run_without_a_server(server):
     server.model_card = {"id": "other", "vocab_size": 3}
-    with pytest.raises(ServerError, match="does not list ok"):
+    with pytest.raises(BenchmarkError, match="does not list ok"):
         asyncio.run(run(benchmark(server, model="ok")))
 
 

@@ -32,7 +32,6 @@ TWICE = {
     "Request",
     "Rows",
     "Rule",
-    "ServerError",
     "Shown",
     "Store",
     "Stored",
@@ -40,13 +39,11 @@ TWICE = {
     "ToolCall",
     "Turns",
     "Usage",
-    "Vocabulary",
     "Weights",
     "_Conversion",
     "_Copier",
     "_History",
     "_Line",
-    "_Row",
 }
 """Names that several classes still have."""
 
