@@ -22,6 +22,10 @@ FOREIGN_PATHS = {"dist/", "encoding/encoding_dsv4.py"}
 OTHER_FLAGS = {"--help", "--protocol"}
 """Flags that every program has, and those of other programs; so are all with an underscore."""
 
+SOURCES = {".py", ".h", ".cpp"}
+OTHER_WORDS = {"json"}
+"""Parts of names of files that are no code, such as config.json."""
+
 INITS = sorted((ROOT / "pypto_serving").rglob("__init__.py"))
 
 _LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
@@ -81,10 +85,15 @@ def test_names_in_the_map_are_in_their_files() -> None:
     assert lost == []
 
 
-def test_names_in_the_glossary_are_in_the_code() -> None:
-    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "pypto_serving").rglob("*.py")))
-    names = set(re.findall(r"`([A-Za-z_]\w+)`", text_of("docs/glossary.md")))
-    assert sorted(name for name in names if not re.search(rf"{name}\b", text)) == []
+@pytest.mark.parametrize("name", ["design", "decisions", "ranks", "glossary"])
+def test_names_are_words_of_the_code(name: str) -> None:
+    """Each part of an identifier in backticks, outside of blocks of code."""
+    files = [path for folder in ("pypto_serving", "csrc", "tests") for path in sorted((ROOT / folder).rglob("*"))]
+    code = "\n".join(path.read_text(encoding="utf-8") for path in files if path.suffix in SOURCES)
+    text = re.sub(r"```.*?```", "", text_of(f"docs/{name}.md"), flags=re.DOTALL)
+    names = set(re.findall(r"`([A-Za-z_][\w.]*)(?:\([^`\n]*\))?`", text)) - named_paths(text)
+    words = {part for found in names if not PATH.fullmatch(found) for part in found.split(".")}
+    assert sorted(words - set(re.findall(r"\w+", code)) - OTHER_WORDS) == []
 
 
 def test_every_folder_of_the_package_is_in_the_overview() -> None:
