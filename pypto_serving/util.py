@@ -37,6 +37,28 @@ _SIZE_UNITS = {
 }
 
 
+class Backoff:
+    """Exponential backoff: after each failure in a row, wait twice as long, from `first_s` up to `last_s`."""
+
+    def __init__(self, first_s: float = 1.0, last_s: float = 60.0) -> None:
+        self._first_s = self.next_wait_s = first_s
+        self._last_s = last_s
+        self._retry_s = 0.0
+
+    def fail(self, now_s: float) -> None:
+        """Wait from now on before the next try."""
+        self._retry_s = now_s + self.next_wait_s
+        self.next_wait_s = min(2 * self.next_wait_s, self._last_s)
+
+    def succeed(self) -> None:
+        """Wait only `first_s` after the next failure."""
+        self.next_wait_s = self._first_s
+
+    def is_over(self, now_s: float) -> bool:
+        """Return whether it is time to try again."""
+        return now_s >= self._retry_s
+
+
 def write_at(file: int, data: bytes | memoryview, offset: int) -> None:
     """Write all bytes of `data` from `offset` on; raise OSError."""
     left = memoryview(data)

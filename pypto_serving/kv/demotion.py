@@ -167,9 +167,9 @@ class Demotions:
                 tier.pools[group].use_new_last()
         tier.counters.stored(done, num_bytes)
         if any(done.done):
-            tier.succeeded()
+            tier.backoff.succeed()
         else:
-            tier.failed(now_s)
+            tier.backoff.fail(now_s)
 
     def _pin(self, group: KVGroup, block: int) -> None:
         group.pool.share([block])

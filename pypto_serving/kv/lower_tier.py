@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from pypto_serving.kv.events import EventLog, pool_events
 from pypto_serving.kv.group import GroupKey, KVGroup
@@ -13,14 +14,13 @@ from pypto_serving.kv.rate import Rate
 from pypto_serving.types.stats import TierStats
 from pypto_serving.types.tier import KEY_BYTES, TierConfig, TierInventory, TransferDone, TransferKind
 from pypto_serving.types.tokens import unpack_ids
+from pypto_serving.util import Backoff
 
-FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
 MAX_DISCARDED = 1 << 16
 """Discarded blocks that a shared tier is known to hold; of more, the oldest are forgotten."""
 
 
-@dataclass(slots=True)
-class TierCounters:
+class TierCounters(msgspec.Struct):
     """Totals since the start; see TierStats."""
 
     hit_tokens: int = 0
@@ -56,7 +56,7 @@ class LowerTier:
     Changed by the TierManager and its parts alone. Slot i of a group is block i + 1 of its pool.
 
     - `backlog`: blocks to store, the next one first. `storing`: blocks on their way down.
-    - After a store that failed as a whole the tier is left alone for a second, then two, up to a minute.
+    - `backoff`: after stores that failed as a whole.
     - Loads that took `spent_s` spared computing `spared_tokens`; `saved_s` does not count them yet.
     - `discarded`: blocks that a shared store may hold and that are neither loaded nor stored, the oldest first.
     - `lacking`: groups of which a block could not be stored, and none was stored in a new slot since.
@@ -76,11 +76,10 @@ class LowerTier:
         self.discarded: OrderedDict[GroupKey, None] = OrderedDict()
         self.storing_bytes = self.loading_bytes = 0
         self.num_stores = 0
-        self.retry_s = 0.0
+        self.backoff = Backoff()
         self.stuck = self.clearing = self.left_out = False
         self.pools: dict[KVGroup, BlockPool] = {}
         self._num_evicted = 0
-        self._retry_after_s = FIRST_RETRY_S
         self.lacking: set[KVGroup] = set()
         self.forget_all()
 
@@ -159,22 +158,12 @@ class LowerTier:
             self.backlog.popitem(last=False)
             self.counters.lost_blocks += 1
 
-    def failed(self, now_s: float) -> None:
-        """Wait before the next store, twice as long as after the last failure."""
-        self.retry_s = now_s + self._retry_after_s
-        self._retry_after_s = min(2 * self._retry_after_s, LAST_RETRY_S)
-
-    def succeeded(self) -> None:
-        """Wait one second only after the next failure."""
-        self._retry_after_s = FIRST_RETRY_S
-
     def accepts(self, now_s: float) -> bool:
         """Return whether blocks may be stored here now."""
-        return self.writable and not self.stuck and now_s >= self.retry_s
+        return self.writable and not self.stuck and self.backoff.is_over(now_s)
 
     def stats(self) -> TierStats:
         """Return one snapshot; a tier that is stuck, or lacks room, counts as not writable."""
-        counters = self.counters
         return TierStats(
             tier=self.config.tier,
             writable=self.writable and not self.stuck and not self.lacking,
@@ -182,18 +171,8 @@ class LowerTier:
             held_blocks=sum(pool.num_published for pool in self.pools.values()),
             queued_bytes=self.loading_bytes + self.storing_bytes,
             backlog_blocks=len(self.backlog),
-            hit_tokens=counters.hit_tokens,
-            loaded_blocks=counters.loaded_blocks,
-            loaded_bytes=counters.loaded_bytes,
-            load_s=counters.load_s,
-            stored_blocks=counters.stored_blocks,
-            stored_bytes=counters.stored_bytes,
-            store_s=counters.store_s,
             evicted_blocks=self._num_evicted + sum(pool.num_evicted for pool in self.pools.values()),
-            failed_blocks=counters.failed_blocks,
-            lost_blocks=counters.lost_blocks,
-            refused_fills=counters.refused_fills,
-            saved_s=counters.saved_s,
+            **msgspec.structs.asdict(self.counters),
         )
 
 

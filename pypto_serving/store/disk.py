@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -18,11 +19,10 @@ import numpy as np
 
 from pypto_serving.store.base import Piece, Store
 from pypto_serving.store.checksum import digest
-from pypto_serving.store.faults import FULL, GONE, StoreFaults, reason_of
+from pypto_serving.store.faults import FULL, StoreFaults, reason_of
 from pypto_serving.store.files import FileStore
 from pypto_serving.store.folder import FORMAT, Folder, Meta, Unusable, make_room
 from pypto_serving.store.index import SlotTable
-from pypto_serving.store.mounts import is_shared
 from pypto_serving.store.slab import Slab
 from pypto_serving.types.tier import TierInventory
 from pypto_serving.util import Clock, counted, format_size
@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 
 TOUCHED_AT_ONCE = 1024
 """Number of loads whose stamps are written together. A kill loses those stamps, and nothing else."""
+_SHARED = re.compile(
+    r"nfs\d?|lustre|ceph|gpfs|beegfs|9p|fuse|fuse\..*|cifs|smb3|afs|orangefs|pvfs2|gfs2?|ocfs2|virtiofs|glusterfs|wekafs"
+)
 
 
 def open_disk(
@@ -51,6 +54,32 @@ def open_disk(
     if is_shared(Path(folder)):
         return FileStore(folder, fingerprint, block_bytes, num_slots, model=model, known=known)
     return DiskStore(folder, fingerprint, block_bytes, num_slots, size_bytes, model=model, known=known)
+
+
+def is_shared(path: Path, mountinfo: str | None = None) -> bool:
+    """Return whether hosts share the file system of `path`, which need not exist; `mountinfo` as in proc(5)."""
+    return _SHARED.fullmatch(file_system(path, mountinfo)) is not None
+
+
+def file_system(path: Path, mountinfo: str | None = None) -> str:
+    """Return the type of the file system that `path` lies on, such as `ext4`; empty if unknown."""
+    if mountinfo is None:
+        try:
+            mountinfo = Path("/proc/self/mountinfo").read_text()
+        except OSError:
+            return ""
+    resolved, best, found = path.resolve(), -1, ""
+    for line in mountinfo.splitlines():
+        mount, _, source = line.partition(" - ")
+        point = Path(_unescape(mount.split()[4]))
+        if resolved.is_relative_to(point) and len(point.parts) >= best:  # later mounts cover earlier ones
+            best, found = len(point.parts), source.split()[0]
+    return found
+
+
+def _unescape(text: str) -> str:
+    """Decode the octal numbers that stand for spaces and the like."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 class DiskStore:
@@ -79,17 +108,15 @@ class DiskStore:
         self._tables: list[SlotTable] = []
         self._slabs: list[Slab] = []
         self._folder: Folder | None = None
-        self._reason = ""
         meta = Meta(FORMAT, "slots", fingerprint.hex(), block_bytes, model)
         try:
             self._folder = Folder(self._root, meta, known=known)
-            self._writable, self._reason = self._folder.writable, self._folder.reason
+            if not self._folder.writable:
+                self._faults.stop_storing(self._folder.reason)
             self._open(self._folder, block_bytes, num_slots)
         except (OSError, Unusable) as error:
             self._close_files()
-            self._become_reader(error)
-        if not self._writable:
-            self._faults.say("reader", f"blocks are not added: {self._reason}")
+            self._faults.stop_storing(reason_of(error))
         self._stamps = itertools.count(1 + max((table.last_stamp() for table in self._tables), default=0))
 
     def _open(self, folder: Folder, block_bytes: tuple[int, ...], num_slots: tuple[int, ...]) -> None:
@@ -112,14 +139,14 @@ class DiskStore:
 
     @property
     def writable(self) -> bool:
-        return self._writable
+        return not self._faults.reason
 
     def inventory(self) -> TierInventory:
         """Return the blocks kept, least recently used first; where two slots hold one key, the one used last."""
         with self._lock:
             entries = [table.entries() for table in self._tables]
         if not entries:
-            return TierInventory(tier="disk", writable=False, reason=self._reason)
+            return TierInventory(tier="disk", writable=False, reason=self._faults.reason)
         groups = np.repeat(np.arange(len(entries), dtype="<i4"), [len(e.slots) for e in entries])
         slots = np.concatenate([e.slots for e in entries]).astype("<i4")
         keys = np.concatenate([e.keys for e in entries])
@@ -131,13 +158,13 @@ class DiskStore:
             groups=groups[order].tobytes(),
             slots=slots[order].tobytes(),
             keys=keys[order].tobytes(),
-            writable=self._writable,
-            reason=self._reason,
+            writable=self.writable,
+            reason=self._faults.reason,
         )
 
     def store(self, pieces: Sequence[Piece]) -> list[bool]:
         """See `Store`. One thread at a time."""
-        if not self._is_there() or not self._writable:
+        if not self._is_there() or not self.writable:
             return [False] * len(pieces)
         try:
             self._empty(pieces)
@@ -146,7 +173,7 @@ class DiskStore:
         except OSError as error:
             self._forget(pieces)
             if self._is_there():
-                self._become_reader(error)
+                self._faults.stop_storing(reason_of(error))
             return [False] * len(pieces)
         return stored
 
@@ -159,7 +186,7 @@ class DiskStore:
             self._tables[group].sync()
 
     def _write(self, piece: Piece) -> bool:
-        """Write one block; False if there is no room for it. Raises OSError for faults that are not transient."""
+        """Write one block. Return False if there is no room. Raises OSError for faults that are not transient."""
         try:
             if not self._has_room(piece):
                 return False
@@ -247,7 +274,7 @@ class DiskStore:
         else:
             if digest(piece.key, piece.memory) == held[1]:
                 with self._lock:
-                    if table.get(piece.slot) == held and self._writable:
+                    if table.get(piece.slot) == held and self.writable:
                         table.touch(piece.slot, next(self._stamps))
                 return True
         self._drop_damaged(piece, held)
@@ -259,18 +286,18 @@ class DiskStore:
             if self._tables[piece.group].get(piece.slot) != held:
                 return
             self._tables[piece.group].drop(piece.slot)
-        if self._writable:
+        if self.writable:
             self._faults.say("damaged", "a block is damaged, and is forgotten")
 
-    def _write_stamps(self, at_least: int) -> None:
-        """Write the stamps of loads if there are `at_least` so many, without waiting for the disk."""
+    def _write_stamps(self, min_count: int) -> None:
+        """Write the stamps of loads if at least `min_count` are not written, without waiting for the disk."""
         with self._lock:
-            if not self._writable or sum(table.num_dirty for table in self._tables) < at_least:
+            if not self.writable or sum(table.num_dirty for table in self._tables) < min_count:
                 return
             try:
                 self._flush()
             except OSError as error:
-                self._become_reader(error)
+                self._faults.stop_storing(reason_of(error))
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Store`. Damaged blocks are found too."""
@@ -281,7 +308,7 @@ class DiskStore:
 
     def clear(self) -> None:
         """See `Store`. Called by the thread that stores."""
-        if not self._writable:
+        if not self.writable:
             return
         try:
             with self._lock:
@@ -291,20 +318,14 @@ class DiskStore:
             for table in self._tables:
                 table.sync()
         except OSError as error:
-            self._become_reader(error)
+            self._faults.stop_storing(reason_of(error))
 
     def _is_there(self) -> bool:
-        """Return whether the folder is where it was. If not, stop storing; open files can still be loaded from."""
+        """Return whether the folder is where it was. If not, stop storing."""
         if self._folder is None or self._folder.is_there():
             return True
-        self._writable, self._reason = False, GONE
-        self._faults.say("gone", f"blocks are not added any more: {GONE}")
+        self._faults.folder_gone()
         return False
-
-    def _become_reader(self, error: Exception) -> None:
-        """Stop storing: the disk or the folder does not allow it."""
-        self._writable, self._reason = False, reason_of(error)
-        self._faults.say("reader", f"blocks are not added any more: {self._reason}")
 
     def close(self) -> None:
         """Write the stamps of the last loads, and close the folder."""

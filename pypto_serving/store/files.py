@@ -22,12 +22,11 @@ import numpy as np
 
 from pypto_serving.store.base import Piece
 from pypto_serving.store.checksum import DIGEST_BYTES, digest
-from pypto_serving.store.faults import FULL, GONE, StoreFaults, reason_of
+from pypto_serving.store.faults import FULL, StoreFaults, reason_of
 from pypto_serving.store.folder import FORMAT, Folder, Meta, Unusable
 from pypto_serving.store.slab import sync_folder
-from pypto_serving.types.arrays import BlockBytes
 from pypto_serving.types.tier import KEY_BYTES, TierInventory
-from pypto_serving.util import Clock, open_regular
+from pypto_serving.util import Clock, open_regular, write_at
 
 log = logging.getLogger(__name__)
 
@@ -66,20 +65,19 @@ class FileStore:
         self._slots: dict[tuple[int, bytes], int] = {}
         self._folder: Folder | None = None
         self._pool = ThreadPoolExecutor(STATS_AT_ONCE, "stat")
-        self._reason = ""
         try:
             meta = Meta(FORMAT, "files", fingerprint.hex(), block_bytes, model)
             self._folder = Folder(Path(folder), meta, known=known)
-            self._path, self._reason = self._folder.path, self._folder.reason
+            self._path, self._faults.reason = self._folder.path, self._folder.reason
             self._inventory = self._take_slots()
         except (OSError, Unusable) as error:
             self.close()
-            self._become_reader(error)
-            self._inventory = TierInventory(tier="disk", writable=False, reason=self._reason)
+            self._faults.stop_storing(reason_of(error))
+            self._inventory = TierInventory(tier="disk", writable=False, reason=self._faults.reason)
 
     @property
     def writable(self) -> bool:
-        return not self._reason
+        return not self._faults.reason
 
     def inventory(self) -> TierInventory:
         """See `Store`: at the start, the most recently used files get the slots."""
@@ -107,9 +105,9 @@ class FileStore:
             groups=np.array(groups[::-1], "<i4").tobytes(),
             slots=np.array(slots[::-1], "<i4").tobytes(),
             keys=b"".join(reversed(keys)),
-            writable=not self._reason,
+            writable=not self._faults.reason,
             shared=True,
-            reason=self._reason,
+            reason=self._faults.reason,
         )
 
     def _scan(self) -> Iterator[tuple[float, bytes, int]]:
@@ -137,7 +135,7 @@ class FileStore:
 
     def store(self, pieces: Sequence[Piece]) -> list[bool]:
         """See `Store`. One thread at a time."""
-        self._is_there()
+        self._check_folder()
         stored = [self._store(piece) for piece in pieces]
         for folder in {
             self._file(piece.group, piece.key).parent for piece, done in zip(pieces, stored, strict=True) if done
@@ -149,7 +147,7 @@ class FileStore:
         return stored
 
     def _store(self, piece: Piece) -> bool:
-        if self._folder is None or self._reason:
+        if self._folder is None or self._faults.reason:
             return False
         has_room = self._evict(piece)
         if not has_room and not self._faults.may_try():
@@ -160,7 +158,7 @@ class FileStore:
             if error.errno in FULL:
                 self._faults.full(error)
             elif error.errno == errno.EROFS:
-                self._become_reader(error)
+                self._faults.stop_storing(reason_of(error))
             else:
                 self._faults.say(f"write {error.errno}", f"writing failed: {reason_of(error)}")
             return False
@@ -196,7 +194,8 @@ class FileStore:
         part = path.with_name(f"{os.uname().nodename}-{os.getpid()}-{threading.get_ident()}{_PART}")
         try:
             with part.open("wb", buffering=0) as file:
-                _write_all(file.fileno(), header, piece.memory)
+                write_at(file.fileno(), header, 0)
+                write_at(file.fileno(), piece.memory.data, len(header))
                 os.fdatasync(file.fileno())
             part.rename(path)
         except BaseException:
@@ -207,7 +206,7 @@ class FileStore:
         """See `Store`."""
         loaded = [self._load(piece) for piece in pieces]
         if not all(loaded):
-            self._is_there()
+            self._check_folder()
         return loaded
 
     def _load(self, piece: Piece) -> bool:
@@ -223,7 +222,7 @@ class FileStore:
             if read_block(file, piece):
                 self._renew(file)
                 return True
-            if not self._reason:
+            if not self._faults.reason:
                 self._faults.say("damaged", "a block is damaged, and is deleted")
                 self._unlink(piece.group, piece.key)
         except OSError as error:
@@ -234,7 +233,7 @@ class FileStore:
         return False
 
     def _renew(self, file: int) -> None:
-        if not self._reason and time.time() - os.fstat(file).st_mtime > USED_AGAIN_S:
+        if not self._faults.reason and time.time() - os.fstat(file).st_mtime > USED_AGAIN_S:
             try:
                 os.utime(file)
             except OSError as error:
@@ -263,19 +262,14 @@ class FileStore:
         except OSError as error:
             self._faults.say("delete", f"blocks cannot be deleted: {reason_of(error)}")
 
-    def _is_there(self) -> None:
+    def _check_folder(self) -> None:
         """Stop storing if the folder is not where it was."""
         if self._folder is not None and not self._folder.is_there():
-            self._reason = GONE
-            self._faults.say("gone", f"blocks are not added any more: {GONE}")
-
-    def _become_reader(self, error: Exception) -> None:
-        self._reason = reason_of(error)
-        self._faults.say("reader", f"blocks are not added: {self._reason}")
+            self._faults.folder_gone()
 
     def clear(self) -> None:
         """See `Store`. Blocks of other servers are deleted too."""
-        if self._folder is not None and not self._reason:
+        if self._folder is not None and not self._faults.reason:
             try:
                 for _, key, group in self._scan():
                     self._unlink(group, key)
@@ -290,15 +284,6 @@ class FileStore:
         if self._folder is not None:
             self._folder.close()
             self._folder = None
-
-
-def _write_all(file: int, header: bytes, memory: BlockBytes) -> None:
-    done = os.pwritev(file, [header, memory.data], 0)
-    if done < len(header):
-        raise OSError(errno.EIO, "a header was written in part")
-    done -= len(header)
-    while done < memory.nbytes:
-        done += os.pwrite(file, memory.data[done:], len(header) + done)
 
 
 def read_block(file: int, piece: Piece) -> bool:

@@ -25,21 +25,20 @@ from pypto_serving.store.checksum import DIGEST_BYTES, digest
 from pypto_serving.store.mooncake import PoolAddress, PoolReply, PoolRequest, PoolStart, await_message
 from pypto_serving.types.arrays import BlockBytes
 from pypto_serving.types.tier import ALIGNMENT, TierInventory, parse_pool_url
-from pypto_serving.util import Clock, ceil_div, parse_size
+from pypto_serving.util import Backoff, Clock, ceil_div, parse_size
 
 log = logging.getLogger(__name__)
 
 DEFAULT_PORT = 50051
-LANE_BYTES = 8 << 20
+REQUEST_BYTES = 8 << 20
 """Most bytes that one request moves, unless a single block is larger."""
 MAX_NAMES = 4096
 REQUEST_TIMEOUT_S = 2.0
 JOIN_TIMEOUT_S = 10.0
-FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
 UNREACHABLE = -800
 """Mooncake's codes up to this one are faults of connections, those above are faults of objects."""
 
-LaneName = Literal["up", "down"]
+Direction = Literal["up", "down"]
 
 
 def open_remote(url: str, fingerprint: bytes, block_bytes: Sequence[int]) -> RemoteStore:
@@ -82,15 +81,15 @@ class PoolChannel:
         self.lock = threading.Lock()
         self.memory = memory
         self.start = start
-        self.channel: SocketChannel[PoolReply] | None = None
+        self.connection: SocketChannel[PoolReply] | None = None
 
     def ask(self, request: PoolRequest) -> list[int] | None:
         """Return Mooncake's codes, or None if no answer came in time."""
-        channel = self.channel
-        if channel is None:
+        connection = self.connection
+        if connection is None:
             return None
-        channel.send(request)
-        reply = await_message(channel, REQUEST_TIMEOUT_S)
+        connection.send(request)
+        reply = await_message(connection, REQUEST_TIMEOUT_S)
         return None if reply is None else reply.codes
 
 
@@ -98,12 +97,12 @@ class PoolProcess:
     """One life of the process that has joined, or tries to join, the pool."""
 
     def __init__(
-        self, address: PoolAddress, lanes: Sequence[PoolChannel], memory: int, num_bytes: int, now_s: float
+        self, address: PoolAddress, channels: Sequence[PoolChannel], memory: int, num_bytes: int, now_s: float
     ) -> None:
-        pairs = [SocketChannel.pair(PoolReply) for _ in lanes]
+        pairs = [SocketChannel.pair(PoolReply) for _ in channels]
         start = PoolStart(address, tuple(end.fileno() for _, end in pairs), memory, num_bytes)
         self._child = start_module("pypto_serving.store.mooncake", start, *(end for _, end in pairs), shared=(memory,))
-        self.channels = [channel for channel, _ in pairs]
+        self.connections = [connection for connection, _ in pairs]
         self.joined = False
         self._deadline_s = now_s + JOIN_TIMEOUT_S
 
@@ -128,7 +127,7 @@ class RemoteStore:
 
     Objects are named `pypto/FINGERPRINT/KEY`, and keys differ between groups. The content is a block, then a digest of
     key and block. A request without an answer in 2 s, or that Mooncake could not send, ends the process. A new one is
-    started after a wait that doubles up to a minute. Until it has joined, every call is a miss at once.
+    started with exponential backoff, after a minute at most. Until it has joined, every call is a miss at once.
     """
 
     def __init__(
@@ -138,20 +137,20 @@ class RemoteStore:
         self._prefix = f"pypto/{fingerprint.hex()}/"
         self._strides = [ceil_div(size + DIGEST_BYTES, ALIGNMENT) * ALIGNMENT for size in block_bytes]
         self._clock = clock or time.monotonic
-        lane_bytes = max(LANE_BYTES, *self._strides)
-        self._num_bytes = 2 * lane_bytes
+        channel_bytes = max(REQUEST_BYTES, *self._strides)
+        self._num_bytes = 2 * channel_bytes
         self._memory_fd = os.memfd_create("pypto-pool")
         os.ftruncate(self._memory_fd, self._num_bytes)
         memory = np.frombuffer(mmap.mmap(self._memory_fd, self._num_bytes), dtype=np.uint8)
-        self._lanes: dict[LaneName, PoolChannel] = {
-            "up": PoolChannel(memory[:lane_bytes], 0),
-            "down": PoolChannel(memory[lane_bytes:], lane_bytes),
+        self._channels: dict[Direction, PoolChannel] = {
+            "up": PoolChannel(memory[:channel_bytes], 0),
+            "down": PoolChannel(memory[channel_bytes:], channel_bytes),
         }
         self._state = threading.Lock()
         self._process: PoolProcess | None = None
         self._up: bool | None = None
         self._closed = False
-        self._retry_s, self._wait_s = 0.0, FIRST_RETRY_S
+        self._backoff = Backoff()
         self._is_up()
 
     # The seam.
@@ -166,29 +165,23 @@ class RemoteStore:
         return TierInventory("remote", shared=True)
 
     def store(self, pieces: Sequence[Piece]) -> list[bool]:
-        done: list[bool] = []
-        for part in self._parts(pieces):
-            done += self._store(part)
-        return done
+        return [done for part in self._parts(pieces) for done in self._store(part)]
 
     def load(self, pieces: Sequence[Piece]) -> list[bool]:
-        done: list[bool] = []
-        for part in self._parts(pieces):
-            done += self._load(part)
-        return done
+        return [done for part in self._parts(pieces) for done in self._load(part)]
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         found: list[bool] = []
         for first in range(0, len(keys), MAX_NAMES):
             names = [self._name(key) for key in keys[first : first + MAX_NAMES]]
-            with self._lanes["up"].lock:
+            with self._channels["up"].lock:
                 codes = self._ask("up", PoolRequest("find", names, [], []))
             found += [code == 1 for code in codes]
         return found
 
     def clear(self) -> None:
         """Remove all blocks of this fingerprint, those of other replicas too, if the pool is in reach."""
-        with self._lanes["down"].lock:
+        with self._channels["down"].lock:
             self._ask("down", PoolRequest("clear", [self._prefix], [], []))
 
     def close(self) -> None:
@@ -201,33 +194,33 @@ class RemoteStore:
     # One request each.
 
     def _parts(self, pieces: Sequence[Piece]) -> list[list[Piece]]:
-        """Split pieces into parts that each fit a lane."""
+        """Split pieces into parts that each fit a channel."""
         parts: list[list[Piece]] = []
         room = 0
         for piece in pieces:
             stride = self._strides[piece.group]
             if not parts or stride > room:
                 parts.append([])
-                room = len(self._lanes["up"].memory)
+                room = len(self._channels["up"].memory)
             parts[-1].append(piece)
             room -= stride
         return parts
 
     def _store(self, pieces: Sequence[Piece]) -> list[bool]:
-        lane = self._lanes["down"]
+        channel = self._channels["down"]
         if not self._is_up():
             return [False] * len(pieces)
-        with lane.lock:
-            request, places = self._request("put", lane, pieces)
+        with channel.lock:
+            request, places = self._request("put", channel, pieces)
             for piece, place in zip(pieces, places, strict=True):
                 place[:-DIGEST_BYTES] = piece.memory
                 place[-DIGEST_BYTES:] = np.frombuffer(digest(piece.key, place[:-DIGEST_BYTES]), dtype=np.uint8)
             return [code == 0 for code in self._ask("down", request)]
 
     def _load(self, pieces: Sequence[Piece]) -> list[bool]:
-        lane = self._lanes["up"]
-        with lane.lock:
-            request, places = self._request("get", lane, pieces)
+        channel = self._channels["up"]
+        with channel.lock:
+            request, places = self._request("get", channel, pieces)
             codes = self._ask("up", request)
             return [
                 code == len(place) and self._take(piece, place)
@@ -242,26 +235,26 @@ class RemoteStore:
         return True
 
     def _request(
-        self, kind: Literal["put", "get"], lane: PoolChannel, pieces: Sequence[Piece]
+        self, kind: Literal["put", "get"], channel: PoolChannel, pieces: Sequence[Piece]
     ) -> tuple[PoolRequest, list[BlockBytes]]:
-        """Return a request, and the parts of the lane's memory that hold its objects."""
+        """Return a request, and the parts of the channel's memory that hold its objects."""
         offsets = np.cumsum([0, *(self._strides[piece.group] for piece in pieces)]).tolist()[:-1]
         sizes = [len(piece.memory) + DIGEST_BYTES for piece in pieces]
-        places = [lane.memory[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
+        places = [channel.memory[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
         names = [self._name(piece.key) for piece in pieces]
-        return PoolRequest(kind, names, [lane.start + offset for offset in offsets], sizes), places
+        return PoolRequest(kind, names, [channel.start + offset for offset in offsets], sizes), places
 
     def _name(self, key: bytes) -> str:
         return self._prefix + key.hex()
 
     # The process.
 
-    def _ask(self, lane: LaneName, request: PoolRequest) -> list[int]:
-        """Return the codes of a request, all UNREACHABLE if the pool is. The caller holds the lane's lock."""
+    def _ask(self, channel: Direction, request: PoolRequest) -> list[int]:
+        """Return the codes of a request, all UNREACHABLE if the pool is. The caller holds the channel's lock."""
         codes = None
         if self._is_up():
             process = self._process
-            codes = self._lanes[lane].ask(request)
+            codes = self._channels[channel].ask(request)
             if codes is None:
                 self._lose(process, "it does not answer")
             elif codes and all(code <= UNREACHABLE for code in codes):
@@ -275,7 +268,7 @@ class RemoteStore:
         with self._state:
             now_s = self._clock()
             if self._process is None:
-                if self._closed or now_s < self._retry_s:
+                if self._closed or not self._backoff.is_over(now_s):
                     return False
                 self._start(now_s)
             assert self._process is not None
@@ -285,13 +278,13 @@ class RemoteStore:
             return self._process is not None and self._process.joined
 
     def _start(self, now_s: float) -> None:
-        lanes = list(self._lanes.values())
-        self._process = PoolProcess(self.address, lanes, self._memory_fd, self._num_bytes, now_s)
-        for lane, channel in zip(lanes, self._process.channels, strict=True):
-            lane.channel = channel
+        channels = list(self._channels.values())
+        self._process = PoolProcess(self.address, channels, self._memory_fd, self._num_bytes, now_s)
+        for channel, connection in zip(channels, self._process.connections, strict=True):
+            channel.connection = connection
 
     def _succeed(self) -> None:
-        self._wait_s = FIRST_RETRY_S
+        self._backoff.succeed()
         if not self._up:
             self._up = True
             log.info("remote tier: the pool at %s is in reach", self.address.master)
@@ -306,8 +299,7 @@ class RemoteStore:
         assert self._process is not None
         self._process.end()
         self._process = None
-        self._retry_s = self._clock() + self._wait_s
-        self._wait_s = min(2 * self._wait_s, LAST_RETRY_S)
+        self._backoff.fail(self._clock())
         if self._up is not False:
             self._up = False
             log.warning("remote tier: the pool at %s is out of reach: %s; going without", self.address.master, reason)

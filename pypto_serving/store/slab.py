@@ -10,8 +10,9 @@ import errno
 import fcntl
 import mmap
 import os
-import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -107,7 +108,7 @@ class Slab:
         """Return the bytes to grow by for `slot` to have room: one step, or less if `most_bytes` or the disk is short.
 
         It is never less than the slot needs. A step takes a small part of what the disk has left, so that the slabs of
-        all groups share its end.
+        all groups can use the rest.
         """
         segment, position = divmod(slot, self._per_segment)
         disk = os.statvfs(self._folder)
@@ -185,30 +186,19 @@ class _Buffers:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._free: list[BlockBytes] = []
-        self._lock = threading.Lock()
+        self._free: deque[BlockBytes] = deque()
 
-    def borrow(self) -> _Borrowed:
-        with self._lock:
-            buffer = self._free.pop() if self._free else None
-        return _Borrowed(self, np.frombuffer(mmap.mmap(-1, self._size), np.uint8) if buffer is None else buffer)
-
-    def give_back(self, buffer: BlockBytes) -> None:
-        with self._lock:
+    @contextmanager
+    def borrow(self) -> Iterator[BlockBytes]:
+        """Lend a buffer for the duration of a `with`. Any thread may call this."""
+        try:
+            buffer = self._free.pop()
+        except IndexError:
+            buffer = np.frombuffer(mmap.mmap(-1, self._size), np.uint8)
+        try:
+            yield buffer
+        finally:
             self._free.append(buffer)
-
-
-class _Borrowed:
-    """Lend a buffer for the duration of a `with`."""
-
-    def __init__(self, buffers: _Buffers, buffer: BlockBytes) -> None:
-        self._buffers, self._buffer = buffers, buffer
-
-    def __enter__(self) -> BlockBytes:
-        return self._buffer
-
-    def __exit__(self, *_: object) -> None:
-        self._buffers.give_back(self._buffer)
 
 
 def _transfer(call: Callable[[int, list[memoryview], int], int], file: int, data: memoryview, offset: int) -> None:

@@ -13,10 +13,9 @@ import pytest
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.store.base import Piece
-from pypto_serving.store.disk import DiskStore, open_disk
+from pypto_serving.store.disk import DiskStore, file_system, is_shared, open_disk
 from pypto_serving.store.files import FileStore
 from pypto_serving.store.folder import IN_USE
-from pypto_serving.store.mounts import file_system, is_shared
 from tests.clock import VirtualClock
 from tests.store.blocks import (
     BLOCK_BYTES,

@@ -16,7 +16,6 @@ from pypto_serving.store.checksum import digest
 from pypto_serving.store.mooncake import PoolAddress
 from pypto_serving.store.remote import (
     JOIN_TIMEOUT_S,
-    LAST_RETRY_S,
     RemoteStore,
     own_address,
     parse_address,
@@ -110,8 +109,8 @@ class TestPool:
     def test_objects_that_are_not_what_was_stored_are_misses(self, open_store: OpenStore) -> None:
         store = open_store()
         good, bad, short = pieces(3, 5)
-        lane = store._lanes["down"]
-        request, (place,) = store._request("put", lane, [bad])
+        channel = store._channels["down"]
+        request, (place,) = store._request("put", channel, [bad])
         place[:-16] = good.memory
         place[-16:] = np.frombuffer(digest(good.key, good.memory), dtype=np.uint8)
         assert store._ask("down", request) == [0]
@@ -186,12 +185,12 @@ class TestFaults:
             assert store.find([stored[0].key]) == [False], "it tries to join again, and waits for nobody"
             clock.advance(JOIN_TIMEOUT_S + 1.0)
             assert store.find([stored[0].key]) == [False]
-            assert store._process is None and store._wait_s == 4.0
+            assert store._process is None and store._backoff.next_wait_s == 4.0
             pool.start()
-            clock.advance(LAST_RETRY_S)
+            clock.advance(60.0)
             usable(store)
             assert all(store.store(stored)) and all(store.load(blank(stored)))
-            assert store._wait_s == 1.0
+            assert store._backoff.next_wait_s == 1.0
         assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"], "once per change"
         store.close()
         assert store.load(blank(stored)) == [False] * 4
