@@ -238,7 +238,7 @@ class Descendants:
         return bool(poller.poll(0))
 
     def kill(self, group: int) -> None:
-        """Kill those that are left; all of them are in the process group `group`, so that it is still theirs."""
+        """Kill the remaining ones, which are in the process group `group`."""
         if not self.ended():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
@@ -316,7 +316,7 @@ def terminal_signals_held() -> Iterator[None]:
 
 
 def ignore_terminal_signals() -> None:
-    """Ignore terminal signals, and forget those that wait. A process group in the background may write, too."""
+    """Ignore terminal signals, pending ones too, and let a process group in the background write."""
     for number in (*TERMINAL_SIGNALS, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, TERMINAL_SIGNALS)

@@ -144,7 +144,7 @@ def cut(text: str, limit: int) -> str:
 
 
 def parse_json(text: str | bytes | bytearray) -> Any:
-    """Parse JSON of any origin; raise ValueError, also for what is nested too deeply."""
+    """Parse JSON of any origin; raise ValueError, also for too deep nesting."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -152,7 +152,7 @@ def parse_json(text: str | bytes | bytearray) -> Any:
 
 
 def decode_json(data: str | bytes | bytearray, kind: type[T]) -> T:
-    """Parse JSON of any origin as a value of type `kind`; raise ValueError, also for what is nested too deeply."""
+    """Parse JSON of any origin as a value of type `kind`; raise ValueError, also for too deep nesting."""
     try:
         return msgspec.json.decode(data, type=kind)
     except RecursionError:

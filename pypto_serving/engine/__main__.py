@@ -19,7 +19,7 @@ FLUSH_S = 3.0
 
 
 def run(parent: Parent[CoreStart]) -> None:
-    """Run turns until told to stop, and sleep while nothing happens. Then finish stores, for at most FLUSH_S."""
+    """Run turns until ShutdownCore, and sleep while nothing happens. Then finish stores, for at most FLUSH_S."""
     start = parent.start
     configure_logs(start.config.process_name("core"), start.config.log_level, start.config.log_format)
     channel: SocketChannel[ToCore] = SocketChannel(socket.socket(fileno=start.channel), ToCore)

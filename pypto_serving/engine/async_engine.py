@@ -41,17 +41,17 @@ from pypto_serving.util import counted
 log = logging.getLogger(__name__)
 
 START_PATIENCE_S = 30.0
-"""Time that a core may take to import its modules, beyond that of silence."""
+"""Extra silence that is allowed while a core imports its modules."""
 STOP_PATIENCE_S = 8.0
 WORKER_PATIENCE_S = 60.0
 MAX_CORE_RESPAWNS = 3
 
 
 class AsyncEngine:
-    """Owns the engine core process and the streams of all requests in it. Lives in one event loop.
+    """Owns the engine core process and the streams of its requests. Lives in one event loop. Implements EngineClient.
 
-    When a core dies, its requests end with a 503. Another core starts once the old one's worker has ended too, which
-    holds memory, and the lock of the disk tier's folder. See `RespawnLimit` for how often; totals go on.
+    When a core dies, its requests end with a 503. Another core starts after the old worker has ended, which holds
+    memory and the lock of the disk tier's folder. `RespawnLimit` bounds how often; totals continue.
 
     It calls `on_milestone` with the first and the last output of each request, `on_worker_lost` when a worker died and
     its requests go on, and `on_lost` when all requests end with a core.
@@ -87,7 +87,7 @@ class AsyncEngine:
     # Life of the core.
 
     async def start(self) -> None:
-        """Start the core, which starts its worker. Do not wait for either."""
+        """Start the core, which starts its worker, without waiting for either."""
         self._spawn()
 
     def _spawn(self) -> None:
@@ -135,7 +135,7 @@ class AsyncEngine:
             self._descendants = None
 
     async def _close(self, patience_s: float) -> None:
-        """End the core and close its channel. From here on no request is admitted, since it would reach no core."""
+        """End the core and close its channel. Later requests are refused until another core starts."""
         loop = asyncio.get_running_loop()
         child, self._child = self._child, None
         channel, self._channel = self._channel, None
@@ -162,7 +162,7 @@ class AsyncEngine:
     async def _watch(self, child: Child) -> None:
         """Kill a core that has sent nothing for `silent_s`; its death is then handled like any other.
 
-        A late tick means that this process was held up itself. Then the silence proves nothing.
+        After a late tick, this process was held up itself, so the silence proves nothing.
         """
         heartbeat_s, silent_s = self.config.faults.heartbeat_s, self.config.faults.silent_s
         while True:
@@ -278,13 +278,12 @@ class AsyncEngine:
     # Requests.
 
     def submit(self, requests: Sequence[EngineRequest]) -> OutputStream:
-        """Admit all of `requests` or none. Raises QueueFullError or UnavailableError."""
         stream = OutputStream([request.request_id for request in requests], self.abort)
         self.submit_to(stream, requests)
         return stream
 
     def submit_to(self, stream: OutputStream, requests: Sequence[EngineRequest]) -> None:
-        """Do what `submit` does, with outputs in a stream of the caller."""
+        """Submit requests whose outputs go to the caller's stream; see `submit`."""
         self.require_admission(len(requests), num_prompt_tokens(requests))
         for message in AddRequests.pack(requests):
             self._send(message)
@@ -292,7 +291,6 @@ class AsyncEngine:
         self._streams |= dict.fromkeys([request.request_id for request in requests], stream)
 
     def require_admission(self, count: int, num_tokens: int = 0) -> None:
-        """Raise what `submit` would raise for `count` requests whose prompts have so many tokens."""
         if self._dead is not None or self._stopping:
             raise UnavailableError(str(self._dead or "the server is shutting down"))
         if self._channel is None:
@@ -322,7 +320,6 @@ class AsyncEngine:
         return max(1, min(60, round(waiting / rate)))
 
     def give_up_all(self) -> None:
-        """End every unfinished request with a 503; see `EngineClient`."""
         self._fail_all(RequestFault(503, "unavailable", "the server is shutting down"))
 
     def abort(self, request_ids: Sequence[str]) -> None:

@@ -54,10 +54,7 @@ class EngineClient(Protocol):
         """The engine of each replica."""
 
     def require_admission(self, count: int, num_tokens: int = 0) -> None:
-        """Raise what `submit` would raise for `count` requests whose prompts have so many tokens.
-
-        That is QueueFullError or UnavailableError.
-        """
+        """Raise QueueFullError or UnavailableError unless `count` requests with `num_tokens` of prompts fit."""
 
     def submit(self, requests: Sequence[EngineRequest]) -> OutputStream:
         """Admit all of `requests` or none. Raises QueueFullError or UnavailableError.

@@ -1,4 +1,4 @@
-"""History: the last minutes of the engines behind a server, for its dashboard."""
+"""History: the last minutes of a server's engines, for its dashboard."""
 
 from __future__ import annotations
 

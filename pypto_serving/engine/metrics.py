@@ -228,7 +228,7 @@ class ServerMetrics(Collector):
         yield from self._of_server()
 
     def _of_server(self) -> Iterator[Metric]:
-        """Yield what is counted in the API process, for all engines together."""
+        """Yield counters and histograms of the API process, for all engines together."""
         rejections, finished = self._rejections, self._finished
         statuses = {str(status): count for status, count in sorted(self._responses.items())}
         for name, help_text, label, values in (
@@ -285,11 +285,11 @@ class ServerMetrics(Collector):
         for name, (help_text, value_of) in _DRAFT_COUNTERS.items():
             yield self._counter(name, help_text, map(value_of, stats))
         name, count = "vllm:spec_decode_num_accepted_tokens", self._engine.config.num_drafts
-        help_text = "Drafts that were accepted, also behind the end of the request."
+        help_text = "Drafts that were accepted, also after the end of the request."
         yield self._counter(name, help_text, [sum(each.accepted_at) for each in stats])
         padded = [(*each.accepted_at, *[0] * count)[:count] for each in stats]
         by_position = [{str(i): accepted for i, accepted in enumerate(each)} for each in padded]
-        help_text = "Drafts that were accepted, by position, also behind the end of the request."
+        help_text = "Drafts that were accepted, by position, also after the end of the request."
         yield self._counter(f"{name}_per_pos", help_text, by_position, "position")
 
     def _tiers(self, tiers: Sequence[Sequence[TierStats]]) -> Iterator[Metric]:

@@ -13,23 +13,23 @@ from pypto_serving.types.tokens import ID_BYTES
 class QueuedTokens:
     """Counts the prompt tokens of requests without a first token. Owned by AsyncEngine.
 
-    A prompt that several requests of one submission continue counts once, until the first of them has a token. A prompt
-    fits if nothing else waits, however long it is.
+    A prompt shared by several requests of a submission counts once, until the first of them has a token. A prompt fits
+    if nothing else waits, however long it is.
     """
 
-    def __init__(self, most: int) -> None:
-        """Allow at most so many tokens; 0 is no limit, and then none are counted."""
-        self._most = most
+    def __init__(self, max_tokens: int) -> None:
+        """Allow at most `max_tokens`; 0 turns the limit and the counting off."""
+        self._max_tokens = max_tokens
         self._tokens: dict[str, int] = {}
         self.num_tokens = 0
 
     def fits(self, num_tokens: int) -> bool:
-        """Return whether so many more tokens may wait."""
-        return not self._most or not self.num_tokens or self.num_tokens + num_tokens <= self._most
+        """Return whether `num_tokens` more may wait."""
+        return not self._max_tokens or not self.num_tokens or self.num_tokens + num_tokens <= self._max_tokens
 
     def enter(self, requests: Sequence[EngineRequest]) -> None:
         """Count the prompts of one submission."""
-        if not self._most:
+        if not self._max_tokens:
             return
         for ids, run in groupby(requests, attrgetter("token_ids")):
             self._tokens[next(run).request_id] = len(ids) // ID_BYTES

@@ -1,4 +1,4 @@
-"""Replicas: several engines behind one server. Each request goes to the one that `Router` chooses."""
+"""Replicas: several engines of one server. `Router` chooses the engine of each request."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def make_engine(configs: Sequence[EngineConfig], on_progress: OnProgress | None 
 class Replicas:
     """Owns the engines of data-parallel replicas, and the router. Lives in one event loop. Implements EngineClient.
 
-    A replica that makes no progress, such as one that loads or gave up, is passed over while another one makes some.
-    The server ends when all gave up.
+    Replicas without progress, such as one that loads, get no requests while another makes progress. The server ends
+    when all gave up.
     """
 
     def __init__(self, configs: Sequence[EngineConfig], on_progress: OnProgress | None = None) -> None:
@@ -192,7 +192,7 @@ class Replicas:
             engine.on_stats = on_stats
 
     def health(self) -> Health:
-        """Return the best health of a replica, and name those that make no progress."""
+        """Return the best health of a replica, and name the replicas without progress."""
         found = [engine.health() for engine in self.engines]
         best = max(found, key=lambda health: health.ok)
         ill = [f"replica {index} is {health.status}" for index, health in enumerate(found) if not health.ok]

@@ -26,7 +26,7 @@ shortest waits; 1 gives 0.69 to 0.88.
 
 
 class KnownPrefixes:
-    """Owns the links that one replica is believed to hold, those of the last requests that fit its KV memory.
+    """Owns the links that one replica probably holds: of the last requests, as many as fit its KV memory.
 
     Asking the cores would be exact, and cost a message each way before a request is admitted. A wrong belief costs one
     computed prefix.
@@ -81,8 +81,8 @@ class Router:
         + tokens of prompts that wait there
         + requests that decode there x mean output / 2 x speed of prefill / speed of decoding
 
-    Speeds are those that the replicas measure, in tokens per second; both count alike until they are. A tie goes to the
-    replica that was given the fewest tokens to compute.
+    Replicas measure both speeds, in tokens per second; until then their ratio is 1. A tie goes to the replica that was
+    given the fewest tokens to compute.
     """
 
     def __init__(self, config: EngineConfig, num_replicas: int) -> None:

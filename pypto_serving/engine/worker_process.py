@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 HELD_UP_HEARTBEATS = 3
 STOP_PATIENCE_S = 1.0
 RANK_PATIENCE_S = 60.0
-"""Longest wait for the ranks of a worker that has ended."""
+"""Max wait for the ranks of a worker that has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class WorkerProcess:
         log.info("worker %d started, pid %d", self.epoch, self._child.pid)
 
     def _ranks_ended(self) -> bool:
-        """Return True once the ranks of the last worker have ended: until then they have its memory."""
+        """Return True after the ranks of the last worker have ended, and freed its memory."""
         if self._descendants is not None:
             if not self._descendants.ended() and self._now_s < self._restart_s + RANK_PATIENCE_S:
                 return False

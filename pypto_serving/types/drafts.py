@@ -8,7 +8,7 @@ import msgspec
 
 DEFAULT_DRAFTS = 4
 MAX_DRAFTS = 16
-"""Most drafts of a row in one step, on a CPU."""
+"""Max drafts of a row in one step, on a CPU."""
 SHORTEST_MATCH, LONGEST_MATCH = 2, 64
 NGRAM_TOKEN_BYTES = 16
 """Memory of the index, for each token of a row."""

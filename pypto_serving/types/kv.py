@@ -17,7 +17,7 @@ CHECKPOINT_TOKENS = 2048
 """Tails of windows and states are kept at multiples of this, and at the ends of prompts and turns."""
 
 RUN_TOKENS = 16
-"""While a sequence decodes, windows and states take and give back blocks of so many tokens at once, if not of more."""
+"""Min tokens of the blocks that windows and states take and give back at once while a sequence decodes."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1, "int32": 4, "uint64": 8}
 

@@ -234,7 +234,7 @@ def _whole(name: str, value: object) -> int:
 
 
 def _is_truth(value: object) -> bool:
-    """Return whether `value` is a bool, or numpy's, told by name: the command line starts without numpy."""
+    """Return whether `value` is a bool, or numpy's, found by name: the command line starts without numpy."""
     kind = type(value)
     return kind is bool or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"))
 

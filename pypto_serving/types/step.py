@@ -69,7 +69,7 @@ class RowLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RowPromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probabilities of the next prompt tokens of `row`; it begins after those that were delivered before."""
+    """Log-probabilities of the next prompt tokens of `row`, after the ones delivered before."""
 
     row: int
     logprobs: PromptLogprobs
@@ -186,29 +186,29 @@ class BackendLimits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def max_prompt_logprobs(self) -> int:
-        """Most prompt tokens of a step whose log-probabilities are returned."""
+        """Max prompt tokens of a step whose log-probabilities are returned."""
         if self.traits.samples_on_device or not self.traits.prompt_logprobs:
             return 0
         return max(self.traits.chunk_tokens, min(MAX_PROMPT_LOGPROBS, self.max_num_batched_tokens))
 
     @property
     def max_logits(self) -> int:
-        """Most tokens of a step whose logits are computed: those that sample, with their drafts, and prompt tokens."""
+        """Max tokens of a step whose logits are computed: those that sample, with their drafts, and prompt tokens."""
         return self.max_num_seqs + self.max_step_drafts + self.max_prompt_logprobs
 
     @property
     def max_step_drafts(self) -> int:
-        """Most drafts of a step."""
+        """Max drafts of a step."""
         return min(self.max_num_seqs * self.traits.max_drafts, MAX_STEP_DRAFTS)
 
     @property
     def held_steps(self) -> int:
-        """Most steps that the program holds at once: one in each stage if the host samples, which needs logits."""
+        """Max steps that the program holds at once: one in each stage if the host samples, which needs logits."""
         return self.depth if self.traits.samples_on_device else min(self.depth, self.traits.stages)
 
     @property
     def held_dispatches(self) -> int:
-        """Most dispatches that the program holds at once. Each has buffers of its own."""
+        """Max dispatches that the program holds at once. Each has buffers of its own."""
         return self.held_steps * (1 if self.traits.mixed_steps else 2)
 
 

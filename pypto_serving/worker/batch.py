@@ -212,7 +212,7 @@ class RowBatch:
     ) -> Int32Array | None:
         """Return how many drafts each row gets, at most `most`; None if no row has any.
 
-        Only rows that sample have drafts. Those of the host are written behind their known tokens.
+        Only rows that sample have drafts. The host writes its drafts after their known tokens.
         """
         if self._samples_on_device:
             return most
@@ -237,7 +237,7 @@ class RowBatch:
         """Append the sampled tokens of a collected dispatch: `counts` tokens per sampling row, None for one each.
 
         Drafts beyond those `accepted` were rejected, so their positions are computed again; so is the last token of a
-        row with count 0. Tokens behind the next one are forced: they are computed later.
+        row with count 0. Tokens after the next one are forced: they are computed later.
         """
         rows = dispatch.rows
         if counts is None and dispatch.lives is None:

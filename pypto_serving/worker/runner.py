@@ -201,7 +201,7 @@ class Runner:
         return chosen
 
     def _choose_here(self, dispatch: Dispatch, logits: Float32Array, told: Told | None) -> DispatchResult:
-        """Sample on the host; score the prompt tokens whose logits come behind those of the rows that sample."""
+        """Sample on the host. Compute prompt log-probabilities from the logits after the sampling rows."""
         samplers, limits = self.batch.samplers, {} if told is None else told.limits
         if not dispatch.prompt_spans:
             return sample_and_verify(dispatch, logits, samplers, self._sampler, limits)

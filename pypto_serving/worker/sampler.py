@@ -139,7 +139,7 @@ class RowSamplers:
         for j, (i, count) in enumerate(zip(asking.tolist(), counts.tolist(), strict=True)):
             ids, values = found.best_ids[j, :count], found.best_values[j, :count]
             if (named := self._named.get(int(rows[i]))) is not None:
-                # All log-probabilities of a position are its logits less one value, which the chosen token tells.
+                # All log-probabilities of a position are its logits less one value, known from the chosen token.
                 ids, values = named, found.values[j] + (logits[i, named] - logits[i, tokens[i]])
             made[i] = pack_logprobs(found.values[j], found.ranks[j], ids, values)
         return made

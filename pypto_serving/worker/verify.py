@@ -51,7 +51,7 @@ def sample_and_verify(
 ) -> DispatchResult:
     """Sample on the host: one token for each row of `logits` [s, vocab]. Keep tokens up to the first wrong draft.
 
-    Row i keeps at most one more than `limits[i]`, if it is there: those behind were sampled without their mask.
+    Row i keeps at most 1 + `limits[i]` tokens, if it is there: later ones were sampled without their mask.
     """
     rows, positions, drafts = dispatch.rows, dispatch.positions, dispatch.num_drafts
     if not len(rows):
@@ -73,7 +73,7 @@ def sample_and_verify(
 
 
 def _following_drafts(dispatch: Dispatch, num_logits: int) -> Int32Array:
-    """Return the draft behind each token that has logits to sample from; behind a row's last token, any value."""
+    """Return the draft after each token with logits to sample from; any value after a row's last token."""
     ids, at = dispatch.inputs.token_ids, dispatch.inputs.logits_rows[:num_logits] + 1
     return ids[np.minimum(at, len(ids) - 1)]
 

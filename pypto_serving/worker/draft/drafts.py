@@ -32,7 +32,7 @@ class RowDrafts:
         num_tokens: int,
         expected: Mapping[int, Sequence[int]],
     ) -> Int32Array | None:
-        """Write drafts behind the `known` [n] tokens of `rows` [n], and return how many; None if no row has any.
+        """Write drafts after the `known` [n] tokens of `rows` [n], and return how many; None if no row has any.
 
         A row has at most `most` [n]. `num_tokens` other tokens are in the step. Of rows in `expected`, by index, the
         next tokens are known, so the drafter is not asked for them.

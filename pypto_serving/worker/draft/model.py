@@ -15,20 +15,20 @@ from pypto_serving.types.sampler import Sampler
 from pypto_serving.worker.draft.pacing import StepCost, paying_passes
 
 LayOut = Callable[[Int32Array, Int32Array], StepInputs]
-"""Lays out the token of each of `rows` [n] at `positions` [n], behind all that are computed."""
+"""Lays out the token of each of `rows` [n] at `positions` [n], after all computed ones."""
 Draws = Callable[[Int32Array, Int32Array], NDArray[np.void]]
 """Returns how `rows` [n] choose the tokens at `positions` [n]: the DRAWs of the step that verifies them."""
 
 PROBE_EVERY = 32
-"""Where drafts do not pay, one is made all the same every so many times, to notice when they do."""
+"""Rounds after which one draft is made although drafts do not pay, to notice when they do."""
 KEPT = 0.9
-"""Weight of what became of a row's drafts when the next ones are judged."""
+"""Exponential decay of a row's record at each new judgement."""
 PRIOR = 2.0
-"""Drafts that those of all rows count for in the odds of one row."""
+"""Weight, in drafts, of the record of all rows in the odds of one row."""
 
 
 class Odds:
-    """Owns how probable it is that a draft is right if those before it are, by row: rated, and weighted with age.
+    """Owns the probability that a draft is right if all before it are, by row, with exponential decay.
 
     A row begins with the odds of all rows.
     """
@@ -39,7 +39,7 @@ class Odds:
         self._all_right = self._all_tried = 1.0
 
     def start_row(self, row: int) -> None:
-        """Forget what is known of `row`."""
+        """Forget the record of `row`."""
         self._right[row] = self._tried[row] = 0.0
 
     def estimate(self, rows: Int32Array) -> Float32Array:
@@ -127,7 +127,7 @@ class ModelDrafter:
         return np.minimum(most, 1)
 
     def _run_pass(self, tokens: Int32Array, rows: Int32Array, ends: Int32Array, done: int) -> None:
-        """Write the draft behind the first `ends` [n] tokens of `rows` [n], the `done`-th of each."""
+        """Write the draft after the first `ends` [n] tokens of `rows` [n], the `done`-th of each."""
         started_s = self._clock()
         logits = self._draft(self._lay_out(rows, ends - 1))[: len(rows)]
         found = self._sampler.choose(logits, self._draws(rows, ends))

@@ -7,7 +7,7 @@ import numpy as np
 from pypto_serving.types.arrays import Float32Array, Int32Array
 
 KEPT = 0.95
-"""Weight of a measured step when the next one is measured."""
+"""Exponential decay of measured steps, at each new one."""
 PRIOR_SLOPE = 0.1
 """What a token adds to the time of a step without tokens, as a share of it, before it is measured."""
 PRIOR_SPREAD = 0.25
