@@ -29,7 +29,7 @@ from roofline_steps import Steps, batches
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.kernels import Engine
-from pypto_serving.kernels.roofline import Memory
+from pypto_serving.kernels.roofline import BandwidthMemory
 from pypto_serving.setup.host import read_host_facts
 from pypto_serving.types.config import Head
 
@@ -50,8 +50,8 @@ def main(
 ) -> None:
     """Measure the machine, its kernels and whole steps, and print the tables."""
     threads = threads or read_host_facts().num_cpus
-    engine, single, memory, ceilings = Engine(kernels, threads), Engine(kernels, 1), Memory(), Ceilings()
-    bench = Bench(engine, QUICK_CASE_S if quick else CASE_S, Memory(ROUND_BYTES))
+    engine, single, memory, ceilings = Engine(kernels, threads), Engine(kernels, 1), BandwidthMemory(), Ceilings()
+    bench = Bench(engine, QUICK_CASE_S if quick else CASE_S, BandwidthMemory(ROUND_BYTES))
     alone: list[Result] = []
     for group in (*groups(quick), *roofline_quantized.groups(quick)):
         if only in group.name:

@@ -17,7 +17,7 @@ from roofline_work import BLOCK, Batch, Work
 from pypto_serving.backend.base import StepInputs
 from pypto_serving.kernels import INT8, Engine, Int8Strips, KVCacheLayer, Matrix, Recording, Scoring, Strips, zeros
 from pypto_serving.kernels.constants import PANEL
-from pypto_serving.kernels.roofline import Memory, peak
+from pypto_serving.kernels.roofline import BandwidthMemory, peak
 from pypto_serving.model.formats.eight_bits import Int8
 
 Array = NDArray[Any]
@@ -91,7 +91,7 @@ class Group:
 class Bench:
     """Measures recordings of `engine` for about `budget_s` each, in turns with the machine's limits."""
 
-    def __init__(self, engine: Engine, budget_s: float, memory: Memory) -> None:
+    def __init__(self, engine: Engine, budget_s: float, memory: BandwidthMemory) -> None:
         self.engine, self.budget_s, self._memory = engine, budget_s, memory
         self.rng = np.random.default_rng(0)
         self._pool = self.rng.standard_normal(_POOL, np.float32)

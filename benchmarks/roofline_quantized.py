@@ -11,7 +11,7 @@ import roofline_work as work
 from roofline_kernels import LEAST_CALLS, ROTATED_BYTES, Bench, Group, Result, fill
 from roofline_work import Batch
 
-from pypto_serving.kernels import Form, GroupStrips, Matrix, Strips, pack_quantized, packed_form, zeros
+from pypto_serving.kernels import GroupStrips, Matrix, PackedForm, Strips, pack_quantized, packed_form, zeros
 from pypto_serving.types.weights import CodesForm, Fp8Form, Layout, StoredCodes, StoredFp8, StoredQuantized, Table
 
 N = K = 4096
@@ -61,7 +61,7 @@ def matrices(bench: Bench, form: CodesForm | Fp8Form) -> list[Matrix]:
     return [first, *others]
 
 
-def strips(bench: Bench, rows: int, form: Form, int8: bool) -> Strips:
+def strips(bench: Bench, rows: int, form: PackedForm, int8: bool) -> Strips:
     """Random activations."""
     x = bench.normal(rows * K).view(np.uint32)
     if not int8:

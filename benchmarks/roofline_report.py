@@ -9,7 +9,7 @@ from roofline_kernels import Result
 from roofline_steps import REST, STEP
 
 from pypto_serving.kernels import Engine
-from pypto_serving.kernels.roofline import Memory, peak
+from pypto_serving.kernels.roofline import BandwidthMemory, peak
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Ceilings:
     int8_peaks: list[float] = field(default_factory=list)
     single_peaks: list[float] = field(default_factory=list)
 
-    def measure(self, memory: Memory, engine: Engine, single: Engine) -> None:
+    def measure(self, memory: BandwidthMemory, engine: Engine, single: Engine) -> None:
         """Add one measurement of each."""
         self.bandwidths.append(memory.bandwidth(engine))
         self.peaks.append(peak(engine))

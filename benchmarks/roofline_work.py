@@ -16,7 +16,7 @@ import numpy as np
 from pypto_serving.backend.base import StepInputs
 from pypto_serving.model.formats.eight_bits import Fp8, Int8
 from pypto_serving.model.formats.schemes import PLAIN, Plain
-from pypto_serving.model.qwen3.config import Experts, Qwen3Config
+from pypto_serving.model.qwen3.config import Qwen3Config, Qwen3Experts
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.types.config import Head
 from pypto_serving.util import ceil_div
@@ -245,7 +245,7 @@ def operations(model: Qwen3Config, batch: Batch, head: Head = "auto") -> Iterato
     yield Operation("lm_head", "linear", matrices.linear([model.head], rows))
 
 
-def _experts(experts: Experts, tokens: int, width: int, prefix: str, matrices: Matrices) -> Iterator[Operation]:
+def _experts(experts: Qwen3Experts, tokens: int, width: int, prefix: str, matrices: Matrices) -> Iterator[Operation]:
     per_token, entries = experts.per_token, tokens * experts.per_token
     active, router = expected_active(experts.count, per_token, tokens), f"{prefix}gate"
     gate, up, down = (f"{prefix}experts.0.{name}_proj" for name in ("gate", "up", "down"))

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from pypto_serving.kernels import Engine
-from pypto_serving.kernels.roofline import Memory
+from pypto_serving.kernels.roofline import BandwidthMemory
 from pypto_serving.worker.loop import PREFAULT_TOKENS
 
 PROGRAM = [sys.executable, "-m", "pypto_serving"]
@@ -150,7 +150,7 @@ class BandwidthReader:
     """Measures the read bandwidth that the machine has at the moment."""
 
     def __init__(self) -> None:
-        self._engine, self._memory = Engine("", CPUS), Memory(READ_BYTES)
+        self._engine, self._memory = Engine("", CPUS), BandwidthMemory(READ_BYTES)
 
     def bytes_per_s(self) -> float:
         """Measure the bandwidth."""

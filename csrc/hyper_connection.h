@@ -8,8 +8,8 @@ namespace ISA {
 
 constexpr int kLinearOutputs = 4, kLinearRows = 4;  // computed at once
 
-ALWAYS_INLINE int64_t token_of(const Step& step, Rows rows, int64_t row) {
-  return rows == Rows::kLogits ? step.logits_rows[row] : row;
+ALWAYS_INLINE int64_t token_of(const Step& step, StepRows rows, int64_t row) {
+  return rows == StepRows::kLogits ? step.logits_rows[row] : row;
 }
 
 // out[m * stride + i] = x[m] . weight[i] for kLinearOutputs rows of weights. Each sum runs over k in order, in 16

@@ -3,7 +3,7 @@
 
 #include "adjust.h"
 #include "attention.h"
-#include "experts.h"
+#include "moe.h"
 #include "indexer.h"
 #include "mla.h"
 #include "mla_attention.h"

@@ -21,11 +21,11 @@ constexpr int kMaxDim = 256;
 constexpr int kHyperConnectionStreams = 4;
 
 // Rows that an operation works on: all tokens, those that need logits, or the residual streams of all tokens.
-ENUM(Rows, kTokens, kLogits, kStreams)
+ENUM(StepRows, kTokens, kLogits, kStreams)
 
-ALWAYS_INLINE int64_t count(const Step& step, Rows rows) {
-  if (rows == Rows::kLogits) return step.logits;
-  return int64_t{step.tokens} * (rows == Rows::kStreams ? kHyperConnectionStreams : 1);
+ALWAYS_INLINE int64_t count(const Step& step, StepRows rows) {
+  if (rows == StepRows::kLogits) return step.logits;
+  return int64_t{step.tokens} * (rows == StepRows::kStreams ? kHyperConnectionStreams : 1);
 }
 
 struct Routing;
@@ -58,7 +58,7 @@ struct RmsNorm {
   const float* weight;
   int64_t width;
   float eps;
-  Rows rows;
+  StepRows rows;
   Activations form;
   Pair* out;
   float* scales;  // [rows] of int8
@@ -97,7 +97,7 @@ struct Linear {
   const float* gates;              // [rows, n]
   int64_t n, k, group;
   float limit;  // of kSwiglu and gates: gate is clamped to at most limit, up to [-limit, limit]
-  Rows rows;
+  StepRows rows;
   Epilogue epilogue;
   int64_t stride;  // words of a row of `out`
   int64_t first;   // numbers of a row of strips before the first output
@@ -209,7 +209,7 @@ struct RmsNormLinear {
   int64_t width;
   int32_t outputs;  // a multiple of 4
   float eps;
-  Rows rows;
+  StepRows rows;
   int64_t stride;  // floats from one row of `out` to the next
   float* out;
   FIELDS(x, weight, width, outputs, eps, rows, stride, out)
@@ -222,7 +222,7 @@ struct HyperConnectionPre {
   int64_t width;  // of one stream
   float eps;
   int32_t iterations;  // of Sinkhorn, which makes comb doubly stochastic
-  Rows rows;
+  StepRows rows;
   float* post_comb;  // [rows, n + n * n]: post, and comb from stream j to k
   float* out;        // [tokens, width]
   FIELDS(x, mixes, scale, base, width, eps, iterations, rows, NULLABLE post_comb, out)

@@ -5,21 +5,21 @@
 
 namespace ISA {
 
-template <Stored kStored>
+template <ElementType kElement>
 INLINE bf16 stored_bf16(const void* source, int64_t i) {
-  if (kStored == Stored::kBf16) return static_cast<const bf16*>(source)[i];
-  if (kStored == Stored::kF32) return narrow(static_cast<const float*>(source)[i]);
+  if (kElement == ElementType::kBf16) return static_cast<const bf16*>(source)[i];
+  if (kElement == ElementType::kF32) return narrow(static_cast<const float*>(source)[i]);
   return narrow(half_to_float(static_cast<const uint16_t*>(source)[i]));
 }
 
-template <Stored kStored>
+template <ElementType kElement>
 static void pack_rows(Pair* out, const void* source, int64_t n, int64_t k, int64_t first) {
   for (int64_t p = 0; p < k / 2; p++) {
     for (int64_t lane = 0; lane < kLanes; lane++) {
       const int64_t i = (first + lane) * k + 2 * p;
       const bool exists = first + lane < n;
-      const bf16 low = exists ? stored_bf16<kStored>(source, i) : 0;
-      const bf16 high = exists ? stored_bf16<kStored>(source, i + 1) : 0;
+      const bf16 low = exists ? stored_bf16<kElement>(source, i) : 0;
+      const bf16 high = exists ? stored_bf16<kElement>(source, i + 1) : 0;
       out[p * kPanel + lane] = low | static_cast<Pair>(high) << 16;
     }
   }
@@ -38,25 +38,25 @@ static void pack_bytes(Pair* out, int32_t* compensation, const int8_t* source, i
   }
 }
 
-// Rows [16 * group, 16 * group + 16) of a stored matrix into half a panel; rows behind n become zeros.
+// Rows [16 * group, 16 * group + 16) of a stored matrix into half a panel; rows after n become zeros.
 static void pack_group(const Pack& op, int64_t group) {
   const int64_t n = op.n, k = op.k, first = group * kLanes;
   const int64_t output = op.half ? group * kPanel + op.offset : op.offset + first;
-  const int64_t words = k / (op.stored == Stored::kI8 ? 4 : 2);
+  const int64_t words = k / (op.stored == ElementType::kI8 ? 4 : 2);
   Pair* out = op.out + output / kPanel * words * kPanel + output % kPanel;
   switch (op.stored) {
-    case Stored::kBf16: return pack_rows<Stored::kBf16>(out, op.source, n, k, first);
-    case Stored::kF32: return pack_rows<Stored::kF32>(out, op.source, n, k, first);
-    case Stored::kF16: return pack_rows<Stored::kF16>(out, op.source, n, k, first);
-    case Stored::kI8: break;
+    case ElementType::kBf16: return pack_rows<ElementType::kBf16>(out, op.source, n, k, first);
+    case ElementType::kF32: return pack_rows<ElementType::kF32>(out, op.source, n, k, first);
+    case ElementType::kF16: return pack_rows<ElementType::kF16>(out, op.source, n, k, first);
+    case ElementType::kI8: break;
   }
   pack_bytes(out, op.compensation + output, static_cast<const int8_t*>(op.source), n, k, first);
 }
 
 // Rounds row `row` of a stored matrix to quads, kPanel apart.
-template <Stored kStored>
+template <ElementType kElement>
 static void round_row(const PackRounded& op, int64_t row) {
-  const auto weight = [&](int64_t i) { return stored_bf16<kStored>(op.source, row * op.k + i); };
+  const auto weight = [&](int64_t i) { return stored_bf16<kElement>(op.source, row * op.k + i); };
   int32_t top = 0, sum = 0;
   for (int64_t i = 0; i < op.k; i++) {
     const int32_t magnitude = weight(i) & 0x7fff;
@@ -82,9 +82,9 @@ static void pack_rounded(const PackRounded& op, Member& member) {
   Share share(member, op.n, kPanel);
   while (share.next())
     for (int64_t row = share.begin; row < share.end; row++) switch (op.stored) {
-        case Stored::kF32: round_row<Stored::kF32>(op, row); break;
-        case Stored::kF16: round_row<Stored::kF16>(op, row); break;
-        default: round_row<Stored::kBf16>(op, row);
+        case ElementType::kF32: round_row<ElementType::kF32>(op, row); break;
+        case ElementType::kF16: round_row<ElementType::kF16>(op, row); break;
+        default: round_row<ElementType::kBf16>(op, row);
       }
 }
 

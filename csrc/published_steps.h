@@ -36,7 +36,7 @@ struct Pass {
   float* to;
   int64_t width, from_slot, to_slot;
   int32_t part, parts;
-  Rows rows;
+  StepRows rows;
   FIELDS(from, to, width, from_slot, to_slot, part, parts, rows)
 };
 

@@ -67,7 +67,7 @@ static void rms_norm(const RmsNorm& op, const Step& step, Member& member) {
     const int64_t begin = parts.begin(part), end = parts.end(part);
     for (int64_t m = 0; m < stride; m++) {
       const int64_t row = strips.start(strip) + m;
-      const float* x = op.x + (op.rows == Rows::kLogits ? step.logits_rows[row] : row) * op.stride;
+      const float* x = op.x + (op.rows == StepRows::kLogits ? step.logits_rows[row] : row) * op.stride;
       const float scale = inverse_rms(x, op.width, op.eps);
       Pair* out = op.out + strips.start(strip) * op.form.words(op.width) + m;
       if (inputs == Inputs::kBf16) {

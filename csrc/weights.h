@@ -103,7 +103,7 @@ struct Strips {  // forced inline: one copy for all instruction sets would be co
 };
 
 // Element types that weights are packed from.
-ENUM(Stored, kBf16, kF32, kF16, kI8)
+ENUM(ElementType, kBf16, kF32, kF16, kI8)
 
 // Packs weights: row i of a stored matrix [n, k] becomes output offset + i. With `half`, the matrix is gate or up of
 // shared panels: each 16 rows become outputs [offset, offset + 16) of one panel.
@@ -111,7 +111,7 @@ struct Pack {
   Pair* out;
   int32_t* compensation;  // of int8
   const void* source;
-  Stored stored;
+  ElementType stored;
   int64_t n, k, offset;
   bool half;
   FIELDS(out, NULLABLE compensation, source, stored, n, k, offset, half)
@@ -123,7 +123,7 @@ struct PackRounded {
   int32_t* compensation;
   float* scales;
   const void* source;
-  Stored stored;
+  ElementType stored;
   int64_t n, k;
   FIELDS(out, compensation, scales, source, stored, n, k)
 };

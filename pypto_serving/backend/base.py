@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.backend.memory import BlockMemory
+from pypto_serving.backend.block_memory import BlockMemory
 from pypto_serving.types.adjustments import LogitAdjustments
 from pypto_serving.types.arrays import Array, Float32Array, Int32Array, UInt64Array
 from pypto_serving.types.config import EngineConfig

@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from pypto_serving.backend.base import Draft, Progress, SamplingInputs, StepInputs, StepOutput
-from pypto_serving.backend.memory import HostBlocks
+from pypto_serving.backend.block_memory import HostBlocks
 from pypto_serving.backend.native import check_groups
 from pypto_serving.backend.ranks.shared_steps import READY, SharedBuffers
 from pypto_serving.backend.ranks.torch_ranks import LeaderSocket, TorchRanks
 from pypto_serving.kernels import RanksGone, SharedMemory
 from pypto_serving.model.collectives import TorchCollectives, join_group
 from pypto_serving.model.fingerprint import program_fingerprint
-from pypto_serving.model.loader import Weights
+from pypto_serving.model.loader import TorchWeights
 from pypto_serving.model.registry import load_config, model_family
 from pypto_serving.model.step import StepTensors
 from pypto_serving.parallel.topology import Rank
@@ -158,7 +158,7 @@ class TorchLoader:
         """Load the weights, and run the warm-up steps with all ranks."""
         self._take_cpus()
         with torch.inference_mode():
-            weights = Weights(self.config.model.path, self.config.model.dtype, progress)
+            weights = TorchWeights(self.config.model.path, self.config.model.dtype, progress)
             model = self._program(self._model, weights, self.config, comm)
         _keep_freed_memory()
         steps = _warm_up_steps(self.config)

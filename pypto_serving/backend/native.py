@@ -8,14 +8,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 from pypto_serving.backend.base import Draft, Progress, SamplingInputs, StepInputs, StepOutput
-from pypto_serving.backend.memory import HostBlocks
+from pypto_serving.backend.block_memory import HostBlocks
 from pypto_serving.backend.ranks.shared_steps import SharedSteps, step_arrays
 from pypto_serving.backend.ranks.split_blocks import merged
 from pypto_serving.errors import ConfigError
 from pypto_serving.kernels import Engine, NativeCollectives, NativeSampler, RanksGone, Recording
 from pypto_serving.model.fingerprint import program_fingerprint
-from pypto_serving.model.packed import PackedWeights
-from pypto_serving.model.packed_file import PackedFile, packed_key
+from pypto_serving.model.packed_weights import PackedWeights
+from pypto_serving.model.packed_weights_file import PackedFile, packed_key
 from pypto_serving.model.registry import load_config, model_family
 from pypto_serving.parallel.topology import Rank
 from pypto_serving.types.arrays import Float32Array

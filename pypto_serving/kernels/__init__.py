@@ -9,11 +9,11 @@ from pypto_serving.kernels.engine import Engine, hashes, populate, zeros
 from pypto_serving.kernels.forms import (
     BF16,
     INT8,
-    Form,
+    ElementType,
     GroupStrips,
     Int8Strips,
     Matrix,
-    Stored,
+    PackedForm,
     StripColumns,
     Strips,
     activations,
@@ -29,14 +29,13 @@ from pypto_serving.kernels.operands import (
     KVCacheLayer,
     MlaSizes,
     NormRopeParams,
-    Pages,
+    PagedRows,
     Routing,
-    Rows,
     Scoring,
+    StepRows,
 )
-from pypto_serving.kernels.packing import pack_quantized, pack_rounded
+from pypto_serving.kernels.packing import pack_quantized, pack_rounded, round_int4
 from pypto_serving.kernels.recording import Recording
-from pypto_serving.kernels.rounding import round_int4
 from pypto_serving.kernels.sampling import NativeSampler
 from pypto_serving.kernels.shared_memory import SharedMemory, StepBoard
 
@@ -46,9 +45,9 @@ __all__ = [
     "INDEXER_TOKENS",
     "INT8",
     "PANEL",
+    "ElementType",
     "Engine",
     "Extent",
-    "Form",
     "GroupStrips",
     "Int8Strips",
     "KVCacheLayer",
@@ -62,17 +61,17 @@ __all__ = [
     "NativeSampler",
     "NgramDrafter",
     "NormRopeParams",
-    "Pages",
+    "PackedForm",
+    "PagedRows",
     "RankBarrier",
     "RanksGone",
     "ReceiveThread",
     "Recording",
     "Routing",
-    "Rows",
     "Scoring",
     "SharedMemory",
     "StepBoard",
-    "Stored",
+    "StepRows",
     "StripColumns",
     "Strips",
     "activations",

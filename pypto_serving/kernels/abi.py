@@ -18,7 +18,7 @@ from pypto_serving.kernels.arguments import Handle, Numbers, readable, take, tol
 class Arguments:
     """Names and types of the arguments of a function, or the fields of a struct; those `nullable` may be None."""
 
-    def __init__(self, line: _Line, structs: Mapping[str, Any], enums: Mapping[str, Numbers]) -> None:
+    def __init__(self, line: _DescribedLine, structs: Mapping[str, Any], enums: Mapping[str, Numbers]) -> None:
         self.owner, self.types, self.nullable = line.name, line.types, line.nullable
         self._takes = tuple(take(kind, structs, enums, name in line.nullable) for name, kind in line.types.items())
 
@@ -89,11 +89,11 @@ class Function:
         return result.decode() if isinstance(result, bytes) else result
 
 
-class Library:
+class KernelLibrary:
     """Owns the library's functions, also as attributes, and the structs that they take, by name."""
 
     def __init__(self, lib: ctypes.CDLL, description: str) -> None:
-        lines = [_Line.parse(line) for line in description.splitlines()]
+        lines = [_DescribedLine.parse(line) for line in description.splitlines()]
         self.constants = {line.name: int(line.what) for line in lines if line.kind == "constant"}
         self.enums = {line.name: line.numbers for line in lines if line.kind == "enum"}
         formats = {line.name: line.what for line in lines if line.kind == "enum"}
@@ -108,7 +108,7 @@ class Library:
                 self.functions[line.name] = self._bind(lib, line, Arguments(line, dtypes, self.enums))
         self.__dict__.update(self.functions)
 
-    def _bind(self, lib: ctypes.CDLL, line: _Line, arguments: Arguments) -> Function:
+    def _bind(self, lib: ctypes.CDLL, line: _DescribedLine, arguments: Arguments) -> Function:
         symbol, types = getattr(lib, f"pypto_{line.name}"), list(line.types.values())
         symbol.restype, symbol.argtypes = _ctype(line.what), [_ctype(type_name) for type_name in types]
         struct = self.structs.get(_pointed(types[-1])) if types else None
@@ -120,7 +120,7 @@ class Library:
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class _DescribedLine:
     """A line of the description; `what` is a result, a struct's bytes, an enum's type or a value."""
 
     kind: str
@@ -131,7 +131,7 @@ class _Line:
     offsets: Sequence[int]
 
     @classmethod
-    def parse(cls, line: str) -> _Line:
+    def parse(cls, line: str) -> _DescribedLine:
         head, *parts = line.split("; ")
         kind, name, what = head.split(" ", 2)
         if kind == "enum":

@@ -9,7 +9,7 @@ import numpy as np
 from pypto_serving.kernels.barrier import RankBarrier, RanksGone
 from pypto_serving.kernels.engine import zeros
 from pypto_serving.kernels.link import Extent, Link, Links, Mirrored, Mirrors, ReceiveThread
-from pypto_serving.kernels.operands import Rows
+from pypto_serving.kernels.operands import StepRows
 from pypto_serving.kernels.recording import Recording
 from pypto_serving.kernels.shared_memory import SharedMemory
 from pypto_serving.parallel.topology import Rank
@@ -141,7 +141,7 @@ class NativeCollectives:
         """
         if self._logits is None:
             return
-        step.pass_rows(logits, self._logits, self._rank.tensor, self._rank.topology.tensor, Rows.LOGITS)
+        step.pass_rows(logits, self._logits, self._rank.tensor, self._rank.topology.tensor, StepRows.LOGITS)
         self.barrier(step)
         if self._links.logits is not None:
             step.send_slot(self._links.logits, self._slots_of(self._logits, Extent.LOGITS), self._ends[-1])

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pypto_serving.errors import ConfigError
 from pypto_serving.kernels.arguments import Handle
 from pypto_serving.kernels.constants import GATE_HALF
-from pypto_serving.kernels.forms import Matrix, Stored
+from pypto_serving.kernels.forms import ElementType, Matrix
 from pypto_serving.kernels.library import library, runnable
 from pypto_serving.types.arrays import Array, Int32Array, PairArray
 from pypto_serving.util import ceil_div
@@ -22,7 +22,7 @@ from pypto_serving.util import ceil_div
 HUGE_PAGE_BYTES, _POOL_BYTES, _LINE_BYTES = 2 << 20, 64 << 20, 64
 
 
-class Pool:
+class MemoryPool:
     """Owns memory that `map_memory` maps. Small arrays lie one after the other, so that huge pages hold them.
 
     In mappings of their own, 27 % of the int8 weights of a 0.6B model were in small pages, and a step took 5 % longer.
@@ -64,7 +64,7 @@ def ask_for_huge_pages(memory: NDArray[np.uint8]) -> None:
         lib.huge_pages(memory, memory.nbytes)
 
 
-_POOL = Pool(_map)
+_POOL = MemoryPool(_map)
 
 
 def zeros(dtype: Any, *shape: int) -> Array:
@@ -95,8 +95,8 @@ def _allowed_cpus() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 
-def _has_room(out: PairArray, stored: Stored, n: int, k: int, compensation: Int32Array | None) -> bool:
-    if stored != Stored.I8:
+def _has_room(out: PairArray, stored: ElementType, n: int, k: int, compensation: Int32Array | None) -> bool:
+    if stored != ElementType.I8:
         return k % 2 == 0 and Matrix.size(n, k) <= out.size
     outputs = Matrix.outputs(n)
     return k % 4 == 0 and outputs * k // 4 <= out.size and compensation is not None and outputs <= compensation.size
@@ -135,7 +135,7 @@ class Engine:
         self,
         out: PairArray,
         source: Array,
-        stored: Stored,
+        stored: ElementType,
         n: int,
         k: int,
         offset: int = 0,
@@ -154,7 +154,7 @@ class Engine:
         self,
         out: PairArray,
         source: Array,
-        stored: Stored,
+        stored: ElementType,
         n: int,
         k: int,
         half: int,
@@ -168,7 +168,14 @@ class Engine:
         self._pack(out, source, stored, compensation, n=n, k=k, offset=half * GATE_HALF, half=True)
 
     def _pack(
-        self, out: PairArray, source: Array, stored: Stored, compensation: Int32Array | None, n: int, k: int, **at: int
+        self,
+        out: PairArray,
+        source: Array,
+        stored: ElementType,
+        compensation: Int32Array | None,
+        n: int,
+        k: int,
+        **at: int,
     ) -> None:
         if source.nbytes < n * k * stored.bytes:
             raise ValueError(f"{source.nbytes} bytes hold no [{n}, {k}] of {stored.name}")

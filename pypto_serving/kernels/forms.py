@@ -19,7 +19,7 @@ from pypto_serving.types.weights import CodesForm, Fp8Form, Table
 from pypto_serving.util import ceil_div
 
 
-class Stored(enum.Enum):
+class ElementType(enum.Enum):
     """Element types that weights are packed from."""
 
     BF16 = enum.auto()
@@ -30,7 +30,7 @@ class Stored(enum.Enum):
     @property
     def bytes(self) -> int:
         """Return the bytes of an element."""
-        return {Stored.F32: 4, Stored.I8: 1}.get(self, 2)
+        return {ElementType.F32: 4, ElementType.I8: 1}.get(self, 2)
 
 
 class Weights(enum.Enum):
@@ -62,7 +62,7 @@ class Scale(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class PackedForm:
     """The form of packed weights; of codes and FP8, `span` inputs share a scale, and with `zeros` a zero point."""
 
     weights: Weights
@@ -109,7 +109,7 @@ class Form:
     def planned_bytes(self, n: int, k: int) -> int:
         """Count the bytes of n outputs of k inputs, n in half panels, and of what they have of their own.
 
-        For plans, without the library: `Form::half_bytes` of csrc/weights.h.
+        For plans, without the library: `PackedForm::half_bytes` of csrc/weights.h.
         """
         if not self.span:
             half = GATE_HALF * k * (1 if self == INT8 else 2)
@@ -121,7 +121,7 @@ class Form:
         return n // GATE_HALF * half + 4 * self.own_words * n
 
 
-BF16, INT8 = Form(Weights.BF16), Form(Weights.INT8)
+BF16, INT8 = PackedForm(Weights.BF16), PackedForm(Weights.INT8)
 
 _LINE = 64
 """Bytes of a line of packed codes or FP8."""
@@ -132,7 +132,7 @@ _WEIGHTS = {Table.INT4: Weights.INT4, Table.E2M1: Weights.E2M1}
 _LEAST_GROUP = {Table.INT4: 32, Table.E2M1: 16}
 
 
-def packed_form(stored: CodesForm | Fp8Form, n: int, k: int) -> Form:
+def packed_form(stored: CodesForm | Fp8Form, n: int, k: int) -> PackedForm:
     """Return the form in which a stored matrix [n, k] is packed. Raises ValueError for forms without a kernel.
 
     Matrices of one form can lie in one packed matrix. Scales of more than SCALED inputs are repeated.
@@ -144,13 +144,13 @@ def packed_form(stored: CodesForm | Fp8Form, n: int, k: int) -> Form:
     return planned_form(stored, n, k)
 
 
-def planned_form(stored: CodesForm | Fp8Form, n: int, k: int) -> Form:
+def planned_form(stored: CodesForm | Fp8Form, n: int, k: int) -> PackedForm:
     """Return what `packed_form` does, and something like it for forms without a kernel."""
     if isinstance(stored, Fp8Form):
         rows, columns = stored.block
-        return Form(Weights.FP8, Scale.F32 if rows % GATE_HALF and rows < n else Scale.SHARED, min(columns, k))
+        return PackedForm(Weights.FP8, Scale.F32 if rows % GATE_HALF and rows < n else Scale.SHARED, min(columns, k))
     group, scale = _group(stored, k), _SCALES.get(stored.scale_dtype, Scale.F32)
-    return Form(_WEIGHTS[stored.table], scale, min(group, SCALED), stored.zeros)
+    return PackedForm(_WEIGHTS[stored.table], scale, min(group, SCALED), stored.zeros)
 
 
 def _group(stored: CodesForm, k: int) -> int:
@@ -189,7 +189,7 @@ class Matrix:
     bias: Float32Array | None = None
     scales: Float32Array | None = None
     compensation: Int32Array | None = None
-    form: Form = BF16
+    form: PackedForm = BF16
     places: Int32Array | None = None
 
     @property
@@ -276,14 +276,14 @@ def row_words(x: Strips, k: int) -> int:
     return k // 4 if isinstance(x, Int8Strips) else k // 2
 
 
-def multiplies(form: Form, x: Strips) -> bool:
+def multiplies(form: PackedForm, x: Strips) -> bool:
     """Return True if there is a GEMM of such weights and activations."""
     if isinstance(x, GroupStrips):
         return form.codes and (form.span, form.offset) == (x.span, x.offset)
     return (form.weights is Weights.INT8) == isinstance(x, Int8Strips)
 
 
-def strips_for(form: Form, pairs: PairArray, int8: Int8Strips, exact: bool = False) -> Strips:
+def strips_for(form: PackedForm, pairs: PairArray, int8: Int8Strips, exact: bool = False) -> Strips:
     """Return the activations that weights of `form` multiply, in one of these two memories.
 
     With `exact`, codes multiply bfloat16 activations too.

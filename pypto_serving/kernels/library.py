@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.kernels.abi import Library
+from pypto_serving.kernels.abi import KernelLibrary
 from pypto_serving.kernels.constants import differing
 
 FILE = "pypto_kernels.so"
@@ -18,7 +18,7 @@ INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2", "portable")
 
 
 @functools.cache
-def library() -> Library | None:
+def library() -> KernelLibrary | None:
     """Load the library; None where the package was built without it.
 
     Raises ConfigError if it cannot be loaded, or was built from other sources than this checkout's.
@@ -38,9 +38,9 @@ def library() -> Library | None:
     return None
 
 
-def _bind(lib: ctypes.CDLL) -> Library:
+def _bind(lib: ctypes.CDLL) -> KernelLibrary:
     """Bind the library's functions. Raises ConfigError if its layouts have other constants than this package's."""
-    bound = Library(lib, lib.pypto_describe().decode())
+    bound = KernelLibrary(lib, lib.pypto_describe().decode())
     if differ := differing(bound.constants):
         raise ConfigError(f"the CPU kernels have other constants ({', '.join(differ)}); install pypto-serving again")
     return bound

@@ -15,7 +15,7 @@ KV_SCALE_BYTES = 4
 """Bytes of the scale of a key or value of int8."""
 
 
-class Rows(enum.Enum):
+class StepRows(enum.Enum):
     """Rows of a step that an operation works on: tokens, those that need logits, or residual streams of tokens."""
 
     TOKENS = enum.auto()
@@ -67,7 +67,7 @@ class KVCacheLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class Pages:
+class PagedRows:
     """Handle of the paged rows of one tensor in one layer of a KV group."""
 
     handle: Handle

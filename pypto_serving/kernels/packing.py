@@ -1,4 +1,4 @@
-"""Pack quantized weights on an engine's threads, from the layouts of checkpoints."""
+"""Pack quantized weights on an engine's threads, from the layouts of checkpoints; round weights to int4."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import numpy as np
 
 from pypto_serving.kernels.constants import GATE_HALF, PANEL
 from pypto_serving.kernels.engine import Engine
-from pypto_serving.kernels.forms import Matrix, Stored, packed_form
-from pypto_serving.types.arrays import Array, Float32Array, UInt8Array
+from pypto_serving.kernels.forms import ElementType, Matrix, packed_form
+from pypto_serving.kernels.library import library
+from pypto_serving.types.arrays import Array, BFloat16Array, Float32Array, UInt8Array
 from pypto_serving.types.weights import Layout, StoredCodes, StoredFp8, StoredQuantized
 from pypto_serving.util import ceil_div
 
 MOST_ZERO = 16
 """Largest zero point that kernels take. Files have none above 15."""
+
+MOST_INPUTS = 128
+"""Most inputs of a group that are rounded to int4 together."""
 
 _NAN_E8M0 = 0xFF
 _SCALE_DTYPES = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32, "F8_E8M0": np.uint8}
@@ -68,13 +72,13 @@ def _rows(outputs: range) -> slice:
     return slice(outputs.start, outputs.stop)
 
 
-def pack_rounded(engine: Engine, room: Matrix, source: Array, stored: Stored, n: int) -> None:
+def pack_rounded(engine: Engine, room: Matrix, source: Array, stored: ElementType, n: int) -> None:
     """Pack a stored matrix of n rows of floats as int8, rounded to nearest, symmetric, with a scale per output.
 
     Raises ValueError where `room` is not int8, or too small, or `source` too short.
     """
     k, outputs = room.k, Matrix.outputs(n)
-    if room.scales is None or room.compensation is None or not room.int8 or stored is Stored.I8 or n < 1:
+    if room.scales is None or room.compensation is None or not room.int8 or stored is ElementType.I8 or n < 1:
         raise ValueError(f"{n} rows of {stored.name} do not become weights of {room.form}")
     if k % 4 or min(room.words.size * 4 // k, room.scales.size, room.compensation.size) < outputs:
         raise ValueError(f"[{n}, {k}] does not go into {room.words.size} words")
@@ -148,3 +152,26 @@ def _fp8_scales(stored: StoredFp8, n: int, k: int, outputs: range) -> Float32Arr
     if not np.isfinite(scales).all():
         raise ValueError("a scale is not finite")
     return np.ascontiguousarray(scales[np.arange(outputs.start, outputs.stop) // rows])
+
+
+def round_int4(
+    rows: Float32Array, size: int, levels: Float32Array, instruction_set: str = ""
+) -> tuple[UInt8Array, BFloat16Array]:
+    """Round rows [m, k] to codes [m, k / 2], two in a byte, and scales [m, k / size], in the calling thread.
+
+    See convert/rounding.py.
+    """
+    lib, (m, k) = library(), rows.shape
+    assert lib is not None and size <= MOST_INPUTS and size % 8 == 0 and k % size == 0
+    codes, scales = np.empty((m, k // 2), np.uint8), np.empty((m, k // size), np.uint16)
+    lib.round_int4(
+        instruction_set,
+        rows=np.ascontiguousarray(rows),
+        groups=scales.size,
+        size=size,
+        levels=levels,
+        num_levels=len(levels),
+        codes=codes,
+        scales=scales,
+    )
+    return codes, scales

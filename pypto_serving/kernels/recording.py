@@ -33,10 +33,10 @@ from pypto_serving.kernels.operands import (
     KVCacheLayer,
     MlaSizes,
     NormRopeParams,
-    Pages,
+    PagedRows,
     Routing,
-    Rows,
     Scoring,
+    StepRows,
 )
 from pypto_serving.types.arrays import Array, BFloat16Array, Float32Array, Int32Array, PairArray, UInt8Array
 
@@ -88,7 +88,7 @@ class Recording:
         self._add("embed", **sources, **sizes, x=x)
 
     def rms_norm(
-        self, x: Float32Array, weight: Float32Array, eps: float, out: Strips, rows: Rows = Rows.TOKENS
+        self, x: Float32Array, weight: Float32Array, eps: float, out: Strips, rows: StepRows = StepRows.TOKENS
     ) -> None:
         """RMSNorm (arXiv:1910.07467) of x [tokens, width] times `weight` [width], into strips.
 
@@ -106,13 +106,13 @@ class Recording:
         of = None if routing is None else routing.handle
         self._add("quantize", routing=of, x=x, k=k, **activations(out), **strip_words(out, "out", "scales"))
 
-    def linear(self, x: Strips, matrix: Matrix, out: Float32Array, rows: Rows = Rows.TOKENS) -> None:
+    def linear(self, x: Strips, matrix: Matrix, out: Float32Array, rows: StepRows = StepRows.TOKENS) -> None:
         """GEMM: out [rows, n] = x W^T + b. `out` may be columns of an array."""
         self._linear(x, matrix, Epilogue.STORE, out, rows)
 
     def linear_add(self, x: Strips, matrix: Matrix, out: Float32Array) -> None:
         """GEMM with residual: out [tokens, n] += x W^T + b. `out` may be columns of an array."""
-        self._linear(x, matrix, Epilogue.ADD, out, Rows.TOKENS)
+        self._linear(x, matrix, Epilogue.ADD, out, StepRows.TOKENS)
 
     def linear_swiglu(
         self,
@@ -127,7 +127,7 @@ class Recording:
         `matrix` is packed from gate G and up U with `pack_gate_up`. With `gates`, x G^T [tokens, n], it is U alone.
         x G^T is clamped to at most `limit`, x U^T to [-limit, limit].
         """
-        self._linear(x, matrix, gated_epilogue(gates), out, Rows.TOKENS, limit=limit, gates=gates)
+        self._linear(x, matrix, gated_epilogue(gates), out, StepRows.TOKENS, limit=limit, gates=gates)
 
     def linear_groups(self, x: PairArray, matrix: Matrix, group: int, out: PairArray | StripColumns) -> None:
         """Grouped GEMM: x_g W_g^T for each `group` of columns of `out`, into strips.
@@ -136,7 +136,7 @@ class Recording:
         """
         if group % PANEL or (isinstance(out, StripColumns) and out.first % PANEL):
             raise ValueError(f"groups of {group} outputs are not whole panels")
-        self._linear(x, matrix, Epilogue.STRIPS, out, Rows.TOKENS, group=group)
+        self._linear(x, matrix, Epilogue.STRIPS, out, StepRows.TOKENS, group=group)
 
     def _linear(
         self,
@@ -144,7 +144,7 @@ class Recording:
         matrix: Matrix,
         epilogue: Epilogue,
         out: Array | StripColumns,
-        rows: Rows,
+        rows: StepRows,
         group: int = UNGROUPED,
         limit: float = math.inf,
         gates: Float32Array | None = None,
@@ -232,7 +232,7 @@ class Recording:
         gates: Float32Array | None,
     ) -> None:
         of = {"routing": routing.handle, "places": matrix.places}
-        sizes = {"group": UNGROUPED, "limit": limit, "rows": Rows.TOKENS}
+        sizes = {"group": UNGROUPED, "limit": limit, "rows": StepRows.TOKENS}
         self._add("expert_linear", **of, **gemm_fields(x, matrix, epilogue, out), bias=None, gates=gates, **sizes)
 
     def moe_combine(self, routing: Routing, y: Float32Array, x: Float32Array) -> None:
@@ -245,7 +245,7 @@ class Recording:
         self._add("moe_combine", routing=routing.handle, y=y_start, x=x_start, **sizes)
 
     def rms_norm_linear(
-        self, x: Float32Array, weight: Float32Array, eps: float, out: Float32Array, rows: Rows = Rows.TOKENS
+        self, x: Float32Array, weight: Float32Array, eps: float, out: Float32Array, rows: StepRows = StepRows.TOKENS
     ) -> None:
         """Unweighted RMSNorm and float32 GEMM: out [rows, outputs] = x / rms(x) W^T.
 
@@ -273,7 +273,7 @@ class Recording:
         normalised by `iterations` of Sinkhorn. `post_comb` [tokens, 20] receives post (4) and comb (4 x 4). Without it
         there is only pre, for the rows that need logits.
         """
-        rows = Rows.LOGITS if post_comb is None else Rows.TOKENS
+        rows = StepRows.LOGITS if post_comb is None else StepRows.TOKENS
         inputs = {"x": x, "mixes": mixes, "scale": scale, "base": base}
         sizes = {"width": out.shape[1], "eps": eps, "iterations": iterations, "rows": rows}
         self._add("hyper_connection_pre", **inputs, **sizes, post_comb=post_comb, out=out)
@@ -287,7 +287,9 @@ class Recording:
         sizes = {"width": y.shape[1], "y_stride": y_stride, "stride": stride}
         self._add("hyper_connection_post", y=y_start, post_comb=post_comb, x=x_start, **sizes)
 
-    def pages(self, arena: NDArray[np.uint8], offset: int, row_bytes: int, group: int, size: int, ratio: int) -> Pages:
+    def pages(
+        self, arena: NDArray[np.uint8], offset: int, row_bytes: int, group: int, size: int, ratio: int
+    ) -> PagedRows:
         """Describe paged rows: from `offset` on in each block of `arena` [blocks, bytes], one row per `ratio` tokens.
 
         A block holds `size` tokens. Raises ValueError where the rows do not fit.
@@ -297,10 +299,10 @@ class Recording:
         strides = {"block_stride": arena.strides[0], "row_bytes": row_bytes}
         fields = {"data": arena[:1, offset:], **strides, "group": group, "size": size, "ratio": ratio}
         self._keep(fields)
-        return Pages(self._lib.pages(self._handle, **fields))
+        return PagedRows(self._lib.pages(self._handle, **fields))
 
     def norm_rope(
-        self, x: Float32Array, heads: int, rope: NormRopeParams, out: PairArray | Pages, first: int = 0
+        self, x: Float32Array, heads: int, rope: NormRopeParams, out: PairArray | PagedRows, first: int = 0
     ) -> None:
         """RMSNorm and RoPE of x [tokens, heads * dim] at each token's position, rounded to bfloat16.
 
@@ -308,24 +310,24 @@ class Recording:
         head it may be pages: the result then goes to the token's slot. Raises ValueError for heads beyond the panels.
         """
         places: dict[str, Any] = (
-            {"out": None, "pages": out.handle} if isinstance(out, Pages) else {"out": out, "pages": None}
+            {"out": None, "pages": out.handle} if isinstance(out, PagedRows) else {"out": out, "pages": None}
         )
-        panels = 0 if isinstance(out, Pages) else out.shape[1]
+        panels = 0 if isinstance(out, PagedRows) else out.shape[1]
         if panels and not 0 <= first <= panels * PANEL - heads:
             raise ValueError(f"{heads} heads from {first} on are not within {panels} panels")
         start, stride = first_row(x)
         sizes = {"stride": stride, "heads": heads, "first": first, "panels": panels}
         self._add("norm_rope", x=start, **sizes, **rope.fields(), **places)
 
-    def store_rows(self, x: Float32Array, pages: Pages) -> None:
+    def store_rows(self, x: Float32Array, pages: PagedRows) -> None:
         """Copy x [tokens, ...] to the tokens' slots."""
         self._add("store_rows", x=x, width=math.prod(x.shape[1:]), pages=pages.handle)
 
-    def previous_rows(self, pages: Pages, x: Float32Array) -> None:
+    def previous_rows(self, pages: PagedRows, x: Float32Array) -> None:
         """Copy to x [tokens, ...] the row at the position before each token's; zeros at position 0."""
         self._add("previous_rows", x=x, width=math.prod(x.shape[1:]), pages=pages.handle)
 
-    def compressor_state(self, kv: Float32Array, gates: Float32Array, ape: Float32Array, state: Pages) -> None:
+    def compressor_state(self, kv: Float32Array, gates: Float32Array, ape: Float32Array, state: PagedRows) -> None:
         """Write the tokens' compressor state, rows [kv | gates + ape[p % ratio]].
 
         `kv` and `gates` are [tokens, width]; `ape` [ratio, width] is the learned position bias.
@@ -337,7 +339,7 @@ class Recording:
         inputs = {"kv": kv_start, "gates": gates_start, "ape": ape, "stride": stride}
         self._add("compressor_state", **inputs, width=width, ratio=ratio, pages=state.handle)
 
-    def compress(self, state: Pages, width: int, rope: NormRopeParams, entries: Pages) -> None:
+    def compress(self, state: PagedRows, width: int, rope: NormRopeParams, entries: PagedRows) -> None:
         """Compress every window that a token of the step completes into one entry; see Compress in csrc/ops.h."""
         self._add("compress", state=state.handle, width=width, **rope.fields(), pages=entries.handle)
 
@@ -347,7 +349,7 @@ class Recording:
         weights: Float32Array,
         scale: float,
         rope: NormRopeParams,
-        keys: Pages,
+        keys: PagedRows,
         indices: Int32Array,
         scores: Float32Array,
         part: int = 0,
@@ -373,9 +375,9 @@ class Recording:
         sinks: Float32Array,
         rope: NormRopeParams,
         sizes: MlaSizes,
-        kv: Pages,
+        kv: PagedRows,
         out: PairArray,
-        compressed_kv: Pages | None = None,
+        compressed_kv: PagedRows | None = None,
         indices: Int32Array | None = None,
     ) -> None:
         """MLA over the sliding window of `kv` and over `compressed_kv`, whose entries are K and V of all heads.
@@ -414,7 +416,7 @@ class Recording:
         self._kept += [link, mirrors]
 
     def pass_rows(
-        self, source: Float32Array, out: Float32Array, part: int, parts: int, rows: Rows = Rows.TOKENS
+        self, source: Float32Array, out: Float32Array, part: int, parts: int, rows: StepRows = StepRows.TOKENS
     ) -> None:
         """Copy part `part` of `parts` of the columns of all rows to the same place of `out`.
 

@@ -12,7 +12,7 @@ READ_BYTES = 1 << 30
 _COMPUTE_S = 0.01
 
 
-class Memory:
+class BandwidthMemory:
     """Owns `size` bytes for bandwidth measurements: far more than any cache holds."""
 
     def __init__(self, size: int = READ_BYTES) -> None:

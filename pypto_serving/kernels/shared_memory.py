@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.kernels.engine import HUGE_PAGE_BYTES, Pool, ask_for_huge_pages
+from pypto_serving.kernels.engine import HUGE_PAGE_BYTES, MemoryPool, ask_for_huge_pages
 from pypto_serving.kernels.library import library
 from pypto_serving.kernels.recording import Recording, StepArrays
 from pypto_serving.types.arrays import Array
@@ -30,7 +30,7 @@ class SharedMemory:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self._end = 0
-        self._pool = Pool(self._map)
+        self._pool = MemoryPool(self._map)
 
     @classmethod
     def create(cls) -> SharedMemory:

@@ -27,7 +27,7 @@ STORED_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredBytes:
     """A tensor as a file holds it."""
 
     dtype: str
@@ -53,7 +53,7 @@ class Inventory(Protocol):
     def expected(self) -> dict[str, Expected]:
         """List every required tensor by name."""
 
-    def stored(self, dtype: str, mtp: bool) -> dict[str, Stored]:
+    def stored(self, dtype: str, mtp: bool) -> dict[str, StoredBytes]:
         """Return every tensor as files hold it. Weights have `dtype`, a key of STORED_DTYPES, unless quantised."""
 
     def matrices(self) -> Iterator[StoredMatrix]:
@@ -66,13 +66,13 @@ class Inventory(Protocol):
         """Return True for optional tensors that nothing reads, such as draft layers."""
 
 
-def as_stored(expected: Mapping[str, Expected], dtype: str) -> dict[str, Stored]:
+def as_stored(expected: Mapping[str, Expected], dtype: str) -> dict[str, StoredBytes]:
     """Return tensors as files hold them; those of the checkpoint's own dtype have `dtype`, a key of STORED_DTYPES."""
 
     def usual(wanted: Expected) -> str:
         return wanted.usual or (wanted.dtypes[0] if len(wanted.dtypes) == 1 else STORED_DTYPES[dtype])
 
-    return {name: Stored(usual(wanted), wanted.shape) for name, wanted in expected.items()}
+    return {name: StoredBytes(usual(wanted), wanted.shape) for name, wanted in expected.items()}
 
 
 def read_contents(
@@ -88,7 +88,7 @@ def read_contents(
     inventory = take_inventory(headers)
     required, whole = inventory.stored(dtype, False), inventory.stored(dtype, True)
     verdicts = [f"files: {error}"] if error else []
-    found: Mapping[str, Stored | StoredTensor] = headers
+    found: Mapping[str, StoredBytes | StoredTensor] = headers
     source: Source = "files" if headers else "index" if index else "config.json"
     if index is not None:
         verdicts += _differences("index", names, required, whole, inventory)
@@ -159,7 +159,7 @@ def _obstacle(directory: Path, headers: Mapping[str, StoredTensor], inventory: I
     return ""
 
 
-def _shapes(found: Mapping[str, StoredTensor], required: Mapping[str, Stored]) -> Iterator[str]:
+def _shapes(found: Mapping[str, StoredTensor], required: Mapping[str, StoredBytes]) -> Iterator[str]:
     """Yield a line for the first tensor whose shape differs from that in config.json."""
     for name, tensor in required.items():
         if name in found and not same_shape(found[name].shape, tensor.shape):
@@ -177,7 +177,7 @@ def _compare_size(index: IndexFacts, num_bytes: int) -> str:
     return f"index: its total_size is {odd} than these tensors take"
 
 
-def _count(tensors: Collection[Stored | StoredTensor]) -> tuple[TensorTotals, ...]:
+def _count(tensors: Collection[StoredBytes | StoredTensor]) -> tuple[TensorTotals, ...]:
     """Count the tensors and bytes of each dtype, most bytes first."""
     counts, sizes = Counter(tensor.dtype for tensor in tensors), Counter[str]()
     for tensor in tensors:
@@ -185,7 +185,7 @@ def _count(tensors: Collection[Stored | StoredTensor]) -> tuple[TensorTotals, ..
     return tuple(TensorTotals(dtype=dtype, count=counts[dtype], num_bytes=size) for dtype, size in sizes.most_common())
 
 
-def _forms(inventory: Inventory, found: Mapping[str, Stored | StoredTensor]) -> tuple[StoredForm, ...]:
+def _forms(inventory: Inventory, found: Mapping[str, StoredBytes | StoredTensor]) -> tuple[StoredForm, ...]:
     """Count the matrices, weights and bytes of each way in which matrices are stored."""
     counts, weights, sizes = Counter[str](), Counter[str](), Counter[str]()
     for matrix in inventory.matrices():

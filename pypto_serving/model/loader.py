@@ -23,7 +23,7 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-class Weights:
+class TorchWeights:
     """Copies a checkpoint's tensors to torch's default device, converted to `dtype` on the way."""
 
     def __init__(self, model_dir: str | Path, dtype: str, progress: Progress) -> None:

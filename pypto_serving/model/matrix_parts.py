@@ -12,10 +12,10 @@ from pypto_serving.kernels import (
     BF16,
     INT8,
     PANEL,
+    ElementType,
     Engine,
-    Form,
     Matrix,
-    Stored,
+    PackedForm,
     pack_quantized,
     pack_rounded,
     packed_form,
@@ -26,17 +26,17 @@ from pypto_serving.model.formats.matrix_tensors import MatrixTensors
 from pypto_serving.model.formats.schemes import Coded, Plain, Scheme
 from pypto_serving.model.tensors import StoredTensors
 
-_STORED = {"BF16": Stored.BF16, "F32": Stored.F32, "F16": Stored.F16}
+_STORED = {"BF16": ElementType.BF16, "F32": ElementType.F32, "F16": ElementType.F16}
 
 
-class Part(Protocol):
+class MatrixPart(Protocol):
     """`outputs` of a stored matrix [n, k]: its tensors, and the form in which they are packed."""
 
     n: int
     k: int
     outputs: range
     tensors: list[StoredTensor]
-    form: Form
+    form: PackedForm
 
     def pack(self, engine: Engine, room: Matrix, offset: int, half: int | None) -> None:
         """Pack into outputs `offset` on of `room`, or into half 0 (gate) or 1 (up) of each panel."""
@@ -79,7 +79,7 @@ class Int8Part:
         self._scales = MatrixTensors(stored, module).float32(scheme.scale).ravel()
 
     def pack(self, engine: Engine, room: Matrix, offset: int, half: int | None) -> None:
-        _pack(engine, room, self._stored, self.tensors[0], Stored.I8, self.outputs, offset, half)
+        _pack(engine, room, self._stored, self.tensors[0], ElementType.I8, self.outputs, offset, half)
         values = self._scales[self.outputs.start : self.outputs.stop]
         assert room.scales is not None
         if half is None:
@@ -112,7 +112,7 @@ class CodedPart:
 
 def part_of(
     stored: StoredTensors, module: str, scheme: Scheme, shape: Sequence[int], outputs: range | None = None
-) -> Part:
+) -> MatrixPart:
     """Return `outputs`, by default all, of the matrix of a module [n, k] that is stored by `scheme`."""
     match scheme:
         case Plain():
@@ -127,7 +127,7 @@ def _pack(
     room: Matrix,
     stored: StoredTensors,
     tensor: StoredTensor,
-    of: Stored,
+    of: ElementType,
     outputs: range,
     offset: int,
     half: int | None,

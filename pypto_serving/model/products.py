@@ -17,7 +17,7 @@ from pypto_serving.kernels import (
     Matrix,
     Recording,
     Routing,
-    Rows,
+    StepRows,
     StripColumns,
     Strips,
     activations,
@@ -42,15 +42,15 @@ class Int8Room:
 class Feed:
     """Activations in the form that a matrix multiplies: bfloat16 strips, or int8 ones in a room that feeds share.
 
-    `write` records what writes them for a matrix. It is called where they are not there yet.
+    `write` records the operation that writes them for a matrix; nothing is recorded before `record_for`.
     """
 
     def __init__(self, pairs: PairArray, room: Int8Room, exact: bool, write: Callable[[Matrix, Strips], None]) -> None:
         self._pairs, self._room, self._exact, self._write = pairs, room, exact, write
         self._has_pairs = False
 
-    def __call__(self, matrix: Matrix) -> Strips:
-        """Return the activations of `matrix`."""
+    def record_for(self, matrix: Matrix) -> Strips:
+        """Record what writes the activations of `matrix`, unless they are there already, and return them."""
         strips = strips_for(matrix.form, self._pairs, self._room.strips, self._exact)
         if isinstance(strips, np.ndarray):
             if not self._has_pairs:
@@ -77,13 +77,13 @@ class Products:
         self._gates: dict[tuple[int, int], Float32Array] = {}
 
     def normed(
-        self, x: Float32Array, weight: Float32Array, eps: float, out: PairArray, rows: Rows = Rows.TOKENS
+        self, x: Float32Array, weight: Float32Array, eps: float, out: PairArray, rows: StepRows = StepRows.TOKENS
     ) -> Feed:
-        """RMSNorm of x [tokens, k] times `weight`; `out` is for bfloat16."""
+        """Return a feed of RMSNorm of x [tokens, k] times `weight`; `out` is for bfloat16."""
         return Feed(out, self._room, self._exact, lambda _, strips: self._step.rms_norm(x, weight, eps, strips, rows))
 
     def strips(self, x: PairArray, routing: Routing | None = None) -> Feed:
-        """Strips x that an operation wrote before; with `routing`, those of expert inputs."""
+        """Return a feed of strips x that an operation wrote before; with `routing`, those of expert inputs."""
 
         def write(matrix: Matrix, strips: Strips) -> None:
             if not isinstance(strips, np.ndarray):
@@ -92,30 +92,30 @@ class Products:
         return Feed(x, self._room if routing is None else self._expert_room, self._exact, write)
 
     def gathered(self, routing: Routing, x: Feed, out: PairArray) -> Feed:
-        """Each expert's rows of x; `out` is for bfloat16."""
+        """Return a feed of each expert's rows of x; `out` is for bfloat16."""
         return Feed(out, self._expert_room, self._exact, partial(self._gather, routing, x))
 
     def _gather(self, routing: Routing, x: Feed, matrix: Matrix, strips: Strips) -> None:
-        self._step.moe_gather(routing, x(matrix), matrix.k, strips)
+        self._step.moe_gather(routing, x.record_for(matrix), matrix.k, strips)
 
-    def linear(self, x: Feed, matrices: Sequence[Matrix], out: Float32Array, rows: Rows = Rows.TOKENS) -> None:
-        """GEMM: out [rows, all n] = x W^T + b."""
+    def linear(self, x: Feed, matrices: Sequence[Matrix], out: Float32Array, rows: StepRows = StepRows.TOKENS) -> None:
+        """Record a GEMM: out [rows, all n] = x W^T + b."""
         for matrix, columns in _columns(matrices, out):
-            self._step.linear(x(matrix), matrix, columns, rows)
+            self._step.linear(x.record_for(matrix), matrix, columns, rows)
 
     def linear_add(self, x: Feed, matrices: Sequence[Matrix], out: Float32Array) -> None:
-        """GEMM with residual: out [tokens, all n] += x W^T + b."""
+        """Record a GEMM with residual: out [tokens, all n] += x W^T + b."""
         for matrix, columns in _columns(matrices, out):
-            self._step.linear_add(x(matrix), matrix, columns)
+            self._step.linear_add(x.record_for(matrix), matrix, columns)
 
     def swiglu(self, x: Feed, sets: Sequence[Gated], out: StripColumns, limit: float = math.inf) -> None:
-        """GEMM with SwiGLU, into strips; see Recording.linear_swiglu."""
+        """Record a GEMM with SwiGLU, into strips; see Recording.linear_swiglu."""
         self._swiglu(self._step.linear, self._step.linear_swiglu, x, sets, out, limit)
 
     def expert_swiglu(
         self, routing: Routing, x: Feed, sets: Sequence[Gated], out: StripColumns, limit: float = math.inf
     ) -> None:
-        """As `swiglu`, with the matrices of each entry's expert. Each of `sets` is of some experts."""
+        """Record `swiglu` with the matrices of each entry's expert. Each of `sets` is of some experts."""
         linear, swiglu = (partial(each, routing) for each in (self._step.expert_linear, self._step.expert_swiglu))
         self._swiglu(linear, swiglu, x, sets, out, limit)
 
@@ -131,13 +131,13 @@ class Products:
         for *apart, last in sets:
             gates = None
             for gate in apart:
-                linear(x(gate), gate, gates := self._gates_for(out.rows, gate.n))
-            swiglu(x(last), last, out, limit, gates)
+                linear(x.record_for(gate), gate, gates := self._gates_for(out.rows, gate.n))
+            swiglu(x.record_for(last), last, out, limit, gates)
 
     def expert_linear(self, routing: Routing, x: Feed, matrices: Sequence[Matrix], out: Float32Array) -> None:
-        """Grouped GEMM: out [entries, n] = x W_e^T. Each of `matrices` is of some experts."""
+        """Record a grouped GEMM: out [entries, n] = x W_e^T. Each of `matrices` is of some experts."""
         for matrix in matrices:
-            self._step.expert_linear(routing, x(matrix), matrix, out)
+            self._step.expert_linear(routing, x.record_for(matrix), matrix, out)
 
     def _gates_for(self, rows: int, n: int) -> Float32Array:
         if (rows, n) not in self._gates:

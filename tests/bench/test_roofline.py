@@ -16,7 +16,7 @@ from roofline_steps import REST, STEP, Steps
 from roofline_work import Batch, Work
 
 from pypto_serving.kernels import Engine, runnable
-from pypto_serving.kernels.roofline import Memory, peak
+from pypto_serving.kernels.roofline import BandwidthMemory, peak
 from pypto_serving.types.config import Head
 from tests.checkpoints import make_checkpoint
 from tests.needs import needs_kernels
@@ -27,7 +27,7 @@ MEBIBYTE = 1 << 20
 
 @pytest.fixture
 def bench() -> Bench:
-    return Bench(Engine("", 1), budget_s=0.0, memory=Memory(4 * MEBIBYTE))
+    return Bench(Engine("", 1), budget_s=0.0, memory=BandwidthMemory(4 * MEBIBYTE))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_tables() -> None:
 @pytest.mark.parametrize("instruction_set", runnable())
 def test_limits_of_this_machine(instruction_set: str) -> None:
     engine = Engine(instruction_set, 2)
-    assert Memory(4 * MEBIBYTE).bandwidth(engine, repeat=2) > 0
+    assert BandwidthMemory(4 * MEBIBYTE).bandwidth(engine, repeat=2) > 0
     assert peak(engine, repeat=1) > 0 and peak(engine, repeat=1, int8=True) > 0
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pypto_serving.kernels import Pages
+from pypto_serving.kernels import PagedRows
 from tests.kernels.layouts import Array, narrow, widen
 from tests.kernels.stage import Stage
 
@@ -76,7 +76,7 @@ class Blocks:
         found = self.arenas[group][block, LAYER, place]
         return widen(found) if found.dtype == np.uint16 else found
 
-    def pages(self, stage: Stage, group: int) -> Pages:
+    def pages(self, stage: Stage, group: int) -> PagedRows:
         arena, rows = self.arenas[group], self.groups[group]
         flat = arena.view(np.uint8).reshape(len(arena), -1)
         row_bytes = rows.width * arena.itemsize

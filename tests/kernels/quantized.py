@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pypto_serving.kernels import Engine, Form, GroupStrips, Matrix, pack_quantized, packed_form
+from pypto_serving.kernels import Engine, GroupStrips, Matrix, PackedForm, pack_quantized, packed_form
 from pypto_serving.types.weights import CodesForm, Fp8Form, Layout, StoredCodes, StoredFp8, StoredQuantized, Table
 from tests.kernels.layouts import Array, narrow, strip_bounds, widen
 
@@ -39,7 +39,7 @@ class Quantized:
     values: Array
 
     @property
-    def form(self) -> Form:
+    def form(self) -> PackedForm:
         return packed_form(self.stored.form, *self.values.shape)
 
 
@@ -95,7 +95,7 @@ def random_fp8(rng: np.random.Generator, n: int, k: int, form: Fp8Form) -> Quant
     return Quantized(StoredFp8(Fp8Form((rows, columns)), weights, scales), E4M3[weights] * wide)
 
 
-def room(form: Form, n: int, k: int, count: int = 1, bias: Array | None = None) -> Matrix:
+def room(form: PackedForm, n: int, k: int, count: int = 1, bias: Array | None = None) -> Matrix:
     """Memory of ones in every bit for `count` matrices."""
     words = np.full(form.words(n, k, count), 0xFFFFFFFF, np.uint32)
     padded = None if bias is None else np.pad(bias, (0, Matrix.outputs(n) - n))

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.kernels import Engine, Extent, KVCacheLayer, Recording, Rows, Scoring, Stored, runnable
-from pypto_serving.kernels.abi import Arguments, Library
+from pypto_serving.kernels import ElementType, Engine, Extent, KVCacheLayer, Recording, Scoring, StepRows, runnable
+from pypto_serving.kernels.abi import Arguments, KernelLibrary
 from pypto_serving.kernels.arguments import Handle
 from pypto_serving.kernels.constants import differing
 from pypto_serving.kernels.forms import Inputs, Scale, Weights
@@ -26,11 +26,11 @@ from tests.needs import needs_kernels
 pytestmark = needs_kernels
 
 ELEMENTS = ("u1", "u2", "u4", "u8", "i4", "i8", "f2", "f4", "f8")
-_ENUMS: tuple[type[enum.Enum], ...] = (Rows, Epilogue, Extent, Scoring, Stored, Weights, Inputs, Scale, Layout)
+_ENUMS: tuple[type[enum.Enum], ...] = (StepRows, Epilogue, Extent, Scoring, ElementType, Weights, Inputs, Scale, Layout)
 ENUMS = {kind.__name__: kind for kind in _ENUMS}
 
 
-def bound() -> Library:
+def bound() -> KernelLibrary:
     lib = library()
     assert lib is not None
     return lib
@@ -197,8 +197,10 @@ def test_enums_have_the_names_of_the_declarations() -> None:
     assert {name: set(numbers) for name, numbers in bound().enums.items()} == {
         name: set(kind.__members__) for name, kind in ENUMS.items()
     }
-    pack = Library(ctypes.CDLL(None), "enum Stored i4; kI8; kBf16\nstruct Pack 4; Stored stored 0").structs["Pack"]
-    assert pack.array([[Stored.BF16], [Stored.I8]])["stored"].tolist() == [1, 0]
+    pack = KernelLibrary(ctypes.CDLL(None), "enum Stored i4; kI8; kBf16\nstruct Pack 4; Stored stored 0").structs[
+        "Pack"
+    ]
+    assert pack.array([[ElementType.BF16], [ElementType.I8]])["stored"].tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("change", [{"kPanel": 64}, {"kOther": 1}])
@@ -206,7 +208,7 @@ def test_a_library_with_other_constants_is_refused(change: dict[str, int], monke
     described = {**bound().constants, **change}
     assert differing(bound().constants) == [] and set(differing(described)) == set(change)
     assert "kPanel" in differing({})
-    monkeypatch.setattr(Library, "__init__", lambda self, *_: setattr(self, "constants", described))
+    monkeypatch.setattr(KernelLibrary, "__init__", lambda self, *_: setattr(self, "constants", described))
     library.cache_clear()
     try:
         with pytest.raises(ConfigError, match=f"other constants .*{next(iter(change))}"):
@@ -242,7 +244,7 @@ def test_a_closed_engine_is_refused() -> None:
 def test_a_product_refuses_an_output_of_another_type(stage: Stage) -> None:
     strips, matrix = stage.strip_room(1, 32), matrix_of(np.zeros((32, 32), np.float32))
     with pytest.raises(TypeError, match="STORE writes float32, not uint32"):
-        stage.record.linear(strips, matrix, np.zeros((1, 32), np.uint32), Rows.TOKENS)
+        stage.record.linear(strips, matrix, np.zeros((1, 32), np.uint32), StepRows.TOKENS)
     with pytest.raises(TypeError, match="SWIGLU writes uint32, not float32"):
         stage.record.linear_swiglu(strips, matrix, np.zeros(8, np.float32))
 
@@ -273,4 +275,4 @@ def test_more_experts_per_token_than_there_are(stage: Stage) -> None:
 
 def test_packing_refuses_what_is_too_short(stage: Stage) -> None:
     with pytest.raises(ValueError, match=r"62 bytes hold no \[1, 32\]"):
-        stage.engine.pack(np.zeros(512, np.uint32), np.zeros(31, np.uint16), Stored.BF16, 1, 32)
+        stage.engine.pack(np.zeros(512, np.uint32), np.zeros(31, np.uint16), ElementType.BF16, 1, 32)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from pypto_serving.kernels import Engine, Rows
+from pypto_serving.kernels import Engine, StepRows
 from tests.kernels.layouts import Array
 from tests.kernels.references import FLOAT32, assert_close, double
 from tests.kernels.stage import Stage, engine_of
@@ -86,7 +86,7 @@ def test_the_end_of_the_streams(engine: Engine, rows: list[int]) -> None:
     mixing, x = make_mixing(64, STREAMS), random_streams(21, 64)
     stage = Stage(engine)
     mixes, out = stage.room(np.float32, max(1, len(rows)), STREAMS), stage.room(np.float32, 21, 64)
-    stage.record.rms_norm_linear(x, mixing.weight, NORM_EPS, mixes, Rows.LOGITS)
+    stage.record.rms_norm_linear(x, mixing.weight, NORM_EPS, mixes, StepRows.LOGITS)
     stage.record.hyper_connection_pre(x, mixes, mixing.scale, mixing.base, EPS, out)
     stage.play(21, logits_rows=rows)
     pre, _, _ = post_comb(mixing, x)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pypto_serving.kernels import INT8, Engine, Int8Strips, Matrix, Rows, Scoring, Stored
+from pypto_serving.kernels import INT8, ElementType, Engine, Int8Strips, Matrix, Scoring, StepRows
 from tests.kernels.layouts import (
     Array,
     bytes_from_strips,
@@ -162,8 +162,8 @@ def test_norm_and_product_of_rows_with_logits(engine: Engine, wanted: int) -> No
     def logits(tokens: int, chosen: Array) -> Array:
         stage = Stage(engine)
         normed, out = quads_room(stage, 30, 64), stage.room(np.float32, len(chosen), 70)
-        stage.record.rms_norm(x, ones, 1e-6, normed, Rows.LOGITS)
-        stage.record.linear(normed, weights.matrix(), out, Rows.LOGITS)
+        stage.record.rms_norm(x, ones, 1e-6, normed, StepRows.LOGITS)
+        stage.record.linear(normed, weights.matrix(), out, StepRows.LOGITS)
         stage.play(tokens, logits_rows=chosen)
         return out
 
@@ -273,7 +273,7 @@ def test_packing(engine: Engine, parts: list[int]) -> None:
     words, compensation, offset = np.zeros_like(whole.words), np.zeros(Matrix.outputs(sum(parts)), np.int32), 0
     for weights in several:
         source = weights.values
-        engine.pack(words, source, Stored.I8, len(weights.values), 36, offset, compensation)
+        engine.pack(words, source, ElementType.I8, len(weights.values), 36, offset, compensation)
         offset += len(weights.values)
     assert np.array_equal(words, whole.words) and np.array_equal(compensation, whole.compensation)
 
@@ -285,7 +285,7 @@ def test_packing_gate_and_up(engine: Engine, n: int, k: int) -> None:
     whole = gate.interleaved(up).matrix()
     words, compensation = np.zeros_like(whole.words), np.zeros(2 * n, np.int32)
     for half, weights in enumerate((gate, up)):
-        engine.pack_gate_up(words, weights.values, Stored.I8, n, k, half, compensation)
+        engine.pack_gate_up(words, weights.values, ElementType.I8, n, k, half, compensation)
     assert np.array_equal(words, whole.words) and np.array_equal(compensation, whole.compensation)
 
 
@@ -296,7 +296,7 @@ def test_packing_gate_and_up(engine: Engine, n: int, k: int) -> None:
 def test_what_does_not_fit_is_refused(engine: Engine, n: int, k: int, offset: int, words: int, outputs: int) -> None:
     source, out, compensation = np.zeros(256, np.int8), np.zeros(words, np.uint32), np.zeros(outputs, np.int32)
     with pytest.raises(ValueError, match=rf"\[{n}, {k}\]"):
-        engine.pack(out, source, Stored.I8, n, k, offset, compensation)
+        engine.pack(out, source, ElementType.I8, n, k, offset, compensation)
 
 
 def test_a_product_of_bytes_and_numbers_is_refused(engine: Engine) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pypto_serving.kernels import Engine, Rows
+from pypto_serving.kernels import Engine, StepRows
 from tests.kernels import references
 from tests.kernels.layouts import Array, interleaved, random_bf16
 from tests.kernels.references import BFLOAT16, assert_close, assert_gated, product, product_error, silu
@@ -82,7 +82,7 @@ def test_product_of_rows_with_logits(engine: Engine, wanted: int) -> None:
     x, weights = random_bf16(rng, max(1, wanted), 64), random_bf16(rng, 70, 64)
     stage = Stage(engine)
     out = stage.room(np.float32, wanted, 70)
-    stage.record.linear(stage.strips(x), matrix_of(weights), out, Rows.LOGITS)
+    stage.record.linear(stage.strips(x), matrix_of(weights), out, StepRows.LOGITS)
     stage.play(30, logits_rows=np.arange(wanted))
     assert np.array_equal(out, linear(engine, x, weights)[:wanted])
 

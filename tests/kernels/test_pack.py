@@ -7,19 +7,19 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from pypto_serving.kernels import INT8, Engine, Matrix, Stored, pack_rounded
+from pypto_serving.kernels import INT8, ElementType, Engine, Matrix, pack_rounded
 from tests.kernels.layouts import Array, interleaved, narrow, rounded, to_panels
 from tests.kernels.stage import Stage
 
 UNTOUCHED = 0xFFFFFFFF
 
 
-def stored_forms(weights: Array) -> Iterator[tuple[Stored, Array, Array]]:
+def stored_forms(weights: Array) -> Iterator[tuple[ElementType, Array, Array]]:
     """Type, what a file holds, and the float32 values that it stands for."""
-    yield Stored.BF16, narrow(weights), rounded(weights)
-    yield Stored.F32, weights, weights
+    yield ElementType.BF16, narrow(weights), rounded(weights)
+    yield ElementType.F32, weights, weights
     half = weights.astype(np.float16)
-    yield Stored.F16, half, half.astype(np.float32)
+    yield ElementType.F16, half, half.astype(np.float32)
 
 
 def room(pairs: int) -> Array:
@@ -46,7 +46,7 @@ def test_packing_several_matrices_as_one(engine: Engine, parts: list[int]) -> No
     matrices = [rng.standard_normal((n, k)).astype(np.float32) for n in parts]
     out, offset = np.zeros(Matrix.size(sum(parts), k), np.uint32), 0
     for matrix in matrices:
-        engine.pack(out, matrix, Stored.F32, len(matrix), k, offset)
+        engine.pack(out, matrix, ElementType.F32, len(matrix), k, offset)
         offset += len(matrix)
     assert np.array_equal(out, to_panels(np.concatenate(matrices)))
 
@@ -67,16 +67,16 @@ def test_every_float16_is_rounded_right(engine: Engine) -> None:
     bits = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16).view(np.float16)
     source = np.where(np.isnan(bits), np.float16(0), bits).reshape(64, 1024)
     out = room(Matrix.size(64, 1024))
-    engine.pack(out, source, Stored.F16, 64, 1024)
+    engine.pack(out, source, ElementType.F16, 64, 1024)
     assert np.array_equal(out, to_panels(source.astype(np.float32)))
 
 
-@pytest.mark.parametrize("stored", [Stored.F32, Stored.F16, Stored.BF16])
-def test_not_a_number_stays_so(engine: Engine, stored: Stored) -> None:
+@pytest.mark.parametrize("stored", [ElementType.F32, ElementType.F16, ElementType.BF16])
+def test_not_a_number_stays_so(engine: Engine, stored: ElementType) -> None:
     """Even where rounding would carry beyond its last bit."""
     sources = {
-        Stored.F32: np.array([0x7FFFFFFF, 0xFFFFFFFF], np.uint32),
-        Stored.F16: np.array([np.nan] * 2, np.float16),
+        ElementType.F32: np.array([0x7FFFFFFF, 0xFFFFFFFF], np.uint32),
+        ElementType.F16: np.array([np.nan] * 2, np.float16),
     }
     source = sources.get(stored, np.array([0x7FC1, 0xFFC0], np.uint16))
     out = room(Matrix.size(1, 2))
@@ -100,16 +100,16 @@ def test_not_a_number_stays_so(engine: Engine, stored: Stored) -> None:
 def test_what_does_not_fit_is_refused(engine: Engine, n: int, k: int, offset: int, pairs: int) -> None:
     source = np.zeros(256, np.uint16)
     with pytest.raises(ValueError, match=rf"\[{n}, {k}\]"):
-        engine.pack(room(pairs), source, Stored.BF16, n, k, offset)
+        engine.pack(room(pairs), source, ElementType.BF16, n, k, offset)
 
 
 @pytest.mark.parametrize(("n", "k", "pairs"), [(16, 3, 64), (8, 2, 64), (32, 2, 32), (16, 4, 63)])
 def test_gates_that_do_not_fit_are_refused(engine: Engine, n: int, k: int, pairs: int) -> None:
     source = np.zeros(256, np.uint16)
     with pytest.raises(ValueError, match=rf"\[{n}, {k}\]"):
-        engine.pack_gate_up(room(pairs), source, Stored.BF16, n, k, 0)
+        engine.pack_gate_up(room(pairs), source, ElementType.BF16, n, k, 0)
     with pytest.raises(ValueError, match="half is 5"):
-        engine.pack_gate_up(room(256), source, Stored.BF16, 16, 2, 5)
+        engine.pack_gate_up(room(256), source, ElementType.BF16, 16, 2, 5)
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 4), (31, 64), (33, 8), (320, 96)])
@@ -132,7 +132,7 @@ def test_packing_rounded(engine: Engine, n: int, k: int) -> None:
         stage.play(n, token_ids=np.arange(n))
         codes = np.rint(x / np.where(scales > 0, scales, 1)[:, None])
         assert np.abs(codes - steps).max() < 0.501 and np.array_equal(x, codes.astype(np.float32) * scales[:, None])
-        engine.pack(wanted.words, codes.astype(np.int8), Stored.I8, n, k, 0, wanted.compensation)
+        engine.pack(wanted.words, codes.astype(np.int8), ElementType.I8, n, k, 0, wanted.compensation)
         assert np.array_equal(found.words, wanted.words)
         assert wanted.compensation is not None and np.array_equal(found.compensation, wanted.compensation)
 
@@ -144,11 +144,11 @@ def own(outputs: int) -> tuple[Array, Array]:
 def test_what_does_not_become_int8(engine: Engine) -> None:
     source, small = np.zeros((33, 8), np.float32), Matrix(room(32 * 2), 33, 8, None, *own(32), INT8)
     for matrix, stored, rows, message in (
-        (small, Stored.F32, 33, r"\[33, 8\] does not go into 64 words"),
-        (small, Stored.I8, 8, "8 rows of I8 do not become weights of"),
-        (Matrix(room(32 * 4), 32, 8), Stored.F32, 8, "8 rows of F32 do not become weights of"),
+        (small, ElementType.F32, 33, r"\[33, 8\] does not go into 64 words"),
+        (small, ElementType.I8, 8, "8 rows of I8 do not become weights of"),
+        (Matrix(room(32 * 4), 32, 8), ElementType.F32, 8, "8 rows of F32 do not become weights of"),
     ):
         with pytest.raises(ValueError, match=message):
             pack_rounded(engine, matrix, source, stored, rows)
     with pytest.raises(ValueError, match="bytes hold no"):
-        pack_rounded(engine, small, source[:2], Stored.F32, 32)
+        pack_rounded(engine, small, source[:2], ElementType.F32, 32)

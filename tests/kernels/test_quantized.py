@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pypto_serving.kernels import Engine, GroupStrips, Matrix, Rows, Scoring, runnable
+from pypto_serving.kernels import Engine, GroupStrips, Matrix, Scoring, StepRows, runnable
 from pypto_serving.types.weights import CodesForm, Fp8Form, Layout, Table
 from tests.kernels.layouts import Array, interleaved, random_bf16, rounded
 from tests.kernels.quantized import (
@@ -281,8 +281,8 @@ def test_norm_and_product_of_rows_with_logits(engine: Engine, wanted: int) -> No
     def logits(chosen: Array) -> Array:
         stage = Stage(engine)
         normed, out = strips_for(stage, matrix, 30, 160), stage.room(np.float32, len(chosen), 70)
-        stage.record.rms_norm(x, ones, 1e-6, normed, Rows.LOGITS)
-        stage.record.linear(normed, matrix, out, Rows.LOGITS)
+        stage.record.rms_norm(x, ones, 1e-6, normed, StepRows.LOGITS)
+        stage.record.linear(normed, matrix, out, StepRows.LOGITS)
         stage.play(30, logits_rows=chosen)
         return out
 

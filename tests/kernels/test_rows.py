@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pypto_serving.kernels import Engine, Rows
+from pypto_serving.kernels import Engine, StepRows
 from tests.kernels import references
 from tests.kernels.layouts import Array, narrow, random_bf16
 from tests.kernels.references import BFLOAT16, assert_close
@@ -21,7 +21,7 @@ def norm(engine: Engine, x: Array, weight: Array, wanted: Array | None = None) -
     stage, (tokens, width) = Stage(engine), x.shape
     rows = tokens if wanted is None else len(wanted)
     out = stage.strip_room(rows, width)
-    stage.record.rms_norm(x, weight, EPS, out, Rows.TOKENS if wanted is None else Rows.LOGITS)
+    stage.record.rms_norm(x, weight, EPS, out, StepRows.TOKENS if wanted is None else StepRows.LOGITS)
     stage.play(tokens, logits_rows=() if wanted is None else wanted)
     return stage.rows(out, rows, width)
 

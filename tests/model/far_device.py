@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from pypto_serving.model.family import Serving
-from pypto_serving.model.loader import Weights
+from pypto_serving.model.loader import TorchWeights
 from pypto_serving.model.registry import load_config, load_spec, model_family
 from pypto_serving.model.step import StepTensors
 from pypto_serving.types.kv import KVCacheGroupSpec
@@ -138,7 +138,7 @@ def run(path: Path, device: torch.device) -> list[Tensor]:
         kernels="torch",
     )
     with device:
-        program = model_family(architecture).program(model, Weights(path, "float32", lambda *_: None), config)
+        program = model_family(architecture).program(model, TorchWeights(path, "float32", lambda *_: None), config)
     starts = np.cumsum((0, *CHUNKS))[:-1].tolist()
     steps = [*zip(starts, CHUNKS, strict=True), (TOKENS, 0)]
     return [program.forward(make_step(device, spec.kv_groups, *step)) for step in steps]

@@ -24,7 +24,7 @@ from pypto_serving.model.formats.dequantise import dequantised
 from pypto_serving.model.formats.matrix_tensors import MatrixTensors
 from pypto_serving.model.formats.schemes import Coded
 from pypto_serving.model.formats.section import read_quantization
-from pypto_serving.model.packed import PackedWeights
+from pypto_serving.model.packed_weights import PackedWeights
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.model.registry import load_config, load_spec, read_config
 from pypto_serving.model.tensors import StoredTensors

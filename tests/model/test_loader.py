@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from pypto_serving.errors import ModelError
 from pypto_serving.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from pypto_serving.model.fingerprint import checkpoint_digest, checkpoint_state
-from pypto_serving.model.loader import Weights
+from pypto_serving.model.loader import TorchWeights
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.model.registry import load_config
 from tests.model.conftest import MakeCheckpoint
@@ -39,9 +39,9 @@ def change(path: Path, edit: Callable[[Tensors], object]) -> None:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / SINGLE_FILE)
 
 
-def open_checked(path: Path, dtype: str = "float32") -> Weights:
+def open_checked(path: Path, dtype: str = "float32") -> TorchWeights:
     _, config = load_config(path)
-    weights = Weights(path, dtype, lambda *_: None)
+    weights = TorchWeights(path, dtype, lambda *_: None)
     inventory = Qwen3Inventory(config)
     weights.require(inventory.expected(), inventory.ignores)
     return weights
@@ -67,7 +67,7 @@ def test_both_layouts_hold_the_same(checkpoint: MakeCheckpoint, kind: str) -> No
 def test_reading_joins_converts_and_reports(checkpoint: MakeCheckpoint) -> None:
     path = checkpoint()
     seen: list[tuple[str, int, int]] = []
-    weights = Weights(path, "bfloat16", lambda *state: seen.append(state))
+    weights = TorchWeights(path, "bfloat16", lambda *state: seen.append(state))
     _, config = load_config(path)
     inventory = Qwen3Inventory(config)
     weights.require(inventory.expected(), inventory.ignores)

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from pypto_serving.backend.native import NativeLoader
 from pypto_serving.errors import ModelError
 from pypto_serving.kernels import Engine, Matrix, NativeCollectives, SharedMemory, hashes, runnable
-from pypto_serving.model.packed import PackedWeights
-from pypto_serving.model.packed_file import PackedFile
+from pypto_serving.model.packed_weights import PackedWeights
+from pypto_serving.model.packed_weights_file import PackedFile
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.model.registry import load_config
 from pypto_serving.model.shares import cut

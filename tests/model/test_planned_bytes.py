@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pypto_serving.kernels import Form, Matrix, runnable
+from pypto_serving.kernels import Matrix, PackedForm, runnable
 from pypto_serving.kernels.forms import Scale, Weights
 from pypto_serving.model.family import Serving
-from pypto_serving.model.packed import PackedWeights
+from pypto_serving.model.packed_weights import PackedWeights
 from pypto_serving.model.registry import load_spec
 from pypto_serving.parallel.topology import Rank, Topology
 from tests.checkpoints import make_checkpoint
@@ -147,10 +147,14 @@ def test_activations_of_a_token(plain: Callable[[str], Path], kind: str) -> None
 
 
 def test_bytes_of_forms_are_those_of_the_library() -> None:
-    whole = [Form(Weights.BF16), Form(Weights.INT8)]
+    whole = [PackedForm(Weights.BF16), PackedForm(Weights.INT8)]
     codes = itertools.product((Weights.INT4, Weights.E2M1), (Scale.BF16, Scale.F32, Scale.E8M0), (16, 32, 64, 128))
     fp8 = itertools.product((Weights.FP8,), (Scale.F32, Scale.SHARED), (4, 32, 100, 128))
-    forms = [*whole, *(Form(*each) for each in (*codes, *fp8)), Form(Weights.INT4, Scale.F16, 64, zeros=True)]
+    forms = [
+        *whole,
+        *(PackedForm(*each) for each in (*codes, *fp8)),
+        PackedForm(Weights.INT4, Scale.F16, 64, zeros=True),
+    ]
     for form, k in itertools.product(forms, (32, 96, 128, 2080)):
         wanted = 4 * (form.words(40, k) + form.own_words * Matrix.outputs(40))
         assert form.planned_bytes(Matrix.outputs(40), k) == wanted, (form, k)

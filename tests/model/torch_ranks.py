@@ -17,7 +17,7 @@ from pypto_serving.backend.base import StepInputs, StepOutput
 from pypto_serving.backend.cpu_torch import TorchProgram, compute
 from pypto_serving.kernels import SharedMemory
 from pypto_serving.model.collectives import TorchCollectives
-from pypto_serving.model.loader import Weights
+from pypto_serving.model.loader import TorchWeights
 from pypto_serving.model.registry import load_config, model_family
 from pypto_serving.parallel.topology import Rank, Topology
 from tests.configs import change_config
@@ -33,7 +33,7 @@ CHUNKS: Work = [[(0, 37)], [(0, 30), (1, 1)], [(1, 40), (0, 1)], [(0, 1), (1, 1)
 AT_ONCE: Work = [[(1, 42), (0, 69)]]
 
 
-class CountedWeights(Weights):
+class CountedWeights(TorchWeights):
     """Counts the bytes that a program asks for."""
 
     num_bytes = 0

@@ -5,8 +5,7 @@
 - `device`: the prepared worker: checked dispatches, uploads and copies
 - `keeper`: a process that ends the worker's process group when the worker ends
 - `library`: finds pypto-lib's programs of a model
-- `pages`: KV blocks of the pools, for lower tiers
-- `program`: runs dispatches
+- `program`: dispatches become runs of the compiled programs; KV blocks on the device
 - `programs`: keeps compiled programs on disk
 - `runtime`: imports PyPTO, which nothing else does: its revision, shared memory, compiling, preparing
 """

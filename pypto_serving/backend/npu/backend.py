@@ -15,11 +15,10 @@ import numpy as np
 from pypto_serving.backend.base import Backend, Fault, Program, Progress
 from pypto_serving.backend.native import check_groups
 from pypto_serving.backend.npu.chips import Chips
-from pypto_serving.backend.npu.device import STAGING_BYTES, Buffers, Device
+from pypto_serving.backend.npu.device import STAGING_BYTES, Device, DeviceBuffers
 from pypto_serving.backend.npu.keeper import keep_group
-from pypto_serving.backend.npu.library import Library, find_library
-from pypto_serving.backend.npu.pages import DevicePages
-from pypto_serving.backend.npu.program import NpuProgram
+from pypto_serving.backend.npu.library import ProgramLibrary, find_library
+from pypto_serving.backend.npu.program import DevicePages, NpuProgram
 from pypto_serving.backend.npu.programs import Programs
 from pypto_serving.backend.npu.runtime import Runtime
 from pypto_serving.errors import ConfigError, ModelError
@@ -82,7 +81,7 @@ class NpuBackend(Backend):
         assert self._chips is not None
         self._chips.fault = fault
 
-    def _prepare(self, runtime: Runtime, library: Library, progress: Progress) -> Device:
+    def _prepare(self, runtime: Runtime, library: ProgramLibrary, progress: Progress) -> Device:
         """Load the compiled programs, or compile them, allocate shared memory, and let the runtime fork."""
         kept = self._programs = Programs(runtime, self.config.worker.cache_dir)
         contract, programs = library.contract, dict[StageName, Any]()
@@ -90,20 +89,20 @@ class NpuBackend(Backend):
         with _repeated(progress), kept.locked():
             for stage, host in library.hosts.items():
                 programs[stage] = kept.get(stage, host, library.sources, contract.stages[stage], sizes)
-            buffers = Buffers(contract, STAGING_BYTES)
+            buffers = DeviceBuffers(contract, STAGING_BYTES)
             self._keeper = keep_group()
             self._chips = Chips(self._keeper.pid)
             device = Device(runtime, contract, programs, buffers, self._chips)
         progress("programs", 1, 1)
         return device
 
-    def _rows(self, library: Library) -> int:
+    def _rows(self, library: ProgramLibrary) -> int:
         """Return the rows of each KV pool, which all pages of all layers take."""
         caches = of_role(same_arguments(library.contract.stages).values(), "cache")
         widths = sum(argument.num_bytes({"ROWS": 1}) for argument in caches)
         return self.config.cache.num_blocks[0] * self.config.cache.groups[0].block_bytes // widths
 
-    def _load(self, library: Library, checkpoint: CheckpointConfig, progress: Progress) -> Any:
+    def _load(self, library: ProgramLibrary, checkpoint: CheckpointConfig, progress: Progress) -> Any:
         """Upload weights and zeroed caches; return the table by which the host embeds, if it does."""
         assert self._device is not None
         contract, arguments = library.contract, same_arguments(library.contract.stages)

@@ -22,7 +22,7 @@ STAGING_BYTES = 16 << 20
 """Shared memory through which weights and KV blocks are copied."""
 
 
-class Buffers:
+class DeviceBuffers:
     """Owns what must be in shared memory before the runtime forks: inputs and outputs by stage, and staging memory."""
 
     def __init__(self, contract: Contract, staging_bytes: int) -> None:
@@ -44,7 +44,12 @@ class Device:
     """
 
     def __init__(
-        self, runtime: Runtime, contract: Contract, programs: Mapping[StageName, Any], buffers: Buffers, chips: Chips
+        self,
+        runtime: Runtime,
+        contract: Contract,
+        programs: Mapping[StageName, Any],
+        buffers: DeviceBuffers,
+        chips: Chips,
     ) -> None:
         self._contract, self._programs, self._buffers = contract, programs, buffers
         self._runtime = runtime

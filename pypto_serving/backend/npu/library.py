@@ -25,7 +25,7 @@ _STAGES: tuple[StageName, ...] = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
-class Library:
+class ProgramLibrary:
     """The programs of a model: our contract of them, their host functions, and a hash of their sources."""
 
     contract: Contract
@@ -33,7 +33,7 @@ class Library:
     sources: bytes
 
 
-def find_library(config: EngineConfig, checkpoint: CheckpointConfig) -> Library:
+def find_library(config: EngineConfig, checkpoint: CheckpointConfig) -> ProgramLibrary:
     """Find the programs; raise ConfigError where there are none for the model, or others than are known."""
     model = checkpoint.model
     if not isinstance(model, Qwen3Config):
@@ -48,10 +48,10 @@ def find_library(config: EngineConfig, checkpoint: CheckpointConfig) -> Library:
     folder = Path(inspect.getfile(theirs.load_kernels)).parent
     files = sorted(folder.rglob("*.py"))
     sources = hash128(theirs.abi_fingerprint().encode(), *(file.read_bytes() for file in files))
-    return Library(ours, {stage: _host(folder, stage) for stage in _STAGES}, sources)
+    return ProgramLibrary(ours, {stage: _host(folder, stage) for stage in _STAGES}, sources)
 
 
-def _small(config: EngineConfig, model: Qwen3Config) -> Library:
+def _small(config: EngineConfig, model: Qwen3Config) -> ProgramLibrary:
     """Take our own programs: pypto-lib has none of the model, or none for so many devices."""
     devices = config.parallel.topology.tensor
     contract = Qwen3Contract(
@@ -73,7 +73,7 @@ def _small(config: EngineConfig, model: Qwen3Config) -> Library:
     if obstacle := programs.obstacle(sizes):
         raise ConfigError(f"the programs of the npu backend cannot serve {config.model.path}: {obstacle}")
     hosts = dict(zip(_STAGES, programs.build(sizes), strict=True))
-    return Library(contract, hosts, hash128(*(file.read_bytes() for file in programs.sources())))
+    return ProgramLibrary(contract, hosts, hash128(*(file.read_bytes() for file in programs.sources())))
 
 
 def _find_contract(checkpoint: CheckpointConfig) -> Any:

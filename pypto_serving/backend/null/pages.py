@@ -76,7 +76,7 @@ class Tokens:
         return Tokens(self.ids[index], self.positions[index], self.owners[index], slots, self.tables)
 
 
-class Pages:
+class SimulatedPages:
     """Owns the pages as uint64 arrays, one value per row. Page 0 is the null block.
 
     `arenas[g]` is [num_blocks, rows of all tensors]. The columns of tensor i start at `_columns[g][i]`.

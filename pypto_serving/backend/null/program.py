@@ -17,8 +17,8 @@ from pypto_serving.backend.base import (
     StepInputs,
     StepOutput,
 )
-from pypto_serving.backend.memory import BlockMemory, HostBlocks
-from pypto_serving.backend.null.pages import Pages, Tokens
+from pypto_serving.backend.block_memory import BlockMemory, HostBlocks
+from pypto_serving.backend.null.pages import SimulatedPages, Tokens
 from pypto_serving.backend.null.sampler import DeviceSampler, guess, logits_of
 from pypto_serving.types.arrays import BlockBytes, Float32Array, Int32Array
 from pypto_serving.types.config import EngineConfig
@@ -50,7 +50,7 @@ class DeviceBlocks(HostBlocks):
 
 
 @dataclass(slots=True)
-class _Row:
+class _SimulatedRow:
     """The last token that the device sampled for a row, and its position."""
 
     token: int
@@ -83,7 +83,7 @@ class NullProgram:
         self._seconds_per_token = float(options.get("seconds_per_token", 0.0))
         self._accuracy = float(options.get("draft_accuracy", 0.5))
         self._fails_on = int(options.get("fails_on", -1))
-        self._pages = Pages(self.groups, self.num_blocks)
+        self._pages = SimulatedPages(self.groups, self.num_blocks)
         arenas = [pages.view(np.uint8) for pages in self._pages.arenas]
         self.memory: BlockMemory = (
             DeviceBlocks(arenas, self.counts) if options.get("device_memory") else HostBlocks(arenas)
@@ -91,7 +91,7 @@ class NullProgram:
         self.draft: Draft | None = self._draft if config.drafts_in_model else None
         self._held: deque[tuple[StepInputs, SamplingInputs | None]] = deque()
         self._done: deque[StepOutput] = deque()
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _SimulatedRow] = {}
         longest = self.limits.max_model_len + 1 + self.limits.traits.max_drafts
         self._sampled = np.zeros((self.limits.max_num_seqs, longest), np.int32)
 
@@ -227,7 +227,7 @@ class NullProgram:
             token = self._choose(sampler, n, own, digest, position)
             if right:
                 kept.append((token, digest))
-                self._rows[own] = _Row(token, position)
+                self._rows[own] = _SimulatedRow(token, position)
                 self._sampled[own, position] = token
             if index + 1 < end:
                 draft = guess(max(0, token), digest, self._accuracy, self._vocab_size)

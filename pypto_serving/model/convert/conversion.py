@@ -26,7 +26,7 @@ from pypto_serving.model.convert.plan import Plan, Weight
 from pypto_serving.model.fields import read_json_file
 from pypto_serving.model.formats.dequantise import dequantised
 from pypto_serving.model.formats.eight_bits import Fp8
-from pypto_serving.model.formats.four_bits import Rows
+from pypto_serving.model.formats.four_bits import RowCodes
 from pypto_serving.model.formats.matrix_tensors import MatrixTensors
 from pypto_serving.model.formats.section import SECTION_FILES
 from pypto_serving.model.registry import CONFIG_FILE, CheckpointConfig, read_config
@@ -173,7 +173,7 @@ class _Conversion:
     def _reader(self, weight: Weight) -> Callable[[int, int], Array]:
         """Return what reads rows [first, last) of a weight: in float32, or as stored if they are kept so."""
         tensors, module = self._tensors, weight.source.removesuffix(".weight")
-        if isinstance(weight.scheme, Fp8 | Rows):
+        if isinstance(weight.scheme, Fp8 | RowCodes):
             n, k = weight.shape
             return partial(dequantised, weight.scheme.read(MatrixTensors(tensors, module), n, k))
         tensor, width = tensors[weight.source], math.prod(weight.shape[1:])

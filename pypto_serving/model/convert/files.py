@@ -20,7 +20,7 @@ from pypto_serving.model.fingerprint import checkpoint_state
 from pypto_serving.util import decode_json
 
 
-class _Conversion(msgspec.Struct, frozen=True):
+class _UnfinishedFolder(msgspec.Struct, frozen=True):
     """What UNFINISHED_FILE says: the conversion of `source`, in `state`, to `format` by a `version` of this program.
 
     All but the path `source` decide the bytes of the target.
@@ -31,7 +31,7 @@ class _Conversion(msgspec.Struct, frozen=True):
     format: str
     version: str
 
-    def continues(self, other: _Conversion) -> bool:
+    def continues(self, other: _UnfinishedFolder) -> bool:
         """Return whether the files that `other` has written are those of this conversion."""
         return msgspec.structs.replace(other, source=self.source) == self
 
@@ -43,7 +43,7 @@ def claim(source: Path, target: Path, format: str) -> Iterator[Callable[[], None
     Yield what raises ModelError if `source` has changed since.
     """
     identity, state = checkpoint_state(source).hex(), target / UNFINISHED_FILE
-    own = _Conversion(str(source), identity, format, importlib.metadata.version("pypto-serving"))
+    own = _UnfinishedFolder(str(source), identity, format, importlib.metadata.version("pypto-serving"))
 
     def require_unchanged() -> None:
         if checkpoint_state(source).hex() != identity:
@@ -67,10 +67,10 @@ def claim(source: Path, target: Path, format: str) -> Iterator[Callable[[], None
 _ADVICE = "give a folder that is empty or not there yet"
 
 
-def _require_same(target: Path, own: _Conversion, found: bytes) -> None:
+def _require_same(target: Path, own: _UnfinishedFolder, found: bytes) -> None:
     """Raise ConfigError unless `found` says that the files in `target` are those of `own` conversion."""
     try:
-        other = decode_json(found, _Conversion)
+        other = decode_json(found, _UnfinishedFolder)
     except ValueError:
         raise ConfigError(f"TARGET {target}/{UNFINISHED_FILE} is damaged; delete the folder, or give another") from None
     if own.continues(other):

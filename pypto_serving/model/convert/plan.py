@@ -10,7 +10,7 @@ from pypto_serving.errors import ModelError
 from pypto_serving.model.checkpoint import Expected
 from pypto_serving.model.convert.encodings import Encoding
 from pypto_serving.model.formats.eight_bits import Fp8
-from pypto_serving.model.formats.four_bits import Rows
+from pypto_serving.model.formats.four_bits import RowCodes
 from pypto_serving.model.formats.schemes import PLAIN, Scheme
 from pypto_serving.types.weights import Table
 
@@ -59,7 +59,7 @@ class Plan:
 
 
 def _require_fine(scheme: Scheme) -> None:
-    is_fp4 = isinstance(scheme, Rows) and scheme.table == Table.E2M1
+    is_fp4 = isinstance(scheme, RowCodes) and scheme.table == Table.E2M1
     if not (scheme == PLAIN or is_fp4 or isinstance(scheme, Fp8)):
         raise ModelError(
             f"its weights are quantised already ({scheme.name}); give the checkpoint that it was made from"

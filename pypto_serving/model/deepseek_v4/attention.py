@@ -16,10 +16,10 @@ from pypto_serving.model.collectives import TorchCollectives
 from pypto_serving.model.deepseek_v4.compressor import ClosedWindows, Compressor
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.layers import apply_rope, matrix, vector
-from pypto_serving.model.deepseek_v4.pages import LayerRows, Pages, StepRows
+from pypto_serving.model.deepseek_v4.pages import LayerRows, StepSlots, TorchPages
 from pypto_serving.model.deepseek_v4.parts import LayerKind
 from pypto_serving.model.layers import Linear, rms_norm
-from pypto_serving.model.loader import Weights
+from pypto_serving.model.loader import TorchWeights
 from pypto_serving.model.shares import cut, rows_of
 
 TILE = 64
@@ -36,14 +36,14 @@ class StepView:
     compressed entries that each token sees; a window that the token itself closes counts.
     """
 
-    rows: StepRows
+    rows: StepSlots
     rope: tuple[Tensor, Tensor]
     closed: ClosedWindows
     closed_rope: tuple[Tensor, Tensor]
     visible: Tensor
 
     @classmethod
-    def of(cls, rows: StepRows, tables: tuple[Tensor, Tensor], kind: LayerKind, ratio: int) -> StepView:
+    def of(cls, rows: StepSlots, tables: tuple[Tensor, Tensor], kind: LayerKind, ratio: int) -> StepView:
         """Make the view of layers of `kind`; `tables` are their cosines and sines by position."""
         closed = ClosedWindows.of(rows, ratio, ratio if kind == "csa" else 0)
         visible = (rows.positions + 1) // ratio if ratio else torch.zeros_like(rows.positions)
@@ -79,7 +79,7 @@ class IndexerTopK:
     """
 
     def __init__(
-        self, model: DeepseekV4Config, weights: Weights, prefix: str, keys: LayerRows, comm: TorchCollectives
+        self, model: DeepseekV4Config, weights: TorchWeights, prefix: str, keys: LayerRows, comm: TorchCollectives
     ) -> None:
         assert model.indexer is not None
         self.sizes, self.keys, self._comm = model.indexer, keys, comm
@@ -130,7 +130,12 @@ class Attention:
     """
 
     def __init__(
-        self, model: DeepseekV4Config, weights: Weights, layer: int, pages: dict[str, Pages], comm: TorchCollectives
+        self,
+        model: DeepseekV4Config,
+        weights: TorchWeights,
+        layer: int,
+        pages: dict[str, TorchPages],
+        comm: TorchCollectives,
     ) -> None:
         prefix, kind, rank = f"{model.prefix(layer)}attn.", model.kinds[layer], comm.rank
         self._first_row = model.first_row(layer)

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from pypto_serving.kernels import INDEXER_TOKENS, PANEL, NativeCollectives, Pages, Recording, zeros
-from pypto_serving.model.attention_share import AttentionShare
+from pypto_serving.kernels import INDEXER_TOKENS, PANEL, NativeCollectives, PagedRows, Recording, zeros
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.deepseek_v4.parts import LayerKind
 from pypto_serving.model.products import Products
+from pypto_serving.model.shares import AttentionShare
 from pypto_serving.types.arrays import Float32Array
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import KVCacheGroupSpec, Spans
@@ -42,7 +42,7 @@ class Arenas:
         counts = zip(config.cache.groups, config.cache.num_blocks, strict=True)
         self.blocks = tuple(peers.zeros_for_all(np.uint8, count, group.block_bytes) for group, count in counts)
 
-    def pages(self, step: Recording, name: str, wanted: str, layer: int) -> Pages:
+    def pages(self, step: Recording, name: str, wanted: str, layer: int) -> PagedRows:
         """Return the rows of a tensor of the group `name` in a layer, for operations of `step`."""
         number = [group.name for group in self._groups].index(name)
         group, offset = self._groups[number], 0
@@ -56,7 +56,7 @@ class Arenas:
         raise KeyError(wanted)
 
 
-class Buffers:
+class DeepseekV4Buffers:
     """Owns the activations of the largest step; those that ranks gather are shared. kernels/forms.py has layouts."""
 
     def __init__(

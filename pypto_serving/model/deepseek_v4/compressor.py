@@ -9,10 +9,10 @@ from torch import Tensor
 
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.layers import apply_rope, matrix, vector
-from pypto_serving.model.deepseek_v4.pages import LayerRows, StepRows
+from pypto_serving.model.deepseek_v4.pages import LayerRows, StepSlots
 from pypto_serving.model.deepseek_v4.parts import LayerKind
 from pypto_serving.model.layers import Linear, rms_norm
-from pypto_serving.model.loader import Weights
+from pypto_serving.model.loader import TorchWeights
 from pypto_serving.parallel.topology import Rank
 
 
@@ -30,7 +30,7 @@ class ClosedWindows:
     exists: Tensor
 
     @classmethod
-    def of(cls, rows: StepRows, ratio: int, overlap: int) -> ClosedWindows:
+    def of(cls, rows: StepSlots, ratio: int, overlap: int) -> ClosedWindows:
         """Find windows of `ratio` tokens. Entries also cover `overlap` tokens before the window. Ratio 0 gives none."""
         closes = (rows.positions + 1) % ratio == 0 if ratio else torch.zeros_like(rows.positions, dtype=torch.bool)
         tokens = closes.nonzero().flatten()
@@ -49,7 +49,7 @@ class Compressor:
     def __init__(
         self,
         model: DeepseekV4Config,
-        weights: Weights,
+        weights: TorchWeights,
         prefix: str,
         kind: LayerKind,
         dim: int,
@@ -67,7 +67,7 @@ class Compressor:
         self,
         kv: Tensor,
         gates: Tensor,
-        rows: StepRows,
+        rows: StepSlots,
         closed: ClosedWindows,
         rope: tuple[Tensor, Tensor],
         state: LayerRows,

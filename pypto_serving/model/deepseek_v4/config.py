@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from pypto_serving.errors import ModelError
 from pypto_serving.model.deepseek_v4 import parts
-from pypto_serving.model.deepseek_v4.parts import Experts, HyperConnections, Indexer, LayerKind
+from pypto_serving.model.deepseek_v4.parts import DeepseekV4Experts, HyperConnections, Indexer, LayerKind
 from pypto_serving.model.deepseek_v4.storage import Storage
 from pypto_serving.model.fields import MOST_LAYERS, Fields
 from pypto_serving.model.rope import Rope
@@ -43,7 +43,7 @@ class DeepseekV4Config:
     o_groups: int
     o_lora_rank: int
     indexer: Indexer | None
-    experts: Experts
+    experts: DeepseekV4Experts
     hyper: HyperConnections
     rope: Rope
     compress_rope: Rope

@@ -7,17 +7,22 @@ from torch import Tensor
 from pypto_serving.model.collectives import TorchCollectives
 from pypto_serving.model.deepseek_v4.attention import Attention, StepView
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
-from pypto_serving.model.deepseek_v4.layers import HyperConnection, MoE, hyper_connection_post, vector
-from pypto_serving.model.deepseek_v4.pages import Pages
+from pypto_serving.model.deepseek_v4.layers import DeepseekV4MoE, HyperConnection, hyper_connection_post, vector
+from pypto_serving.model.deepseek_v4.pages import TorchPages
 from pypto_serving.model.layers import Linear, rms_norm
-from pypto_serving.model.loader import Weights
+from pypto_serving.model.loader import TorchWeights
 
 
-class DecoderLayer:
+class DeepseekV4Layer:
     """One layer: attention and MoE, each with hyper-connections to the residual streams."""
 
     def __init__(
-        self, model: DeepseekV4Config, weights: Weights, layer: int, pages: dict[str, Pages], comm: TorchCollectives
+        self,
+        model: DeepseekV4Config,
+        weights: TorchWeights,
+        layer: int,
+        pages: dict[str, TorchPages],
+        comm: TorchCollectives,
     ) -> None:
         prefix, self.eps = model.prefix(layer), model.rms_norm_eps
         self.kind, self.dtype = model.kinds[layer], weights.dtype
@@ -26,7 +31,7 @@ class DecoderLayer:
             HyperConnection(weights, f"{prefix}hc_{part}", model.hyper, self.eps) for part in ("attn", "ffn")
         ]
         self.attention = Attention(model, weights, layer, pages, comm)
-        self.moe = MoE(model, weights, layer, comm)
+        self.moe = DeepseekV4MoE(model, weights, layer, comm)
 
     def __call__(self, h: Tensor, view: StepView) -> Tensor:
         """Compute one layer over streams h [t, n, hidden], float32, and write the cache rows of the step's tokens."""

@@ -8,11 +8,11 @@ from torch import Tensor
 from pypto_serving.model.collectives import TorchCollectives
 from pypto_serving.model.deepseek_v4.attention import StepView
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
-from pypto_serving.model.deepseek_v4.decoder_layer import DecoderLayer
+from pypto_serving.model.deepseek_v4.decoder_layer import DeepseekV4Layer
 from pypto_serving.model.deepseek_v4.layers import HyperConnection, matrix, vector
-from pypto_serving.model.deepseek_v4.pages import Pages, StepRows
+from pypto_serving.model.deepseek_v4.pages import StepSlots, TorchPages
 from pypto_serving.model.layers import Linear, rms_norm
-from pypto_serving.model.loader import Weights
+from pypto_serving.model.loader import TorchWeights
 
 
 class DraftLayer:
@@ -22,11 +22,11 @@ class DraftLayer:
     """
 
     def __init__(
-        self, model: DeepseekV4Config, weights: Weights, pages: dict[str, Pages], comm: TorchCollectives
+        self, model: DeepseekV4Config, weights: TorchWeights, pages: dict[str, TorchPages], comm: TorchCollectives
     ) -> None:
         (layer,) = model.drafts
         prefix, self.eps, self._comm = model.prefix(layer), model.rms_norm_eps, comm
-        self.layer = DecoderLayer(model, weights, layer, pages, comm)
+        self.layer = DeepseekV4Layer(model, weights, layer, pages, comm)
         self.token_norm, self.stream_norm = (vector(weights, f"{prefix}{name}norm.weight") for name in ("e", "h"))
         own = comm.rank.columns(model.hidden_size)
         self.token, self.stream = (matrix(weights, f"{prefix}{name}_proj", outputs=own) for name in ("e", "h"))
@@ -34,7 +34,7 @@ class DraftLayer:
         self.norm = vector(weights, f"{prefix}norm.weight")
         self.streams = pages["streams"].layer("stream", layer)
 
-    def store(self, h: Tensor, rows: StepRows) -> None:
+    def store(self, h: Tensor, rows: StepSlots) -> None:
         """Write the streams h [t, n, hidden] that tokens have after the last layer."""
         self.streams.write(rows.slots["streams"], h.flatten(1))
 
@@ -47,7 +47,7 @@ class DraftLayer:
         """Compute the streams [t, n, hidden] of tokens with these embeddings [t, hidden], float32."""
         return self.layer(self._join(embedded, view.rows), view)
 
-    def _join(self, embedded: Tensor, rows: StepRows) -> Tensor:
+    def _join(self, embedded: Tensor, rows: StepSlots) -> Tensor:
         """Join embeddings [t, hidden] with the streams of the tokens before: float32 [t, n, hidden]."""
         tokens, hidden = torch.arange(len(embedded), device=embedded.device), embedded.shape[1]
         before = rows.positions[:, None] - 1

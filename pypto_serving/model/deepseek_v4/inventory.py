@@ -9,7 +9,7 @@ from typing import get_args
 
 from pypto_serving.kernels.constants import GATE_HALF, PANEL
 from pypto_serving.model.checkpoint import Expected, StoredTensor
-from pypto_serving.model.contents import Shape, Stored, StoredMatrix, as_stored
+from pypto_serving.model.contents import Shape, StoredBytes, StoredMatrix, as_stored
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.parts import LayerKind
 from pypto_serving.model.deepseek_v4.storage import MATRICES, Role, Tensor, expected_plain
@@ -95,7 +95,7 @@ class DeepseekV4Inventory:
         """Return the shape of every required tensor by name."""
         return {name: wanted.shape for name, wanted in self.expected().items()}
 
-    def stored(self, dtype: str = "bfloat16", mtp: bool = True) -> dict[str, Stored]:
+    def stored(self, dtype: str = "bfloat16", mtp: bool = True) -> dict[str, StoredBytes]:
         """List every tensor as files hold it, in `dtype` unless quantised; with draft layers if `mtp`."""
         return as_stored(self.expected(mtp), dtype)
 

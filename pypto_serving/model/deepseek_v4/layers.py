@@ -18,8 +18,9 @@ from pypto_serving.kernels.constants import GATE_HALF
 from pypto_serving.model.collectives import TorchCollectives
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.parts import HyperConnections
-from pypto_serving.model.layers import Linear, SplitExperts, SplitMLP, rms_norm
-from pypto_serving.model.loader import Weights
+from pypto_serving.model.layers import Linear, rms_norm
+from pypto_serving.model.loader import TorchWeights
+from pypto_serving.model.moe import SplitExperts, SplitMLP
 from pypto_serving.model.tensors import require_ids
 
 MIN_ROWS = 8
@@ -44,13 +45,15 @@ def add_up(x: Tensor, dim: int) -> Tensor:
     return functools.reduce(torch.add, x.unbind(dim))
 
 
-def matrix(weights: Weights, *names: str, dtype: torch.dtype | None = None, outputs: range | None = None) -> Linear:
+def matrix(
+    weights: TorchWeights, *names: str, dtype: torch.dtype | None = None, outputs: range | None = None
+) -> Linear:
     """Concatenate the named matrices along their outputs; of each, only these `outputs`, by default all."""
     rows = None if outputs is None else [outputs] * len(names)
     return Linear(weights.lend(*(f"{name}.weight" for name in names), dtype=dtype, rows=rows))
 
 
-def vector(weights: Weights, name: str) -> Tensor:
+def vector(weights: TorchWeights, name: str) -> Tensor:
     """Read a tensor in float32."""
     return weights.read(name, dtype=torch.float32)
 
@@ -74,7 +77,7 @@ class HyperConnection:
     The coefficients of n streams come from fn rms(streams), split into pre [n], post [n] and comb [n, n].
     """
 
-    def __init__(self, weights: Weights, prefix: str, hyper: HyperConnections, norm_eps: float) -> None:
+    def __init__(self, weights: TorchWeights, prefix: str, hyper: HyperConnections, norm_eps: float) -> None:
         self.fn = Linear(weights.lend(f"{prefix}_fn", dtype=torch.float32))
         self.base, self.scale = vector(weights, f"{prefix}_base"), vector(weights, f"{prefix}_scale")
         self.hyper, self.norm_eps = hyper, norm_eps
@@ -117,7 +120,7 @@ class ClampedMLP:
     silu grows where its argument is large, so silu(gate) is clamped at silu(limit) instead.
     """
 
-    def __init__(self, weights: Weights, prefix: str, limit: float, inner: range, outputs: range) -> None:
+    def __init__(self, weights: TorchWeights, prefix: str, limit: float, inner: range, outputs: range) -> None:
         self.gate, self.up = (matrix(weights, f"{prefix}.{name}", outputs=inner) for name in ("w1", "w3"))
         self.down = matrix(weights, f"{prefix}.w2", outputs=outputs)
         self.limit = limit
@@ -132,13 +135,13 @@ class ClampedMLP:
         return [self.gate, self.up, self.down]
 
 
-class MoE:
+class DeepseekV4MoE:
     """MoE with a shared expert. Routed experts are selected by score, or by token id in hash layers.
 
     The scores weigh them in both cases. Ranks split the outputs of the router, too.
     """
 
-    def __init__(self, model: DeepseekV4Config, weights: Weights, layer: int, comm: TorchCollectives) -> None:
+    def __init__(self, model: DeepseekV4Config, weights: TorchWeights, layer: int, comm: TorchCollectives) -> None:
         prefix, rank = f"{model.prefix(layer)}ffn.", comm.rank
         self.sizes, self._comm = model.experts, comm
         limit, inner, hidden = self.sizes.limit, self.sizes.intermediate_size, model.hidden_size

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pypto_serving.kernels import Engine, NativeCollectives, Recording
-from pypto_serving.model.attention_share import AttentionShare
-from pypto_serving.model.deepseek_v4.buffers import Arenas, Buffers, layer_spans
+from pypto_serving.model.deepseek_v4.buffers import Arenas, DeepseekV4Buffers, layer_spans
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.deepseek_v4.recorder import LayerRecorder, ModelPart
-from pypto_serving.model.packed import PackedWeights
+from pypto_serving.model.packed_weights import PackedWeights
 from pypto_serving.model.rope import rope_tables
+from pypto_serving.model.shares import AttentionShare
 from pypto_serving.parallel.topology import Rank
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import Spans
@@ -55,7 +55,7 @@ class NativeDeepseekV4:
         self.draft_step = Recording(engine) if model.drafts else None
         arenas, attention = Arenas(config, peers), AttentionShare(rank, peers)
         self._buffers, ropes = (
-            Buffers(model, config, attention, peers),
+            DeepseekV4Buffers(model, config, attention, peers),
             rope_tables(model.ropes(), config.limits.max_model_len),
         )
         self.arenas, self.logits = arenas.blocks, self._buffers.logits

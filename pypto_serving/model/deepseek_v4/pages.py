@@ -14,7 +14,7 @@ from pypto_serving.model.step import StepTensors
 from pypto_serving.types.kv import KVCacheGroupSpec
 
 
-class Pages:
+class TorchPages:
     """Owns the blocks of one KV group whose rows all have one width: `rows` [blocks * rows per block, width].
 
     A block holds tensor after tensor, and each tensor layer after layer. One hidden block behind the others stays zero
@@ -46,7 +46,7 @@ class Pages:
 class LayerRows:
     """Rows of one tensor in one layer. Slots count source tokens; `ratio` of them share a row."""
 
-    pages: Pages
+    pages: TorchPages
     start: int
     ratio: int
 
@@ -63,13 +63,13 @@ class LayerRows:
         return self.pages.rows.index_select(0, self._index(slots).flatten()).float().view(*slots.shape, -1)
 
 
-class StepRows:
+class StepSlots:
     """Slots of one step's tokens in every KV group.
 
-    `owners` [t] is the row of each token. Padding belongs to an extra row behind the last one, with null blocks.
+    `owners` [t] is the row of each token. Padding belongs to an extra row after the last one, with null blocks.
     """
 
-    def __init__(self, step: StepTensors, pages: Mapping[str, Pages]) -> None:
+    def __init__(self, step: StepTensors, pages: Mapping[str, TorchPages]) -> None:
         self.token_ids, self.positions = step.token_ids, step.positions
         places = torch.arange(len(step.token_ids), device=step.positions.device)
         self.owners = torch.searchsorted(step.query_start[1:].contiguous(), places, right=True)

@@ -29,7 +29,7 @@ class Indexer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
+class DeepseekV4Experts:
     """Sizes of the MoE of every layer. Layers in `hash_layers` route by token id, the others by score."""
 
     count: int
@@ -137,7 +137,7 @@ def read_indexer(config: Fields, rope_dim: int) -> Indexer:
     return Indexer(num_heads=config.positive_int("index_n_heads"), head_dim=dim, topk=config.positive_int("index_topk"))
 
 
-def read_experts(config: Fields, num_layers: int) -> Experts:
+def read_experts(config: Fields, num_layers: int) -> DeepseekV4Experts:
     count = config.positive_int("n_routed_experts", "num_local_experts", most=MOST_EXPERTS // num_layers)
     per_token = config.positive_int("num_experts_per_tok")
     config.require(per_token <= count, "num_experts_per_tok", per_token, f"at most n_routed_experts, {count}")
@@ -151,7 +151,7 @@ def read_experts(config: Fields, num_layers: int) -> Experts:
         )
         config.require(holds, "mlp_layer_types", types, f"hash_moe or moe for each of {num_layers} layers")
         hashed = tuple(layer for layer in range(num_layers) if types[layer] == "hash_moe")
-    return Experts(
+    return DeepseekV4Experts(
         count=count,
         per_token=per_token,
         intermediate_size=config.positive_int("moe_intermediate_size"),

@@ -10,14 +10,14 @@ from torch import Tensor
 from pypto_serving.model.collectives import TorchCollectives
 from pypto_serving.model.deepseek_v4.attention import StepView
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
-from pypto_serving.model.deepseek_v4.decoder_layer import DecoderLayer
+from pypto_serving.model.deepseek_v4.decoder_layer import DeepseekV4Layer
 from pypto_serving.model.deepseek_v4.draft_layer import DraftLayer
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.deepseek_v4.layers import MIN_ROWS, HyperConnection, matrix, vector
-from pypto_serving.model.deepseek_v4.pages import Pages, StepRows
+from pypto_serving.model.deepseek_v4.pages import StepSlots, TorchPages
 from pypto_serving.model.deepseek_v4.parts import LayerKind
 from pypto_serving.model.layers import Embedding, rms_norm, settle_rows
-from pypto_serving.model.loader import Weights
+from pypto_serving.model.loader import TorchWeights
 from pypto_serving.model.rope import rope_tables
 from pypto_serving.model.step import StepTensors
 from pypto_serving.types.config import EngineConfig
@@ -35,21 +35,21 @@ class DeepseekV4Program:
     name = "deepseek-v4-torch-2"
 
     def __init__(
-        self, model: DeepseekV4Config, weights: Weights, config: EngineConfig, comm: TorchCollectives | None = None
+        self, model: DeepseekV4Config, weights: TorchWeights, config: EngineConfig, comm: TorchCollectives | None = None
     ) -> None:
         inventory = DeepseekV4Inventory(model)
         weights.require(inventory.expected(), inventory.ignores)
         self.model, self._comm = model, comm or TorchCollectives()
         device = torch.get_default_device()
         self._groups = {
-            group.name: Pages(group, count, self._comm)
+            group.name: TorchPages(group, count, self._comm)
             for group, count in zip(config.cache.groups, config.cache.num_blocks, strict=True)
         }
         self.pages = tuple(pages.blocks for pages in self._groups.values())
         mine = self._comm.rank.vocabulary(model.vocab_size)
         self.embedding = Embedding(weights.read("embed.weight", rows=[mine]), self._comm, mine)
         self.layers = [
-            DecoderLayer(model, weights, layer, self._groups, self._comm) for layer in range(model.num_layers)
+            DeepseekV4Layer(model, weights, layer, self._groups, self._comm) for layer in range(model.num_layers)
         ]
         self.hc_head = HyperConnection(weights, "hc_head", model.hyper, model.rms_norm_eps)
         self.norm, self.head = vector(weights, "norm.weight"), matrix(weights, "head", outputs=mine)
@@ -75,7 +75,7 @@ class DeepseekV4Program:
         """Write the cache rows of a step's tokens, then return logits of `step.logits_rows`, float32 [s, vocab]."""
         if not len(step.token_ids):
             return torch.empty(0, self.model.vocab_size, device=self.norm.device)
-        rows = StepRows(step, self._groups)
+        rows = StepSlots(step, self._groups)
         views = {kind: self._view(rows, kind) for kind in self._tables}
         embedded = self.embedding(step.token_ids).float()
         h = embedded[:, None].expand(-1, self.model.hyper.streams, -1).contiguous()
@@ -92,12 +92,12 @@ class DeepseekV4Program:
         Its streams stand where those of the tokens will, so that the next draft can use them.
         """
         assert self.drafting is not None
-        rows = StepRows(step, self._groups)
+        rows = StepSlots(step, self._groups)
         h = self.drafting(self.embedding(step.token_ids).float(), self._view(rows, "swa"))
         self.drafting.store(h, rows)
         return self._logits(h, step.logits_rows, self.drafting.hc_head, self.drafting.norm)
 
-    def _view(self, rows: StepRows, kind: LayerKind) -> StepView:
+    def _view(self, rows: StepSlots, kind: LayerKind) -> StepView:
         return StepView.of(rows, self._tables[kind], kind, self.model.ratio(kind))
 
     def _logits(self, h: Tensor, logits_rows: Tensor, hc_head: HyperConnection, norm: Tensor) -> Tensor:

@@ -15,20 +15,19 @@ from pypto_serving.kernels import (
     MlaSizes,
     NativeCollectives,
     NormRopeParams,
-    Pages,
+    PagedRows,
     Recording,
     Routing,
-    Rows,
     Scoring,
+    StepRows,
     StripColumns,
 )
-from pypto_serving.model.attention_share import AttentionShare
-from pypto_serving.model.deepseek_v4.buffers import Arenas, Buffers
+from pypto_serving.model.deepseek_v4.buffers import Arenas, DeepseekV4Buffers
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.parts import LayerKind
-from pypto_serving.model.packed import PackedWeights
+from pypto_serving.model.packed_weights import PackedWeights
 from pypto_serving.model.products import Feed
-from pypto_serving.model.shares import columns_of, cut, expert_outputs, rows_of
+from pypto_serving.model.shares import AttentionShare, columns_of, cut, expert_outputs, rows_of
 from pypto_serving.parallel.topology import Rank
 from pypto_serving.types.arrays import Float32Array
 from pypto_serving.types.config import EngineConfig
@@ -48,7 +47,7 @@ class ModelPart:
     rank: Rank
     peers: NativeCollectives
     attention: AttentionShare
-    buffers: Buffers
+    buffers: DeepseekV4Buffers
     arenas: Arenas
     rope_tables: Mapping[LayerKind, tuple[Float32Array, Float32Array]]
 
@@ -88,10 +87,10 @@ class LayerRecorder:
     def logits(self, prefix: str = "") -> None:
         """Record the logits of the streams, by the head mix and norm called `prefix`."""
         b, mine = self._buffers, self._rank.vocabulary(self._model.vocab_size)
-        self._hyper_connection_pre(b.streams, f"{prefix}hc_head", Rows.LOGITS)
-        normed = self._normed(self._weights.exact(f"{prefix}norm.weight"), Rows.LOGITS)
+        self._hyper_connection_pre(b.streams, f"{prefix}hc_head", StepRows.LOGITS)
+        normed = self._normed(self._weights.exact(f"{prefix}norm.weight"), StepRows.LOGITS)
         head = self._weights.rounded("head", mine) if self._head_is_int8 else self._matrix("head", mine)
-        self._products.linear(normed, head, columns_of(b.logits, mine), Rows.LOGITS)
+        self._products.linear(normed, head, columns_of(b.logits, mine), StepRows.LOGITS)
         self._peers.gather_logits(self.step, b.logits)
 
     def store_streams(self) -> None:
@@ -114,11 +113,11 @@ class LayerRecorder:
         for streams in (b.streams, *self._peers.copies(b.streams)):
             self.step.previous_rows(before, streams)
         norm, h_proj = self._weights.exact(f"{prefix}hnorm.weight"), self._matrix(f"{prefix}h_proj", mine)
-        normed = self._products.normed(rows, norm, eps, b.stream_rows, Rows.STREAMS)
+        normed = self._products.normed(rows, norm, eps, b.stream_rows, StepRows.STREAMS)
         for matrix in h_proj:
-            normed(matrix)
+            normed.record_for(matrix)
         self._peers.barrier(self.step)
-        self._products.linear(normed, h_proj, columns_of(rows, mine), Rows.STREAMS)
+        self._products.linear(normed, h_proj, columns_of(rows, mine), StepRows.STREAMS)
         if mine:
             self.step.hyper_connection_post(y, b.added, b.streams[:, :, mine.start : mine.stop])
         self._peers.barrier(self.step, b.streams)
@@ -129,7 +128,7 @@ class LayerRecorder:
             self._hyper_connection_pre(streams, f"{self._model.prefix(layer)}hc_attn")
             self._record_latent(layer, self._project(layer))
 
-    def _pages(self, group: str, tensor: str, layer: int) -> Pages:
+    def _pages(self, group: str, tensor: str, layer: int) -> PagedRows:
         return self._part.arenas.pages(self.step, group, tensor, layer)
 
     def _rope(self, layer: int) -> NormRopeParams:
@@ -140,16 +139,16 @@ class LayerRecorder:
     def _matrix(self, module: str, outputs: range) -> list[Matrix]:
         return self._weights.matrix([module], [outputs])
 
-    def _normed(self, norm: Float32Array, rows: Rows = Rows.TOKENS) -> Feed:
+    def _normed(self, norm: Float32Array, rows: StepRows = StepRows.TOKENS) -> Feed:
         """Return RMSNorm(x) times `norm`."""
         b = self._buffers
         return self._products.normed(b.x, norm, self._model.rms_norm_eps, b.normed, rows)
 
-    def _hyper_connection_pre(self, streams: Float32Array, mixer: str, rows: Rows = Rows.TOKENS) -> None:
+    def _hyper_connection_pre(self, streams: Float32Array, mixer: str, rows: StepRows = StepRows.TOKENS) -> None:
         """Record x = the weighted sum of streams."""
         b, hyper, eps = self._buffers, self._model.hyper, self._model.rms_norm_eps
         weight, base, scale = (self._weights.exact(f"{mixer}_{name}") for name in ("fn", "base", "scale"))
-        ends = rows == Rows.LOGITS
+        ends = rows == StepRows.LOGITS
         scale = np.repeat(scale, [4] if ends else [4, 4, 16])
         mixes, post_comb = (b.head_mixes, None) if ends else (b.mixes, b.post_comb)
         self.step.rms_norm_linear(streams, weight, eps, mixes, rows)
@@ -188,7 +187,7 @@ class LayerRecorder:
             self.step.mla_attention(b.queries, sinks, rope, sizes, rows, b.attended, entries, topk_indices)
         self._record_output(prefix)
 
-    def _record_latent(self, layer: int, parts: dict[str, Float32Array]) -> Pages:
+    def _record_latent(self, layer: int, parts: dict[str, Float32Array]) -> PagedRows:
         """Record the tokens' rows of the KV cache, and return those of the layer."""
         rows, norm = self._pages("ori", "kv", layer), f"{self._model.prefix(layer)}attn.kv_norm.weight"
         self.step.norm_rope(parts["wkv"], 1, replace(self._rope(layer), weight=self._weights.exact(norm)), rows)
@@ -231,7 +230,13 @@ class LayerRecorder:
         return dict(zip(named, np.split(out, np.cumsum(widths)[:-1], axis=1), strict=True))
 
     def _record_compressor(
-        self, prefix: str, parts: dict[str, Float32Array], group: str, layer: int, rope: NormRopeParams, entries: Pages
+        self,
+        prefix: str,
+        parts: dict[str, Float32Array],
+        group: str,
+        layer: int,
+        rope: NormRopeParams,
+        entries: PagedRows,
     ) -> None:
         local = prefix.split(".attn.")[1]
         kv, gates = parts[f"{local}wkv"], parts[f"{local}wgate"]

@@ -17,7 +17,7 @@ from pypto_serving.model.fields import Fields
 from pypto_serving.model.formats.eight_bits import BLOCK, Fp8, Int8
 from pypto_serving.model.formats.four_bits import MXFP4, MXFP4_GROUP, NVFP4, NVFP4_GROUP, int4, int4_bytes
 from pypto_serving.model.formats.modules import CLASS, by_name_or_pattern, names_in
-from pypto_serving.model.formats.quantization import SECTION, Quantization, Rule, refuse, require
+from pypto_serving.model.formats.quantization import SECTION, Quantization, SchemeRule, refuse, require
 from pypto_serving.model.formats.schemes import PLAIN, Scheme
 
 _MIXED = "mixed-precision"
@@ -40,10 +40,10 @@ def read(section: Fields) -> Quantization:
     rules = [rule for name in names for rule in _read_group(groups, name, format)]
     ignored = by_name_or_pattern(names_in(section, SECTION, "ignore"), f"{SECTION}.ignore")
     # A target that is a name comes before patterns, and these before the class.
-    return Quantization((Rule(ignored, (PLAIN,)), *(rule for _, rule in sorted(rules, key=lambda rule: rule[0]))))
+    return Quantization((SchemeRule(ignored, (PLAIN,)), *(rule for _, rule in sorted(rules, key=lambda rule: rule[0]))))
 
 
-def _read_group(groups: Fields, name: str, default: str) -> list[tuple[int, Rule]]:
+def _read_group(groups: Fields, name: str, default: str) -> list[tuple[int, SchemeRule]]:
     """Return the rules of a group, with their rank among all."""
     path, group = f"config_groups.{name}.", groups.section(name)
     formats = tuple(_FORMATS) if default == _MIXED else (*_FORMATS, None)
@@ -58,7 +58,7 @@ def _read_group(groups: Fields, name: str, default: str) -> list[tuple[int, Rule
     targets = names_in(group, f"{SECTION}.{path[:-1]}", "targets")
     group.require(bool(targets), f"{SECTION}.{path}targets", targets, f"names, patterns or {CLASS}")
     key, ranked = f"{SECTION}.{path}targets", groupby(sorted(targets, key=_rank), _rank)
-    return [(rank, Rule(by_name_or_pattern([*some], key), (scheme,))) for rank, some in ranked]
+    return [(rank, SchemeRule(by_name_or_pattern([*some], key), (scheme,))) for rank, some in ranked]
 
 
 def _rank(target: str) -> int:

@@ -26,7 +26,7 @@ _NO_ORDER = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class RowCodes:
     """Codes by rows, times a scale per group of inputs; a group of 0 stands for all inputs.
 
     codes, codes_dtype: tensor of the codes, which are two in a byte, or one if the layout is BYTES.
@@ -102,10 +102,10 @@ class Rows:
         return float(np.float32(1) / value[0] if self.divides else value[0])
 
 
-def int4(group: int, zeros: bool) -> Rows:
+def int4(group: int, zeros: bool) -> RowCodes:
     """Return compressed-tensors' pack-quantized int4."""
     name = f"int4 g{group}" if group else "int4 per output"
-    return Rows(
+    return RowCodes(
         name=f"{name} with zero points" if zeros else name,
         table=Table.INT4,
         group=group,
@@ -116,10 +116,10 @@ def int4(group: int, zeros: bool) -> Rows:
     )
 
 
-def int4_bytes(group: int) -> Rows:
+def int4_bytes(group: int) -> RowCodes:
     """Return compressed-tensors' int-quantized int4 (W4A8): one weight in a byte."""
     name = f"int4 g{group}" if group else "int4 per output"
-    return Rows(
+    return RowCodes(
         name=name,
         table=Table.INT4,
         group=group,
@@ -130,11 +130,11 @@ def int4_bytes(group: int) -> Rows:
     )
 
 
-MXFP4 = Rows(name="mxfp4", table=Table.E2M1, group=MXFP4_GROUP, scale_dtypes=E8M0_DTYPES)
+MXFP4 = RowCodes(name="mxfp4", table=Table.E2M1, group=MXFP4_GROUP, scale_dtypes=E8M0_DTYPES)
 """compressed-tensors' mxfp4-pack-quantized."""
 DEEPSEEK_FP4 = replace(MXFP4, codes="weight", codes_dtype=INT8, scale="scale", scale_dtypes=(E8M0,), extras=())
 """The experts of DeepSeek V4."""
-NVFP4 = Rows(
+NVFP4 = RowCodes(
     name="nvfp4",
     table=Table.E2M1,
     group=NVFP4_GROUP,

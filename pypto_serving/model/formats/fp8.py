@@ -10,7 +10,7 @@ from pypto_serving.model.checkpoint import FLOATS
 from pypto_serving.model.fields import Fields
 from pypto_serving.model.formats.eight_bits import BLOCK, E8M0, Fp8
 from pypto_serving.model.formats.modules import EVERY, by_part, names_in
-from pypto_serving.model.formats.quantization import SECTION, Quantization, Rule, require
+from pypto_serving.model.formats.quantization import SECTION, Quantization, SchemeRule, require
 from pypto_serving.model.formats.schemes import PLAIN
 
 SCALES = (*FLOATS, E8M0, "U8")
@@ -26,7 +26,13 @@ def read(section: Fields) -> Quantization:
     # One scale for a matrix has been written under both names.
     names = ("weight_scale_inv",) if block[0] else ("weight_scale_inv", "weight_scale")
     schemes = tuple(Fp8(block, name, SCALES) for name in names)
-    return Quantization((Rule(left_out, (PLAIN,)), Rule(by_part(["lm_head"]), (PLAIN, *schemes)), Rule(EVERY, schemes)))
+    return Quantization(
+        (
+            SchemeRule(left_out, (PLAIN,)),
+            SchemeRule(by_part(["lm_head"]), (PLAIN, *schemes)),
+            SchemeRule(EVERY, schemes),
+        )
+    )
 
 
 def read_block(section: Fields) -> tuple[int, int]:

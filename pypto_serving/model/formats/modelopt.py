@@ -8,7 +8,7 @@ from __future__ import annotations
 from pypto_serving.model.fields import Fields
 from pypto_serving.model.formats.four_bits import MODELOPT_NVFP4, NVFP4_GROUP
 from pypto_serving.model.formats.modules import EVERY, by_wildcard, names_in
-from pypto_serving.model.formats.quantization import SECTION, Quantization, Rule, require
+from pypto_serving.model.formats.quantization import SECTION, Quantization, SchemeRule, require
 from pypto_serving.model.formats.schemes import PLAIN
 
 
@@ -17,4 +17,4 @@ def read(section: Fields) -> Quantization:
     require(section, "quant_algo", ("NVFP4",))
     require(section, "group_size", (NVFP4_GROUP, None))
     left_out = by_wildcard(names_in(section, SECTION, "ignore", "exclude_modules"))
-    return Quantization((Rule(left_out, (PLAIN,)), Rule(EVERY, (MODELOPT_NVFP4,))))
+    return Quantization((SchemeRule(left_out, (PLAIN,)), SchemeRule(EVERY, (MODELOPT_NVFP4,))))

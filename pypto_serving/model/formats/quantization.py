@@ -16,7 +16,7 @@ _WAY_OUT = "give the checkpoint that it was made from, or `convert` that"
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class SchemeRule:
     """Stores `modules` as one of `schemes`; which one, files tell."""
 
     modules: Modules
@@ -30,7 +30,7 @@ class Quantization:
     Raises ModelError for patterns that could take long to match.
     """
 
-    rules: tuple[Rule, ...]
+    rules: tuple[SchemeRule, ...]
 
     def __post_init__(self) -> None:
         require_quick(SECTION, (pattern for rule in self.rules for pattern in rule.modules.patterns))

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from pypto_serving.model.fields import Fields, read_json_file
-from pypto_serving.model.formats import compressed_tensors, fp8, int4_columns, modelopt
+from pypto_serving.model.formats import compressed_tensors, fp8, gptq_awq, modelopt
 from pypto_serving.model.formats.quantization import SECTION, Quantization, require
 
 _METHODS: dict[str, Callable[[Fields], Quantization]] = {
     "compressed-tensors": compressed_tensors.read,
     "fp8": fp8.read,
-    "gptq": int4_columns.read_gptq,
-    "awq": int4_columns.read_awq,
-    "auto-round": int4_columns.read_auto_round,
+    "gptq": gptq_awq.read_gptq,
+    "awq": gptq_awq.read_awq,
+    "auto-round": gptq_awq.read_auto_round,
     "modelopt": modelopt.read,
 }
 

@@ -15,7 +15,7 @@ from pypto_serving.model.rope import Rope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
+class Qwen3Experts:
     """The mixture of experts: its layers and sizes."""
 
     layers: tuple[int, ...]
@@ -41,7 +41,7 @@ class Qwen3Config:
     tied_embeddings: bool
     attention_bias: bool
     max_position_embeddings: int
-    experts: Experts | None = None
+    experts: Qwen3Experts | None = None
     quantization: Quantization | None = None
 
     @classmethod
@@ -114,7 +114,7 @@ def _refuse_unsupported(config: Fields) -> None:
     config.require(activation == "silu", "hidden_act", activation, '"silu"')
 
 
-def _read_experts(config: Fields, num_layers: int) -> Experts | None:
+def _read_experts(config: Fields, num_layers: int) -> Qwen3Experts | None:
     """Read the experts, in the layers that transformers gives them; None if there are none."""
     if config.get("model_type") != "qwen3_moe":
         return None
@@ -127,7 +127,7 @@ def _read_experts(config: Fields, num_layers: int) -> Experts | None:
     per_token = config.positive_int("num_experts_per_tok", default=8)
     if per_token > count:
         raise ModelError(f"num_experts_per_tok is {per_token}, but must be at most num_experts, {count}")
-    return Experts(
+    return Qwen3Experts(
         layers=layers,
         count=count,
         per_token=per_token,

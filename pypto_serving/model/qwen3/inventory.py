@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from pypto_serving.kernels.constants import GATE_HALF, PANEL
 from pypto_serving.model.checkpoint import Expected, StoredTensor
-from pypto_serving.model.contents import Shape, Stored, StoredMatrix, as_stored
+from pypto_serving.model.contents import Shape, StoredBytes, StoredMatrix, as_stored
 from pypto_serving.model.formats.eight_bits import Fp8, Int8
 from pypto_serving.model.formats.schemes import PLAIN, Plain, Scheme, held, packed_bytes
 from pypto_serving.model.qwen3.config import Qwen3Config
@@ -79,7 +79,7 @@ class Qwen3Inventory:
         """Return the shape of every required tensor by name."""
         return {name: wanted.shape for name, wanted in self.expected().items()}
 
-    def stored(self, dtype: str, mtp: bool) -> dict[str, Stored]:
+    def stored(self, dtype: str, mtp: bool) -> dict[str, StoredBytes]:
         """Return every tensor as files hold it, in `dtype` unless quantised. There are no draft layers."""
         return as_stored(self.expected(), dtype)
 

@@ -14,17 +14,16 @@ from pypto_serving.kernels import (
     Matrix,
     NativeCollectives,
     Recording,
-    Rows,
     Scoring,
+    StepRows,
     StripColumns,
     zeros,
 )
-from pypto_serving.model.attention_share import AttentionShare
-from pypto_serving.model.packed import PackedWeights
+from pypto_serving.model.packed_weights import PackedWeights
 from pypto_serving.model.products import Feed, Products
-from pypto_serving.model.qwen3.config import Experts, Qwen3Config
+from pypto_serving.model.qwen3.config import Qwen3Config, Qwen3Experts
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
-from pypto_serving.model.shares import columns_of, expert_outputs, rows_of
+from pypto_serving.model.shares import AttentionShare, columns_of, expert_outputs, rows_of
 from pypto_serving.parallel.topology import Rank
 from pypto_serving.types.arrays import BFloat16Array, Float32Array, PairArray, UInt8Array
 from pypto_serving.types.config import EngineConfig
@@ -79,7 +78,7 @@ class NativeQwen3:
         self.arenas = (self.pages.view(np.uint8).reshape(len(self.pages), -1),)
         self.step = Recording(engine)
         self._attention = AttentionShare(self._rank, self._peers)
-        self._buffers = Buffers(model, config, self._attention, self._peers)
+        self._buffers = Qwen3Buffers(model, config, self._attention, self._peers)
         self.logits = self._buffers.logits
         self._products = self._buffers.products(self.step, exact=config.model.activations == "bf16")
         self._record(config)
@@ -101,8 +100,8 @@ class NativeQwen3:
                 self._record_attention(x, index, cos, sin)
             self._record_mlp(index)
         if rank.projects:
-            normed, logits = self._normed(self._buffers.x, "model.norm.weight", Rows.LOGITS), self._buffers.logits
-            self._products.linear(normed, head, columns_of(logits, mine), Rows.LOGITS)
+            normed, logits = self._normed(self._buffers.x, "model.norm.weight", StepRows.LOGITS), self._buffers.logits
+            self._products.linear(normed, head, columns_of(logits, mine), StepRows.LOGITS)
             self._peers.gather_logits(self.step, logits)
         self._peers.end_stage(self.step, self._buffers.x, self.logits)
 
@@ -118,7 +117,7 @@ class NativeQwen3:
     def _matrix(self, module: str, outputs: range, bias: bool = False) -> list[Matrix]:
         return self._weights.matrix([module], [outputs], bias)
 
-    def _normed(self, x: Float32Array, norm: str, rows: Rows = Rows.TOKENS) -> Feed:
+    def _normed(self, x: Float32Array, norm: str, rows: StepRows = StepRows.TOKENS) -> Feed:
         weight, eps = self._weights.vector(norm), self.model.rms_norm_eps
         return self._products.normed(x, weight, eps, self._buffers.normed, rows)
 
@@ -169,7 +168,7 @@ class NativeQwen3:
         self._products.swiglu(normed, gate_up, StripColumns(b.gated, width, mine.start))
         self._add_to(b.x, self._rank, self._peers, b.gated, f"{prefix}mlp.down_proj")
 
-    def _record_experts(self, normed: Feed, prefix: str, experts: Experts) -> None:
+    def _record_experts(self, normed: Feed, prefix: str, experts: Qwen3Experts) -> None:
         b, rank, width, hidden = self._buffers, self._rank, experts.intermediate_size, self.model.hidden_size
         names = {part: [f"{prefix}experts.{e}.{part}_proj" for e in range(experts.count)] for part in _PARTS}
         self._products.linear(normed, self._weights.matrix([f"{prefix}gate"]), b.router_logits)
@@ -200,7 +199,7 @@ def _heads(model: Qwen3Config, rank: Rank) -> tuple[range, range]:
     return heads, rank.kv_heads(model.num_kv_heads) if heads else range(0)
 
 
-class Buffers:
+class Qwen3Buffers:
     """Activations of the largest step; see kernels/engine.py for layouts. Those that ranks gather are shared."""
 
     def __init__(

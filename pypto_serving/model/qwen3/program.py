@@ -11,18 +11,9 @@ from torch import Tensor
 from pypto_serving.kernels.constants import GATE_HALF
 from pypto_serving.model.attention import KVArena, StepAttention, settle_query_rows
 from pypto_serving.model.collectives import TorchCollectives
-from pypto_serving.model.layers import (
-    Embedding,
-    GatedMLP,
-    Linear,
-    MoE,
-    SplitExperts,
-    SplitMLP,
-    apply_rope_,
-    rms_norm,
-    settle_rows,
-)
-from pypto_serving.model.loader import Weights
+from pypto_serving.model.layers import Embedding, Linear, apply_rope_, rms_norm, settle_rows
+from pypto_serving.model.loader import TorchWeights
+from pypto_serving.model.moe import GatedMLP, SplitExperts, SplitMLP, TopKMoE
 from pypto_serving.model.qwen3.config import Qwen3Config
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.model.shares import rows_of
@@ -32,13 +23,13 @@ from pypto_serving.types.config import EngineConfig
 logger = logging.getLogger(__name__)
 
 
-class DecoderLayer:
+class Qwen3Layer:
     """Attention and MLP with pre-norms: h += o(attend(qkv(norm(h)))); h += mlp(norm(h)).
 
     Ranks split attention by heads, and the outputs of all other matrices.
     """
 
-    def __init__(self, model: Qwen3Config, weights: Weights, index: int, comm: TorchCollectives) -> None:
+    def __init__(self, model: Qwen3Config, weights: TorchWeights, index: int, comm: TorchCollectives) -> None:
         prefix, rank = f"model.layers.{index}.", comm.rank
         self.index, self.model, self.comm = index, model, comm
         self.heads = rank.heads(model.num_heads, model.num_kv_heads)
@@ -55,7 +46,7 @@ class DecoderLayer:
         self.head_norms = self._head_norms(weights, attention)
         self.mlp = _mlp(model, weights, index, comm)
 
-    def _head_norms(self, weights: Weights, prefix: str) -> Tensor:
+    def _head_norms(self, weights: TorchWeights, prefix: str) -> Tensor:
         """Read QK-norm weights, float32 [heads + kv_heads, head_dim]; those of queries include the softmax scale."""
         model = self.model
         q, k = (weights.read(f"{prefix}{name}_norm.weight").float() for name in "qk")
@@ -94,7 +85,7 @@ class Qwen3Program:
     name = "qwen3-torch-2"
 
     def __init__(
-        self, model: Qwen3Config, weights: Weights, config: EngineConfig, comm: TorchCollectives | None = None
+        self, model: Qwen3Config, weights: TorchWeights, config: EngineConfig, comm: TorchCollectives | None = None
     ) -> None:
         inventory = Qwen3Inventory(model)
         weights.require(inventory.expected(), inventory.ignores)
@@ -104,7 +95,7 @@ class Qwen3Program:
         mine = self._comm.rank.vocabulary(model.vocab_size)
         table = weights.read("model.embed_tokens.weight", rows=[mine])
         self.embedding = Embedding(table, self._comm, mine)
-        self.layers = [DecoderLayer(model, weights, i, self._comm) for i in range(model.num_layers)]
+        self.layers = [Qwen3Layer(model, weights, i, self._comm) for i in range(model.num_layers)]
         self.norm = weights.read("model.norm.weight")
         self.lm_head = Linear(table if model.tied_embeddings else weights.lend("lm_head.weight", rows=[mine]))
         weights.finish()
@@ -139,14 +130,14 @@ class Qwen3Program:
         return self._comm.columns(logits, self.model.vocab_size).float()
 
 
-def _linear(weights: Weights, names: Sequence[str], outputs: Sequence[range] | None = None) -> Linear:
+def _linear(weights: TorchWeights, names: Sequence[str], outputs: Sequence[range] | None = None) -> Linear:
     """Concatenate these outputs of the named projections, by default all."""
     biases = [f"{name}.bias" for name in names]
     bias = weights.read(*biases, rows=outputs) if weights.has(biases[0]) else None
     return Linear(weights.lend(*(f"{name}.weight" for name in names), rows=outputs), bias)
 
 
-def _mlp(model: Qwen3Config, weights: Weights, index: int, comm: TorchCollectives) -> SplitMLP | MoE:
+def _mlp(model: Qwen3Config, weights: TorchWeights, index: int, comm: TorchCollectives) -> SplitMLP | TopKMoE:
     """Load the rank's part of a layer's MLP, or of its experts."""
     prefix, rank, experts = f"model.layers.{index}.mlp.", comm.rank, model.experts
     inner, hidden = model.intermediate_size, model.hidden_size
@@ -157,9 +148,11 @@ def _mlp(model: Qwen3Config, weights: Weights, index: int, comm: TorchCollective
     outputs = (rank.expert_columns(inner, GATE_HALF), rank.expert_columns(hidden))
     members = {e: _gated_mlp(weights, f"{prefix}experts.{e}.", *outputs) for e in rank.experts(experts.count)}
     router = _linear(weights, [prefix + "gate"])
-    return MoE(router, SplitExperts(members, comm, experts.count, inner, hidden), experts.per_token, experts.normalize)
+    return TopKMoE(
+        router, SplitExperts(members, comm, experts.count, inner, hidden), experts.per_token, experts.normalize
+    )
 
 
-def _gated_mlp(weights: Weights, prefix: str, inner: range, outputs: range) -> GatedMLP:
+def _gated_mlp(weights: TorchWeights, prefix: str, inner: range, outputs: range) -> GatedMLP:
     gate, up = (_linear(weights, [f"{prefix}{name}_proj"], [inner]) for name in ("gate", "up"))
     return GatedMLP(gate, up, _linear(weights, [f"{prefix}down_proj"], [outputs]))

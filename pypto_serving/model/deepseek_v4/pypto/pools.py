@@ -33,7 +33,7 @@ MAX_TOKENS = 16384
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class CachePool:
     """A pool: its tokens per block, its group, the layers that it has, its tensors, and names of arguments about it."""
 
     tokens: int
@@ -53,13 +53,13 @@ class Pool:
         return model.ratio(self.kind) if self.kind is not None and self.group in ("cmp", "idx") else 1
 
 
-def _pool(name: str, tokens: int, kind: LayerKind | None, *tensors: str, group: str = "", slots: str = "") -> Pool:
+def _pool(name: str, tokens: int, kind: LayerKind | None, *tensors: str, group: str = "", slots: str = "") -> CachePool:
     table = f"{name.replace('_state', '_compress_state')}_block_table"
     decode_table = "block_table" if name == "ori" else table
-    return Pool(tokens, group or name, kind, tensors, decode_table, table, f"{slots or name}_slot_mapping")
+    return CachePool(tokens, group or name, kind, tensors, decode_table, table, f"{slots or name}_slot_mapping")
 
 
-POOLS: Mapping[str, Pool] = {
+POOLS: Mapping[str, CachePool] = {
     "ori": _pool("ori", 128, None, "kv_cache"),
     "hca_cmp": _pool("hca_cmp", 128, "hca", "hca_cmp_kv", group="cmp"),
     "csa_cmp": _pool("csa_cmp", 128, "csa", "csa_cmp_kv", group="cmp"),

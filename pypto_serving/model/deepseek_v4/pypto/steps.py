@@ -21,7 +21,7 @@ from pypto_serving.model.deepseek_v4.pypto.arguments import (
     REQUESTS,
     STEP_TOKENS,
 )
-from pypto_serving.model.deepseek_v4.pypto.pools import MAX_TOKENS, POOLS, TABLE_WIDTHS, Pool
+from pypto_serving.model.deepseek_v4.pypto.pools import MAX_TOKENS, POOLS, TABLE_WIDTHS, CachePool
 from pypto_serving.types.arrays import Array, BFloat16Array, Float32Array, Int32Array
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.util import ceil_div
@@ -165,12 +165,12 @@ class FlashSteps:
             self._fill_table(values[pool.prefill_table][None], step, pool)
             values[pool.slot_mapping][:count] = self._slots(step, pool)
 
-    def _slots(self, step: FlashStep, pool: Pool) -> Array:
+    def _slots(self, step: FlashStep, pool: CachePool) -> Array:
         """Return the row of a pool that each token writes, NO_SLOT where it completes no entry."""
         ratio, slots = pool.ratio(self._model), step.slot_mapping[self._places[pool.group]]
         return np.where((step.positions + 1) % ratio == 0, slots // ratio, NO_SLOT)
 
-    def _fill_table(self, target: Int32Array, step: FlashStep, pool: Pool) -> None:
+    def _fill_table(self, target: Int32Array, step: FlashStep, pool: CachePool) -> None:
         """Copy the blocks that each row has tokens in; behind them a step has leftovers of other rows."""
         table = step.block_tables[self._places[pool.group]]
         for row, length in enumerate(step.context_lens.tolist()):

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from pypto_serving.backend.base import Progress
 from pypto_serving.backend.cpu import CpuBackend
 from pypto_serving.kernels import Engine, hashes, runnable
-from pypto_serving.model.packed_file import MAGIC
+from pypto_serving.model.packed_weights_file import MAGIC
 from tests.checkpoints import make_checkpoint
 from tests.model.conftest import MakeCheckpoint
 from tests.model.packing import load, logits

@@ -17,8 +17,8 @@ from pypto_serving.kernels import Engine, Matrix, zeros
 from pypto_serving.model.checkpoint import Expected, StoredTensor
 from pypto_serving.model.contents import Shape
 from pypto_serving.model.formats.schemes import PLAIN, Scheme
-from pypto_serving.model.matrix_parts import Part, RoundedPart, part_of
-from pypto_serving.model.packed_file import PackedFile
+from pypto_serving.model.matrix_parts import MatrixPart, RoundedPart, part_of
+from pypto_serving.model.packed_weights_file import PackedFile
 from pypto_serving.model.products import Gated
 from pypto_serving.model.tensors import Progress, StoredTensors, bfloat16, require_ids
 from pypto_serving.types.arrays import Int32Array
@@ -104,7 +104,7 @@ class PackedWeights:
         runs = groupby(self._parts(names, outputs), lambda named: named[1].form)
         return [self._joined(dict(run), bias) for _, run in runs]
 
-    def _joined(self, named: Mapping[str, Part], bias: bool) -> Matrix:
+    def _joined(self, named: Mapping[str, MatrixPart], bias: bool) -> Matrix:
         parts = [*named.values()]
         n = sum(len(part.outputs) for part in parts)
 
@@ -132,7 +132,7 @@ class PackedWeights:
         forms = [(gate.form, up.form) for gate, up in parts]
         return [self._gated(pairs, places) for places, pairs in _sets(parts, forms)]
 
-    def _gated(self, pairs: Sequence[tuple[Part, Part]], places: Int32Array | None) -> Gated:
+    def _gated(self, pairs: Sequence[tuple[MatrixPart, MatrixPart]], places: Int32Array | None) -> Gated:
         """Interleave gate and up by half panels, or pack them apart where their forms differ."""
         if pairs[0][0].form != pairs[0][1].form:
             return [self._stacked([pair[half] for pair in pairs], places) for half in (0, 1)]
@@ -149,19 +149,19 @@ class PackedWeights:
         parts = [part for _, part in self._parts(names, outputs)]
         return [self._stacked(some, places) for places, some in _sets(parts, [part.form for part in parts])]
 
-    def _stacked(self, parts: Sequence[Part], places: Int32Array | None) -> Matrix:
+    def _stacked(self, parts: Sequence[MatrixPart], places: Int32Array | None) -> Matrix:
         def fill(room: Matrix) -> None:
             for i, part in enumerate(parts):
                 self._pack(part, _nth(room, i, len(parts)))
 
         return replace(self._matrices("several", parts, len(parts[0].outputs), len(parts), fill), places=places)
 
-    def _pack(self, part: Part, room: Matrix, offset: int = 0, half: int | None = None) -> None:
+    def _pack(self, part: MatrixPart, room: Matrix, offset: int = 0, half: int | None = None) -> None:
         part.pack(self._engine, room, offset, half)
         for tensor in part.tensors:
             self._tensors.forget(tensor)
 
-    def _parts(self, modules: Sequence[str], outputs: Outputs) -> list[tuple[str, Part]]:
+    def _parts(self, modules: Sequence[str], outputs: Outputs) -> list[tuple[str, MatrixPart]]:
         """Find the outputs of each matrix to pack; matrices without any are left out."""
         parts = []
         for module, mine in zip(modules, [None] * len(modules) if outputs is None else outputs, strict=True):
@@ -173,7 +173,7 @@ class PackedWeights:
     def _matrices(
         self,
         how: str,
-        parts: Sequence[Part],
+        parts: Sequence[MatrixPart],
         n: int,
         count: int,
         fill: Callable[[Matrix], None],
@@ -212,7 +212,7 @@ class PackedWeights:
         self._done[name] = array
         return array
 
-    def _bias(self, named: Mapping[str, Part], n: int) -> NDArray[np.float32] | None:
+    def _bias(self, named: Mapping[str, MatrixPart], n: int) -> NDArray[np.float32] | None:
         if not self.has(f"{next(iter(named))}.bias"):
             return None
         bias = np.zeros(ceil_div(n, 32) * 32, np.float32)
