@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.setup.rules import Text
+from pypto_serving.setup.rules import TextRule
 from pypto_serving.setup.text_file import read_keys, read_text
 
 INT, FLOAT, TIMESTAMP = (f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp"))
@@ -60,7 +60,7 @@ def _with_key(path: Path, values: dict[str, Any]) -> dict[str, Any]:
         if name in values:
             label = f"{name} in {path.name}"
             try:
-                key_file = Text().parse(values[name])
+                key_file = TextRule().parse(values[name])
             except ValueError:
                 raise ConfigError(f"{label} must be the path of a file that holds the API key") from None
             values["api-key"] = read_keys(Path(key_file), label)

@@ -22,7 +22,7 @@ from pypto_serving.setup.rules import (
     REASONING_PARSERS,
     RULES,
     TOOL_CALL_PARSERS,
-    Choice,
+    ChoiceRule,
 )
 from pypto_serving.setup.text_file import read_keys
 from pypto_serving.types.hosts import SECRET_VARIABLE
@@ -322,7 +322,7 @@ def _annotation(entry: Flag) -> Any:
         off = "" if entry.name in OPT_INS else f"/--no-{name[2:]}"
         return Annotated[bool | None, typer.Option(*filter(None, (name + off, entry.alias)), **shown)]
     rule = RULES[entry.name]
-    if isinstance(rule, Choice):
+    if isinstance(rule, ChoiceRule):
         shown["autocompletion"] = _completion(rule.names)
     kind = list[str] | None if entry.name in LISTS else str | None
     names = (name, entry.alias) if entry.alias else (name,)

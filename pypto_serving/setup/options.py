@@ -10,7 +10,7 @@ import msgspec
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.logs import LogFormat
-from pypto_serving.setup.rules import RULES, SERVER_OPTIONS, Rule, Switch, Text, Texts
+from pypto_serving.setup.rules import RULES, SERVER_OPTIONS, Rule, Switch, TextRule, Texts
 from pypto_serving.types.drafts import Speculation
 from pypto_serving.types.server_url import KEY_VARIABLES
 from pypto_serving.util import brief
@@ -121,7 +121,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             if name == "api_key":
                 raise ConfigError(f"{self.label(name)} {_what_is_wrong(value, rule)}") from None
             shown = _shorten(_text(value)) or "empty"
-            quotes = "; put it in quotes" if type(rule) in (Text, Texts) and isinstance(value, int | float) else ""
+            quotes = "; put it in quotes" if type(rule) in (TextRule, Texts) and isinstance(value, int | float) else ""
             raise ConfigError(f"{self.label(name)} is {shown}, but must be {rule.allowed}{quotes}") from None
 
     def label(self, name: str, beside: str = "") -> str:

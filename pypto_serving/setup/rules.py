@@ -118,7 +118,7 @@ class Seconds:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChoiceRule:
     """One of a few names."""
 
     names: tuple[str, ...]
@@ -146,7 +146,7 @@ class Switch:
 
 
 @dataclass(frozen=True)
-class Text:
+class TextRule:
     """Text on one line, not empty; a path stands for its text."""
 
     allowed: str = "text on one line, not empty"
@@ -160,7 +160,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class SocketPath(Text):
+class SocketPath(TextRule):
     """The path of a Unix socket."""
 
     allowed: str = f"a path of at most {MAX_SOCKET_PATH} bytes"
@@ -182,7 +182,7 @@ class Texts:
         values = (value,) if isinstance(value, str) else value
         if not isinstance(values, list | tuple) or not values:
             raise ValueError
-        return tuple(dict.fromkeys(Text().parse(item) for item in values))
+        return tuple(dict.fromkeys(TextRule().parse(item) for item in values))
 
 
 @dataclass(frozen=True)
@@ -216,13 +216,13 @@ def _origin(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class EndpointRule:
     """An address that ZeroMQ can bind."""
 
     allowed: str = "a ZeroMQ endpoint such as tcp://127.0.0.1:5557, tcp://127.0.0.1:* or ipc:///run/kv"
 
     def parse(self, value: object) -> str:
-        found = re.fullmatch(r"ipc://\S+|tcp://(?:\[\S+\]|[^\s:]+):(\*|[0-9]{1,5})", Text().parse(value))
+        found = re.fullmatch(r"ipc://\S+|tcp://(?:\[\S+\]|[^\s:]+):(\*|[0-9]{1,5})", TextRule().parse(value))
         if found is None or (found[1] not in (None, "*") and int(found[1]) > MAX_PORT):
             raise ValueError
         return found[0]
@@ -235,7 +235,7 @@ class HostPort:
     allowed: str = "an address and a port, such as 10.0.0.1:7000"
 
     def parse(self, value: object) -> str:
-        found = re.fullmatch(r"(?:\[[^\s\]]+\]|[^\s:]+):([0-9]{1,5})", Text().parse(value))
+        found = re.fullmatch(r"(?:\[[^\s\]]+\]|[^\s:]+):([0-9]{1,5})", TextRule().parse(value))
         if found is None or not 0 < int(found[1]) <= MAX_PORT:
             raise ValueError
         return found[0]
@@ -251,7 +251,7 @@ class PoolUrl:
     )
 
     def parse(self, value: object) -> str:
-        url = Text().parse(value)
+        url = TextRule().parse(value)
         parse_pool_url(url)
         return url
 
@@ -263,7 +263,7 @@ class TracesUrl:
     allowed: str = "the URL of a collector, such as http://127.0.0.1:4317, https://HOST:PORT or grpc://HOST:PORT"
 
     def parse(self, value: object) -> str:
-        url = Text().parse(value)
+        url = TextRule().parse(value)
         found = re.fullmatch(r"(?:https?|grpc)://(?:\[[^\s\]/]+\]|[^\s:/@]+)(?::([0-9]{1,5}))?(?:/\S*)?", url)
         if found is None or not 0 < int(found[1] or 1) <= MAX_PORT:
             raise ValueError
@@ -271,7 +271,7 @@ class TracesUrl:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryRule:
     """A size, kept as int bytes, or a fraction in (0, 1), kept as float."""
 
     allowed: str = (
@@ -357,18 +357,18 @@ SERVER_OPTIONS = frozenset(
 """Options of the HTTP server alone."""
 
 RULES: dict[str, Rule] = {
-    "model": Text(),
+    "model": TextRule(),
     "served_model_name": Texts(),
-    "chat_template": Text(),
-    "tool_call_parser": Choice(TOOL_CALL_PARSERS),
-    "reasoning_parser": Choice(REASONING_PARSERS),
+    "chat_template": TextRule(),
+    "tool_call_parser": ChoiceRule(TOOL_CALL_PARSERS),
+    "reasoning_parser": ChoiceRule(REASONING_PARSERS),
     "trust_request_chat_template": Switch(),
-    "backend": Choice(tuple(BACKEND_DEFAULTS)),
-    "npu_platform": Choice(BACKEND_DEFAULTS["npu"].platforms),
-    "dtype": Choice(DTYPES),
-    "activations": Choice(("auto", *get_args(Activations))),
-    "head": Choice(get_args(Head)),
-    "kernels": Choice(KERNELS),
+    "backend": ChoiceRule(tuple(BACKEND_DEFAULTS)),
+    "npu_platform": ChoiceRule(BACKEND_DEFAULTS["npu"].platforms),
+    "dtype": ChoiceRule(DTYPES),
+    "activations": ChoiceRule(("auto", *get_args(Activations))),
+    "head": ChoiceRule(get_args(Head)),
+    "kernels": ChoiceRule(KERNELS),
     "packed_cache": Switch(),
     "num_threads": Whole(1, 1024),
     "data_parallel_size": Whole(1, MAX_RANKS),
@@ -376,10 +376,10 @@ RULES: dict[str, Rule] = {
     "pipeline_parallel_size": Whole(1, MAX_RANKS),
     "expert_parallel_size": Whole(1, MAX_RANKS),
     "join_address": HostPort(),
-    "join_secret_file": Text(),
+    "join_secret_file": TextRule(),
     "seed": Whole(0, 2**63 - 1),
-    "log_level": Choice(LOG_LEVELS),
-    "log_format": Choice(LOG_FORMATS),
+    "log_level": ChoiceRule(LOG_LEVELS),
+    "log_format": ChoiceRule(LOG_FORMATS),
     "max_model_len": Whole(2, MAX_TOKENS),
     "max_num_seqs": Whole(1, 65536),
     "max_num_batched_tokens": Whole(1, 1 << 20),
@@ -387,31 +387,31 @@ RULES: dict[str, Rule] = {
     "chunked_prefill": Switch(),
     "fair_scheduling": Switch(),
     "speculative_config": Drafts(),
-    "spec_method": Choice(("off", *SPEC_METHODS)),
+    "spec_method": ChoiceRule(("off", *SPEC_METHODS)),
     "spec_tokens": Whole(1, MAX_DRAFTS),
     "block_size": PowerOfTwo(1, 1024),
-    "kv_dtype": Choice(("auto", "bf16", "int8")),
-    "kv_memory": Memory(),
+    "kv_dtype": ChoiceRule(("auto", "bf16", "int8")),
+    "kv_memory": MemoryRule(),
     "prefix_caching": Switch(),
-    "kv_host_memory": Memory(),
-    "kv_disk": Text(),
+    "kv_host_memory": MemoryRule(),
+    "kv_disk": TextRule(),
     "kv_disk_size": Size(),
     "kv_remote": PoolUrl(),
-    "kv_store": Choice(get_args(StorePolicy)),
-    "kv_events": Endpoint(),
-    "kv_events_replay": Endpoint(),
-    "host": Text(),
+    "kv_store": ChoiceRule(get_args(StorePolicy)),
+    "kv_events": EndpointRule(),
+    "kv_events_replay": EndpointRule(),
+    "host": TextRule(),
     "port": Whole(0, MAX_PORT),
     "uds": SocketPath(),
-    "ssl_certfile": Text(),
-    "ssl_keyfile": Text(),
+    "ssl_certfile": TextRule(),
+    "ssl_keyfile": TextRule(),
     "api_key": Keys(),
     "max_queued_requests": Whole(1, 1_000_000),
     "max_queued_tokens": Whole(0, MAX_TOKENS),
     "drain_timeout": Seconds(86400, zero=True),
     "step_timeout": Seconds(86400),
     "max_body_bytes": Size(),
-    "batch_dir": Text(),
+    "batch_dir": TextRule(),
     "access_log": Switch(),
     "log_requests": Switch(),
     "max_log_len": Whole(0, MAX_TOKENS),

@@ -25,7 +25,7 @@ from pypto_serving.worker.guiding.wire import (
     RowChoice,
     RowRefusal,
 )
-from pypto_serving.worker.row_guide import Choice
+from pypto_serving.worker.row_guide import NextTokens
 
 MAX_STRIKES = 3
 """How many processes may end while they work for a row, for reasons that may not be its own."""
@@ -150,7 +150,7 @@ class Follower:
         guided = self.rows.get(choice.life)
         if guided is not None and choice.num_tokens == len(guided.output):
             mask = self.process.shared.masks[guided.row, 0] if choice.is_masked else None
-            guided.choice, guided.pace = Choice(choice.forced, mask, choice.is_done, choice.expected), choice.pace
+            guided.choice, guided.pace = NextTokens(choice.forced, mask, choice.is_done, choice.expected), choice.pace
         elif choice.pace == "slow" and (guide := self._left.get(choice.life)) is not None:
             self._known.set_slow(guide, True)
 

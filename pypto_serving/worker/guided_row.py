@@ -11,7 +11,7 @@ from pypto_serving.errors import RequestError
 from pypto_serving.types.adjustments import MaskArray
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.worker.guiding.wire import Pace
-from pypto_serving.worker.row_guide import Choice
+from pypto_serving.worker.row_guide import NextTokens
 
 NOTHING: MaskArray = np.empty((0, 0), np.uint32)
 """No mask behind a draft."""
@@ -38,7 +38,7 @@ class GuidedRow:
         self.eos_ids = sampling.eos_ids
         self.jumps = sampling.num_logprobs < 0
         self.output = list(output)
-        self.choice: Choice | None = None
+        self.choice: NextTokens | None = None
         self.ahead: MaskArray | None = NOTHING
         self.expected: tuple[int, ...] = ()
         self.fault: RequestError | None = None

@@ -19,7 +19,7 @@ MAX_FORCED = 128
 """Tokens that a row appends at once."""
 
 
-class Choice(NamedTuple):
+class NextTokens(NamedTuple):
     """What a row may append next.
 
     - `forced`: tokens that must follow, to be appended without sampling.
@@ -97,14 +97,14 @@ class RowGuide:
         if not self._forced:
             self._prepare()
 
-    def choice(self) -> Choice:
+    def choice(self) -> NextTokens:
         """Say what may follow."""
         if self._stage == "content" and self._compile is None:
-            return Choice(is_done=True)
+            return NextTokens(is_done=True)
         if self._forced:
             forced = tuple(self._forced)
-            return Choice(forced) if self._jumps else Choice(mask=self._only(forced[:1]), expected=forced)
-        return Choice(mask=self._mask)
+            return NextTokens(forced) if self._jumps else NextTokens(mask=self._only(forced[:1]), expected=forced)
+        return NextTokens(mask=self._mask)
 
     def look_ahead(self, drafts: Sequence[int], masks: MaskArray) -> int:
         """Write to masks[i + 1] what may follow behind drafts[: i + 1]; return for how many, as far as they match.
@@ -115,7 +115,7 @@ class RowGuide:
             return 0
         choice, copied = self.choice(), self._copy()
         if choice.mask is not None:
-            choice = Choice(mask=masks[0])
+            choice = NextTokens(mask=masks[0])
         for i, token_id in enumerate(drafts):
             if not choice.allows(token_id):
                 return i
@@ -125,7 +125,7 @@ class RowGuide:
                 return i
             choice = copied.choice()
             if choice.forced:
-                choice = Choice(mask=copied._only(choice.forced[:1]))
+                choice = NextTokens(mask=copied._only(choice.forced[:1]))
             masks[i + 1] = 0xFFFFFFFF if choice.mask is None else choice.mask[: masks.shape[1]]
             if copied._ended:
                 return i + 1

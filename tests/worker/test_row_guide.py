@@ -18,7 +18,7 @@ from pypto_serving.setup.locate import BUNDLED
 from pypto_serving.types.adjustments import MaskArray
 from pypto_serving.types.guide import Grammar, Guide, Reasoning
 from pypto_serving.worker.reasoning import TokenTexts
-from pypto_serving.worker.row_guide import Choice, RowGuide
+from pypto_serving.worker.row_guide import NextTokens, RowGuide
 from tests.checkpoints import NUM_BYTES, SPECIAL_TOKENS, byte_ids, write_tokenizer
 
 VOCAB_SIZE = 320
@@ -200,9 +200,9 @@ def test_content_begins_with_a_token(compiler: Compiler, code: Bytes) -> None:
 
 def test_a_guide_without_a_grammar_ends(compiler: Compiler) -> None:
     guide = opened(compiler, GUIDES["budget"], jumps=True, output=[5, 5, 65])
-    assert guide.choice() == Choice((66,))
+    assert guide.choice() == NextTokens((66,))
     guide.append(66)
-    assert guide.choice() == Choice(is_done=True)
+    assert guide.choice() == NextTokens(is_done=True)
 
 
 def test_a_token_that_does_not_match_is_a_fault(compiler: Compiler, code: Bytes) -> None:

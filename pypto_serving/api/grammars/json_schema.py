@@ -57,13 +57,13 @@ def prepare(
     With `close_objects`, objects have no properties but those they name; with `keep_free`, objects that name none may
     have any. Raises SchemaError.
     """
-    copier = _Copier(schema, close_objects, keep_free)
+    copier = _SchemaCopier(schema, close_objects, keep_free)
     made = copier.whole()
     definitions = {"$defs": copier.definitions} if copier.definitions else {}
     return {"x-guidance": {**options, "json_allowed_escapes": ESCAPES}, **made, **definitions}
 
 
-class _Copier:
+class _SchemaCopier:
     """Copies what a schema says of values, and the definitions that it refers to, each once.
 
     `root` is all of a schema, the base of a place the part that its references are relative to.

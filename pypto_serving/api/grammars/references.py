@@ -19,10 +19,10 @@ _DATA = {"const", "enum", "default", "examples"}
 
 def with_definitions(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a schema in which what other references lead to is a definition, too. Raises SchemaError."""
-    return _Copier(schema).whole()
+    return _ReferenceCopier(schema).whole()
 
 
-class _Copier:
+class _ReferenceCopier:
     """Copies a schema, and each part that references lead to, once."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:

@@ -14,9 +14,9 @@ from pypto_serving.api.grammars.ecma import to_rust
 from pypto_serving.api.grammars.grammar_text import ANY, GrammarText, any_of, joined, regex, without
 from pypto_serving.api.grammars.json_schema import SchemaError
 from pypto_serving.api.grammars.tool_schema import (
+    ParameterText,
     Property,
     Schema,
-    Text,
     as_object,
     is_any_object,
     properties_of,
@@ -125,7 +125,7 @@ def _xml_parameter(rules: GrammarText, one: Property, gap: str) -> str:
     return rules.new(f"{head} {any_of(values)} {gap}")
 
 
-def _xml_text(rules: GrammarText, text: Text, kinds: list[str]) -> str:
+def _xml_text(rules: GrammarText, text: ParameterText, kinds: list[str]) -> str:
     """Write a text, which must not look like another of the `kinds` that the parameter may have."""
     if text.values is not None:
         for value in text.values:
@@ -215,7 +215,7 @@ def _dsml_parameter(rules: GrammarText, one: Property) -> str:
     return rules.new(f"{rules.text(_dsml_head(one.name))} {any_of(values)}")
 
 
-def _dsml_texts(schema: Schema) -> list[Text] | None:
+def _dsml_texts(schema: Schema) -> list[ParameterText] | None:
     """Return the texts that can stand as they are; None if they must be written as JSON, with all it can enforce."""
     try:
         texts = read_texts(schema, schema)
@@ -225,7 +225,7 @@ def _dsml_texts(schema: Schema) -> list[Text] | None:
     return texts if plain and texts else None
 
 
-def _dsml_value(rules: GrammarText, text: Text) -> str:
+def _dsml_value(rules: GrammarText, text: ParameterText) -> str:
     if text.values is None:
         return _dsml_text(rules)
     end = DSML_END + "\n"

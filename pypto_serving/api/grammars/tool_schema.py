@@ -41,7 +41,7 @@ class Property(NamedTuple):
     required: bool
 
 
-class Text(NamedTuple):
+class ParameterText(NamedTuple):
     """Texts that a parameter may be: one of `values`, or any that the assertions hold for."""
 
     values: tuple[str, ...] | None = None
@@ -53,7 +53,7 @@ class Text(NamedTuple):
     @property
     def is_free(self) -> bool:
         """Return whether it may be any text."""
-        return self == Text()
+        return self == ParameterText()
 
 
 def check_is_object(schema: Schema) -> None:
@@ -107,10 +107,10 @@ def properties_of(schema: Schema) -> Iterator[Property]:
             yield Property(name, own, name in needed)
 
 
-def read_texts(schema: Any, root: Schema, visits: Iterator[int] | None = None) -> list[Text]:
+def read_texts(schema: Any, root: Schema, visits: Iterator[int] | None = None) -> list[ParameterText]:
     """Return the texts that a schema allows, [] for none. Raises SchemaError if its keywords are too entangled."""
     if not isinstance(schema, Mapping):
-        return [Text()] if schema is not False else []
+        return [ParameterText()] if schema is not False else []
     kinds = schema.get("type")
     if kinds is not None and kinds != "string" and not (isinstance(kinds, list) and "string" in kinds):
         return []
@@ -128,7 +128,7 @@ def read_texts(schema: Any, root: Schema, visits: Iterator[int] | None = None) -
     if branches[0] in ("enum", "const"):
         values = value if branches[0] == "enum" and isinstance(value, list) else [value]
         texts = tuple(each for each in values if isinstance(each, str))
-        return [Text(texts)] if texts else []
+        return [ParameterText(texts)] if texts else []
     inner = value if isinstance(value, list) else []
     if branches[0] == "allOf":
         own = {key: each for key, each in schema.items() if key != "allOf"}
@@ -139,7 +139,7 @@ def read_texts(schema: Any, root: Schema, visits: Iterator[int] | None = None) -
     return [text for found in cases for text in found]
 
 
-def _are_apart(cases: list[list[Text]]) -> bool:
+def _are_apart(cases: list[list[ParameterText]]) -> bool:
     """Tell whether texts are listed, and none of them in two cases."""
     values = [{value for text in texts for value in text.values or ()} for texts in cases]
     listed = all(text.values is not None for texts in cases for text in texts)
@@ -173,9 +173,9 @@ def read_words(schema: Any, root: Schema, visits: Iterator[int] | None = None) -
     return [word for word in _WORDS if word in found]
 
 
-def _assertions(schema: Schema) -> Text:
+def _assertions(schema: Schema) -> ParameterText:
     pattern, least, most, form = (schema.get(word) for word in _ASSERTIONS)
-    return Text(None, pattern, int(least or 0), None if most is None else int(most), form)
+    return ParameterText(None, pattern, int(least or 0), None if most is None else int(most), form)
 
 
 def _merged(schemas: list[Any]) -> Schema:

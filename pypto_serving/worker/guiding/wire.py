@@ -71,7 +71,7 @@ class DropRow(msgspec.Struct, frozen=True, array_like=True, tag="drop", gc=False
 
 
 class RowChoice(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a row of `num_tokens` output tokens may append next: see Choice, also for `forced` and `expected`.
+    """What a row of `num_tokens` output tokens may append next: see NextTokens, also for `forced` and `expected`.
 
     `is_masked`: whether its mask is in the shared memory; `pace`: of its grammar.
     """
