@@ -183,7 +183,7 @@ class Drafter(Protocol):
     """Proposes draft tokens, which the host verifies. Drafts change the speed, never the answer."""
 
     def start_row(self, row: int) -> None:
-        """Forget what is known of `row`: it has the tokens of another request now, or of the same one again."""
+        """Forget all about `row`: it has the tokens of another request now, or of the same one again."""
 
     def propose(
         self, tokens: Int32Array, rows: Int32Array, known: Int32Array, most: Int32Array
@@ -199,7 +199,7 @@ class Drafter(Protocol):
 class Draft(Protocol):
     """Predict with the draft layers of a model, where no dispatch in flight has a row of `inputs`.
 
-    Each row of `inputs` has one token, behind those that are computed, or behind the one of the call before. Return
+    Each row of `inputs` has one token, after those that are computed, or after the one of the call before. Return
     float32 logits [r, vocab] of the tokens that follow, valid until the next call or `submit`.
     """
 
@@ -222,7 +222,7 @@ class Program(Protocol):
     def submit(self, inputs: StepInputs, sampling: SamplingInputs | None) -> None:
         """Begin a dispatch: write the K/V of its tokens, compute logits of `inputs.logits_rows`, and sample if asked.
 
-        The buffers behind `inputs` do not change until the dispatch is collected. `sampling` is given if the device
+        The buffers that `inputs` views do not change until the dispatch is collected. `sampling` is given if the device
         samples.
         """
 

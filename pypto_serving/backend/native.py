@@ -123,7 +123,7 @@ class NativeProgram:
         self._held.append(self._replay(self.model.step, inputs) if len(inputs.token_ids) else None)
 
     def _draft(self, inputs: StepInputs) -> Float32Array:
-        """Implement Draft: in a pipeline, behind the steps in flight. Raises RankError where another rank has ended."""
+        """Implement Draft: in a pipeline, after the steps in flight. Raises RankError where another rank has ended."""
         return self._logits(self._replay(self.model.draft_step, inputs))
 
     def _replay(self, step: Recording, inputs: StepInputs) -> _Step:

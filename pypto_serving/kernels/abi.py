@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.kernels.arguments import Handle, Numbers, readable, take, told
+from pypto_serving.kernels.arguments import Handle, Numbers, readable, shown, take
 
 
 class Arguments:
@@ -42,7 +42,7 @@ class Arguments:
             except (TypeError, ValueError) as error:
                 kind, also = (ValueError, f", {error}") if isinstance(error, ValueError) else (TypeError, "")
                 wanted = readable(type_name) + " or None" * (name in self.nullable)
-                raise kind(f"{self.owner}({name}) must be {wanted}{also}, not {told(value)}") from None
+                raise kind(f"{self.owner}({name}) must be {wanted}{also}, not {shown(value)}") from None
 
 
 class Struct:

@@ -66,7 +66,7 @@ def readable(type_name: str) -> str:
     return " ".join([*const, element])
 
 
-def told(value: object) -> str:
+def shown(value: object) -> str:
     """Describe an argument, for messages."""
     if isinstance(value, np.ndarray):
         return f"an array of {value.dtype} {list(value.shape)}"

@@ -118,7 +118,7 @@ class NativeCollectives:
             self.barrier(step, x)
 
     def end_stage(self, step: Recording, x: Float32Array, logits: Float32Array) -> None:
-        """Record: hand x on to the stage behind, or `logits` [rows, vocab] to the leader."""
+        """Record: hand x on to the next stage, or `logits` [rows, vocab] to the leader."""
         stage, topology = self._rank.stage, self._rank.topology
         if self._memory is None or topology.pipeline == 1:
             return

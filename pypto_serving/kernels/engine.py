@@ -91,7 +91,7 @@ def hashes(array: Array) -> NDArray[np.uint64]:
 
 
 def _allowed_cpus() -> set[int]:
-    """Return the CPUs that this process may use; empty where the system does not tell. Threads then run anywhere."""
+    """Return the CPUs that this process may use; empty where the system does not say. Threads then run anywhere."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 

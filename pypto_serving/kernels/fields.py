@@ -23,7 +23,7 @@ def strip_words(x: Strips, words: str = "x", scales: str = "x_scales") -> dict[s
 
 
 def _inputs(x: Strips, matrix: Matrix) -> dict[str, Any]:
-    """Make the fields of a GEMM's inputs. Raises ValueError where there is none of such inputs."""
+    """Make the fields of a GEMM's inputs. Raises ValueError where none takes such inputs."""
     if not multiplies(matrix.form, x):
         raise ValueError(f"{type(x).__name__} are no activations for weights of {matrix.form}")
     weights = {"weight": matrix.words, "scales": matrix.scales, "compensation": matrix.compensation}

@@ -177,7 +177,7 @@ def _require_fp8(stored: Fp8Form, k: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Packed weights of matrices [n, k], one behind the other: `form.words` 32-bit words; see csrc/weights.h.
+    """Packed weights of matrices [n, k], one after the other: `form.words` 32-bit words; see csrc/weights.h.
 
     Int8 weights have `scales` and `compensation`, [panels of all * 32], and codes `scales`. Of some experts only,
     `places` [experts] has the place of each one's matrix, or -1.

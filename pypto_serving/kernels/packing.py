@@ -89,7 +89,7 @@ def pack_rounded(engine: Engine, room: Matrix, source: Array, stored: ElementTyp
 
 
 def _source(source: Array, layout: Layout, n: int, k: int, outputs: range) -> Array:
-    """Return the stored bytes of `outputs`; along outputs, those of the first row, behind which others follow."""
+    """Return the stored bytes of `outputs`; along outputs, those of the first row, after which others follow."""
     size = n * k if layout is Layout.BYTES else n * k // 2
     if source.nbytes != size:
         raise ValueError(f"{source.nbytes} bytes are no [{n}, {k}] of {size}")

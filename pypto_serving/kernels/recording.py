@@ -132,7 +132,7 @@ class Recording:
     def linear_groups(self, x: PairArray, matrix: Matrix, group: int, out: PairArray | StripColumns) -> None:
         """Grouped GEMM: x_g W_g^T for each `group` of columns of `out`, into strips.
 
-        The groups' strips x_g lie one behind the other. Raises ValueError where a group is not whole panels.
+        The groups' strips x_g lie one after the other. Raises ValueError where a group is not whole panels.
         """
         if group % PANEL or (isinstance(out, StripColumns) and out.first % PANEL):
             raise ValueError(f"groups of {group} outputs are not whole panels")
@@ -384,7 +384,7 @@ class Recording:
 
         `queries` are in panels. With `indices`, compressed entries are the indexer's top-k. The attention sinks
         [panels * 32] are in base 2. The output is rotated back by the query position (inverse RoPE) and written to
-        strips [tokens, group * dim] of each group of heads, one group behind the other.
+        strips [tokens, group * dim] of each group of heads, one group after the other.
         """
         topk = 0 if indices is None else indices.shape[1]
         inputs = {"queries": queries, "sinks": sinks, "cos": rope.cos, "sin": rope.sin, "indices": indices}

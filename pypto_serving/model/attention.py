@@ -32,7 +32,7 @@ _MASKED = torch.finfo(torch.float32).min
 class KVArena:
     """Owns the pages of one full-history group, [blocks, layers, k or v, all_heads, block_size, head_dim].
 
-    One hidden block behind the others stays zero and stands for blocks that a sequence does not have. Memory is
+    One hidden block after the others stays zero and stands for blocks that a sequence does not have. Memory is
     committed when first written. All ranks have the same pages, and each has `kv_heads` of them. Where several ranks
     have the same head, the first of them writes it, and a barrier comes before they read.
     """

@@ -65,7 +65,7 @@ class StoredTensor:
 class Expected:
     """A tensor that a model needs: its shape, and the dtypes that it may have.
 
-    `usual` is its dtype where no file tells; empty for the checkpoint's own, or for the only one.
+    `usual` is its dtype where no file says it; empty for the checkpoint's own, or for the only one.
     """
 
     shape: tuple[int, ...]

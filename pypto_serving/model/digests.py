@@ -57,7 +57,7 @@ def digests(files: Sequence[Path], cache: str, progress: Progress) -> list[bytes
 def _has_settled(path: Path) -> bool:
     """Return True if every later change of a file shows in its state.
 
-    A change time in whole seconds is none that the system kept: it stems from the image of a read-only file system.
+    A change time in whole seconds was not kept by the system: it stems from the image of a read-only file system.
     """
     stat = _stat(path)
     newest_ns = max(stat.st_mtime_ns, stat.st_ctime_ns)

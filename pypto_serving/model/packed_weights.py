@@ -126,7 +126,7 @@ class PackedWeights:
         return [self._matrices("rounded", [part], len(part.outputs), 1, lambda room: self._pack(part, room))]
 
     def gate_up(self, gates: Sequence[str], ups: Sequence[str], outputs: Outputs = None) -> list[Gated]:
-        """Pack gate and up matrices [n, k] of experts, those of the same forms one behind the other."""
+        """Pack gate and up matrices [n, k] of experts, those of the same forms one after the other."""
         both = zip(self._parts(gates, outputs), self._parts(ups, outputs), strict=True)
         parts = [(gate, up) for (_, gate), (_, up) in both]
         forms = [(gate.form, up.form) for gate, up in parts]
@@ -145,7 +145,7 @@ class PackedWeights:
         return [replace(self._matrices("gated", parts, 2 * len(parts[0].outputs), len(pairs), fill), places=places)]
 
     def several(self, names: Sequence[str], outputs: Outputs = None) -> list[Matrix]:
-        """Pack matrices [n, k] of experts, those of one form one behind the other."""
+        """Pack matrices [n, k] of experts, those of one form one after the other."""
         parts = [part for _, part in self._parts(names, outputs)]
         return [self._stacked(some, places) for places, some in _sets(parts, [part.form for part in parts])]
 

@@ -75,7 +75,7 @@ class CheckpointConfig:
         return dtype
 
     def spec(self, serving: Serving = DEFAULT_SERVING) -> ModelSpec:
-        """Describe the checkpoint to the engine, without its weights. Headers of its files tell which are quantised."""
+        """Describe the checkpoint to the engine, without its weights. Headers of its files say which are quantised."""
         serving = replace(serving, dtype=self.serving_dtype(serving.dtype))
         headers = {} if self.raw.get(SECTION) is None else read_headers(Path(self.directory))[0]
         spec = self.family.spec(self.served_model(serving.drafts), serving, headers)
@@ -119,7 +119,7 @@ def read_config(model_dir: str | Path) -> CheckpointConfig:
 
 def _require_finished(path: Path) -> None:
     """Raise ModelError if there is no config.json at `path` because a conversion has not finished."""
-    with suppress(OSError):  # of a folder that may not be entered: reading config.json tells
+    with suppress(OSError):  # of a folder that may not be entered: reading config.json reports it
         if path.with_name(UNFINISHED_FILE).exists() and not path.exists():
             raise ModelError(f"{path.parent} is an unfinished conversion; run the same `pypto-serving convert` again")
 

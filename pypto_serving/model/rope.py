@@ -46,7 +46,7 @@ class Rope:
 
     @classmethod
     def from_config(cls, config: Fields, head_dim: int, max_position_embeddings: int) -> Self:
-        """Read `rope_parameters`, or `rope_theta` with `rope_scaling`; raises ModelError for what is unknown."""
+        """Read `rope_parameters`, or `rope_theta` with `rope_scaling`; raises ModelError for unknown values."""
         scaling = config.section("rope_parameters", "rope_scaling")
         kind = scaling.get("rope_type", "type") or "default"
         scaling.require(kind in get_args(RopeKind), "rope_type", kind, f"one of {', '.join(get_args(RopeKind))}")

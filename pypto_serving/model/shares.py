@@ -29,7 +29,7 @@ def expert_outputs(rank: Rank, count: int, outputs: range) -> list[range]:
 
 
 def cut(sizes: Sequence[int], outputs: range) -> list[range]:
-    """Return which outputs of each of several matrices are among `outputs` of all, one behind the other.
+    """Return which outputs of each of several matrices are among `outputs` of all, one after the other.
 
     sizes        64 ------------ 32 ---- 96 ----------------
     outputs               [40          100)

@@ -19,7 +19,7 @@ _PID = struct.Struct("=i")
 class Chips:
     """Ends this process when one ends that it forks from now on, or one of `others`, unless it is `closing`.
 
-    The runtime does not notice: its calls never return, nor does its preparation. `fault` is told before.
+    The runtime does not notice: its calls never return, nor does its preparation. `fault` is called before that.
     """
 
     def __init__(self, *others: int) -> None:

@@ -127,7 +127,7 @@ class Device:
         return {argument.name: tensors[argument.name].array for argument in of_role(arguments, "output")}
 
     def read(self, name: str, spans: Spans, out: UInt8Array) -> None:
-        """Copy these bytes of a cache, one behind the other."""
+        """Copy these bytes of a cache, one after the other."""
         self._copy(name, spans, out, self._worker.copy_from)
 
     def write(self, name: str, spans: Spans, content: UInt8Array) -> None:

@@ -52,7 +52,7 @@ def find_library(config: EngineConfig, checkpoint: CheckpointConfig) -> ProgramL
 
 
 def _small(config: EngineConfig, model: Qwen3Config) -> ProgramLibrary:
-    """Take our own programs: pypto-lib has none of the model, or none for so many devices."""
+    """Take our own programs: pypto-lib has none of the model, or none for this number of devices."""
     devices = config.parallel.topology.tensor
     contract = Qwen3Contract(
         model, "2026-08", config.limits.max_model_len, config.limits.max_num_batched_tokens, devices

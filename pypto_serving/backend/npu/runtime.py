@@ -1,6 +1,6 @@
 """PyPTO's runtime, in the two revisions that are known: which one is installed, shared memory, compiling, preparing.
 
-Both call themselves version 0.1.0, so they are told by what they have. They differ in what an engine sees:
+Both call themselves version 0.1.0, so they are distinguished by what they have. They differ in what an engine sees:
 
 | revision | a copy may begin | sources of uploads               |
 |----------|------------------|----------------------------------|
@@ -56,7 +56,7 @@ def _array(tensor: torch.Tensor) -> Array:
 
 
 class Runtime:
-    """The installed runtime on a platform and some devices. Raises ConfigError where there is none that is known."""
+    """The installed runtime on a platform and some devices. Raises ConfigError where no known one is installed."""
 
     def __init__(self, platform: str, devices: Sequence[int]) -> None:
         self.platform, self.devices = platform, list(devices)
@@ -82,7 +82,7 @@ class Runtime:
 
     @property
     def identity(self) -> bytes:
-        """Hash which runtime this is: sizes and times of its files, since its version does not tell."""
+        """Hash which runtime this is: sizes and times of its files, since its version does not say."""
         root = Path(_import("pypto").__file__).parent
         files = sorted(path for path in root.rglob("*") if path.suffix in (".py", ".so"))
         states = [(path, path.stat()) for path in files]

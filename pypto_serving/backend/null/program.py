@@ -130,7 +130,7 @@ class NullProgram:
         self.counts["cut_chunks"] += int((cut > 1).sum())
 
     def collect(self) -> StepOutput:
-        """Return the output of the oldest dispatch, which runs now unless draft layers ran behind it."""
+        """Return the output of the oldest dispatch, which runs now unless draft layers ran after it."""
         return self._done.popleft() if self._done else self._run()
 
     def _run(self) -> StepOutput:
@@ -145,7 +145,7 @@ class NullProgram:
         return StepOutput(sampled=self._sample(inputs, tokens, sampling), virtual_s=elapsed_s)
 
     def _draft(self, inputs: StepInputs) -> Float32Array:
-        """Write the rows of the tokens, and guess logits, behind what is in flight. Implements Draft."""
+        """Write the rows of the tokens, and guess logits, after the steps in flight. Implements Draft."""
         self.counts["draft_passes"] += 1
         self.counts["overlapping_passes"] += len(self._held) > 0
         while self._held:

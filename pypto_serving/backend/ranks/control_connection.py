@@ -27,7 +27,7 @@ class DamageError(PyptoError):
     """The other host sent bytes that are no message."""
 
     def __init__(self) -> None:
-        super().__init__("sent what is no message")
+        super().__init__("sent bytes that are no message")
 
 
 class HostChannel(SocketChannel[FromHost]):
@@ -80,7 +80,7 @@ class ControlConnection:
         return [self._inbox.popleft() for _ in range(len(self._inbox))]
 
     def close(self) -> None:
-        """Send what is left, and close the connection."""
+        """Send the remaining messages, and close the connection."""
         self._closing = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()

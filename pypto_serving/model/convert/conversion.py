@@ -44,7 +44,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor goes: bytes [begin, end) behind the header of its file."""
+    """Where a tensor goes: bytes [begin, end) after the header of its file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -145,7 +145,7 @@ class _Conversion:
     def _writer(
         self, file: int, start: int, name: str, weight: Weight, places: Mapping[str, _Place]
     ) -> Callable[[int, int], None]:
-        """Return what converts rows [first, last) of a weight and writes them behind byte `start`."""
+        """Return what converts rows [first, last) of a weight and writes them after byte `start`."""
         read, encoding, module = self._reader(weight), weight.encoding, name.removesuffix(".weight")
 
         def put(tensor: str, values: Array, first: int) -> None:

@@ -26,7 +26,7 @@ class DeepseekV4Config:
 
     SWA layers use `rope`, the others `compress_rope`. Both rotate the last `rope_dim` channels of a head, in
     interleaved pairs. `mtp_layers` counts the draft layers of the checkpoint. They are read only `with_drafts`; then
-    `kinds` has them too, behind the `num_layers` of the model itself.
+    `kinds` has them too, after the `num_layers` of the model itself.
     """
 
     vocab_size: int
@@ -126,7 +126,7 @@ class DeepseekV4Config:
     def compressed_width(self, kind: LayerKind, dim: int) -> int:
         """Return the channels of kv, and of gates, that a compressor with entries of `dim` computes per token.
 
-        In CSA layers windows overlap: a token has `dim` channels for the window behind its own and `dim` for its own.
+        In CSA layers windows overlap: a token has `dim` channels for the window after its own and `dim` for its own.
         """
         return 2 * dim if kind == "csa" else dim
 

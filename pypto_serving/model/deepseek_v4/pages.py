@@ -17,7 +17,7 @@ from pypto_serving.types.kv import KVCacheGroupSpec
 class TorchPages:
     """Owns the blocks of one KV group whose rows all have one width: `rows` [blocks * rows per block, width].
 
-    A block holds tensor after tensor, and each tensor layer after layer. One hidden block behind the others stays zero
+    A block holds tensor after tensor, and each tensor layer after layer. One hidden block after the others stays zero
     and serves positions that do not exist. Memory is committed when first written. All ranks have the same blocks.
     """
 

@@ -84,7 +84,7 @@ class Storage:
 
 
 def expected_plain(tensor: Tensor) -> Expected:
-    """Return what is expected of a tensor that is no matrix."""
+    """Return the expected form of a tensor that is no matrix."""
     if tensor.role == "ids":
         return Expected(tensor.shape, (INT64,))
     return Expected(tensor.shape, usual="F32" if tensor.role == "float" else "")

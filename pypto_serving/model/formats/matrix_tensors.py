@@ -50,9 +50,9 @@ class MatrixTensors:
         return as_float32(self.scales(name), self.dtype(name))
 
     def require_order(self, name: str, k: int, group: int, unset: int | None = None) -> None:
-        """Raise ModelError if the inputs of groups are not neighbours, as the tensor `name` [k], if any, tells.
+        """Raise ModelError if the inputs of groups are not neighbours, by the tensor `name` [k], if any.
 
-        One that is `unset` everywhere tells nothing.
+        One that is `unset` everywhere says nothing.
         """
         if not self.has(name):
             return

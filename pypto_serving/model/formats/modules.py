@@ -37,7 +37,7 @@ def by_part(entries: Iterable[str]) -> Modules:
 
 
 def by_name_or_pattern(entries: Sequence[str], key: str) -> Modules:
-    """Return the modules that entries of compressed-tensors match: names, patterns behind `re:`, or the class."""
+    """Return the modules that entries of compressed-tensors match: names, patterns after `re:`, or the class."""
     patterns = [pattern(entry[3:], key, entry) for entry in entries if entry.startswith("re:")]
     names = frozenset(entry for entry in entries if not entry.startswith("re:"))
     return EVERY if CLASS in names else Modules(names, patterns=tuple(patterns))

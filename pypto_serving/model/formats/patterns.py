@@ -22,7 +22,7 @@ _MANY = (_LONGEST, 1)
 
 
 def pattern(text: str, key: str, shown: str) -> re.Pattern[str]:
-    """Compile the pattern in the entry `shown` of `key`. Raises ModelError if it is none."""
+    """Compile the pattern in the entry `shown` of `key`. Raises ModelError for one that is not valid."""
     try:
         return re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:

@@ -17,7 +17,7 @@ _WAY_OUT = "give the checkpoint that it was made from, or `convert` that"
 
 @dataclass(frozen=True, slots=True)
 class SchemeRule:
-    """Stores `modules` as one of `schemes`; which one, files tell."""
+    """Stores `modules` as one of `schemes`; the files decide which."""
 
     modules: Modules
     schemes: tuple[Scheme, ...]

@@ -88,7 +88,7 @@ def packed_bytes(
 ) -> int:
     """Count the bytes of a matrix as kernels hold it, outputs in multiples of `unit`.
 
-    `headers`, if any, tell the dtype of its scales.
+    `headers`, if any, have the dtype of its scales.
     """
     scales = headers.get(f"{module}.{scheme.scale}")
     return scheme.packed_bytes(ceil_div(n, unit) * unit, k, "" if scales is None else scales.dtype)

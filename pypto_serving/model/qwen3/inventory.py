@@ -84,7 +84,7 @@ class Qwen3Inventory:
         return as_stored(self.expected(), dtype)
 
     def matrices(self) -> Iterator[StoredMatrix]:
-        """Yield the matrices of linear layers. A tied embedding is none."""
+        """Yield the matrices of linear layers. A tied embedding is not among them."""
         for module, scheme in self.schemes.items():
             n, k = self._sizes(module)
             yield StoredMatrix(scheme.name, n * k, tuple(scheme.expected(module, n, k)))

@@ -203,7 +203,7 @@ class Qwen3Contract:
         return None if self._ids_in else self._rows(tensors, "model.embed_tokens.weight")
 
     def weights(self, tensors: StoredTensors) -> Iterator[tuple[str, Iterable[Array]]]:
-        """As Contract says. Matrices become [inputs, outputs], those of all layers one behind the other."""
+        """Implement Contract. Matrices become [inputs, outputs], those of all layers one after the other."""
         for device in range(self.devices):
             for name, pieces in self._weights_of(tensors, device):
                 yield self._each(name)[device], pieces

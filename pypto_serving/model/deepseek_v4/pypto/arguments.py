@@ -19,7 +19,7 @@ REQUESTS, STEP_TOKENS = 4, 2
 """Requests of a rank in a decode, and tokens of each."""
 DECODE_TOKENS = LOGIT_ROWS = REQUESTS * STEP_TOKENS
 PREFILL_TILE = 128
-"""Prefills compute so many tokens at a time."""
+"""Tokens that a prefill computes at a time."""
 IDS_PAD = 8
 
 FlashStage = Literal["prefill", "decode", "decode_mtp", "prefill_mtp"]
@@ -76,7 +76,7 @@ def _role(name: str, is_own: bool) -> Role:
 
 
 def _pools(model: DeepseekV4Config) -> Table:
-    """Return the pools, whose layers lie one behind the other in the first dimension."""
+    """Return the pools, whose layers lie one after the other in the first dimension."""
     assert model.indexer is not None
     dim, key, page = model.head_dim, model.indexer.head_dim, POOLS["ori"].tokens
     return {

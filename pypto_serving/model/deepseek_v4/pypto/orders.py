@@ -48,7 +48,7 @@ DECODE_MTP = (
     "mtp_mtp_hc_head_scale mtp_mtp_hc_head_base mtp_mtp_norm_w mtp_hidden_out mtp_next_pre_hc_hidden mtp_logits "
     "mtp_sampled_ids mtp_logit_row_indices mtp_num_tokens"
 )
-"""What l3_decode_fwd_mtp takes behind those of l3_decode_fwd."""
+"""What l3_decode_fwd_mtp takes after those of l3_decode_fwd."""
 
 PREFILL_MTP = (
     "hidden_states prev_hidden_states enorm_w hnorm_w e_proj_w e_proj_w_scale e_proj_smooth h_proj_w "

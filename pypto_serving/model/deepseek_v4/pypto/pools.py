@@ -121,7 +121,7 @@ _TENSORS = {
 def pages(group: KVCacheGroupSpec, num_blocks: int, block: int) -> dict[str, Spans]:
     """Return the bytes of a block of `group` in each tensor of a rank, for tiers.
 
-    Layers lie one behind the other: the j-th layer of a pool has blocks [j * num_blocks, (j + 1) * num_blocks).
+    Layers lie one after the other: the j-th layer of a pool has blocks [j * num_blocks, (j + 1) * num_blocks).
     """
     found = {}
     for tensor in group.tensors:

@@ -28,7 +28,7 @@ from pypto_serving.util import ceil_div
 
 NO_SLOT = NO_ROW = -1
 LONGEST = MAX_TOKENS - (STEP_TOKENS - 1)
-"""Longest sequence that is served: behind its last token there is a position for the one that fills up a decode."""
+"""Longest sequence that is served: after its last token there is a position for the one that fills up a decode."""
 
 
 class FlashStep(StepArrays, Protocol):
@@ -171,7 +171,7 @@ class FlashSteps:
         return np.where((step.positions + 1) % ratio == 0, slots // ratio, NO_SLOT)
 
     def _fill_table(self, target: Int32Array, step: FlashStep, pool: CachePool) -> None:
-        """Copy the blocks that each row has tokens in; behind them a step has leftovers of other rows."""
+        """Copy the blocks that each row has tokens in; after them a step has leftovers of other rows."""
         table = step.block_tables[self._places[pool.group]]
         for row, length in enumerate(step.context_lens.tolist()):
             blocks = ceil_div(length, pool.tokens)

@@ -1,7 +1,7 @@
 """What pypto-lib's DeepSeek V4 Flash programs take of each tensor of a W8A8 checkpoint. Torch-free.
 
 `pypto-serving convert --format w8a8` makes such checkpoints of the released ones. Tensors of all layers of a kind lie
-one behind the other. Some matrices are transposed to [inputs, outputs], int8 ones with a scale for each output.
+one after the other. Some matrices are transposed to [inputs, outputs], int8 ones with a scale for each output.
 """
 
 from __future__ import annotations
