@@ -197,9 +197,9 @@ def test_enums_have_the_names_of_the_declarations() -> None:
     assert {name: set(numbers) for name, numbers in bound().enums.items()} == {
         name: set(kind.__members__) for name, kind in ENUMS.items()
     }
-    pack = KernelLibrary(ctypes.CDLL(None), "enum Stored i4; kI8; kBf16\nstruct Pack 4; Stored stored 0").structs[
-        "Pack"
-    ]
+    pack = KernelLibrary(
+        ctypes.CDLL(None), "enum ElementType i4; kI8; kBf16\nstruct Pack 4; ElementType stored 0"
+    ).structs["Pack"]
     assert pack.array([[ElementType.BF16], [ElementType.I8]])["stored"].tolist() == [1, 0]
 
 
