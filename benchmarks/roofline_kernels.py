@@ -230,75 +230,6 @@ def int8_pages(bench: Bench, shape: tuple[int, ...]) -> Array:
     return pages.reshape(shape)
 
 
-REPEATS = 16
-
-
-def embed(bench: Bench) -> Callable[[int], list[Result]]:
-    """Rows of the packed output weights; calls read from different parts of them."""
-    table = bench.matrix(VOCAB, WIDTH)
-    part = VOCAB // REPEATS // PANEL * PANEL
-    parts = [table.words[i * Matrix.size(part, WIDTH) :] for i in range(REPEATS)]
-
-    def run(rows: int) -> list[Result]:
-        recording, x = bench.recording(), zeros(np.float32, rows, WIDTH)
-        for pairs in parts:
-            recording.embed(Matrix(pairs, part, WIDTH), x)
-        rounds = bench.measure(recording, lambda: Batch.decode(rows).inputs(bench.rng, part))
-        return [Result.of("embed", f"M={rows}", [work.embed(rows, WIDTH)], rounds.calls, rounds)]
-
-    return run
-
-
-def cached(name: str, record: Callable[[Bench, Recording, int], object], rows_work: Callable[[int, int], Work]) -> Any:
-    """Return a group's `prepare` for an operation on activations that are in a cache, as in a step."""
-
-    def prepare(bench: Bench) -> Callable[[int], list[Result]]:
-        def run(rows: int) -> list[Result]:
-            recording = bench.recording()
-            record(bench, recording, rows)
-            rounds = bench.measure(recording, lambda: Batch.decode(rows).inputs(bench.rng))
-            return [Result.of(name, f"M={rows}", [rows_work(rows, WIDTH)], rounds.calls, rounds)]
-
-        return run
-
-    return prepare
-
-
-def _record_norms(bench: Bench, recording: Recording, rows: int) -> None:
-    x, weight = bench.rng.standard_normal((rows, WIDTH), np.float32), np.ones(WIDTH, np.float32)
-    out = zeros(np.uint32, rows * WIDTH // 2)
-    for _ in range(REPEATS):
-        recording.rms_norm(x, weight, 1e-6, out)
-
-
-def _record_quantizing(bench: Bench, recording: Recording, rows: int) -> None:
-    x, out = bench.strips(rows, WIDTH), bench.strips(rows, WIDTH, int8=True)
-    for _ in range(REPEATS):
-        recording.quantize(x, WIDTH, out)
-
-
-norm = cached("norm", _record_norms, work.norm)
-quantize = cached("quantize", _record_quantizing, work.quantize)
-
-
-def heads(bench: Bench) -> Callable[[int], list[Result]]:
-    """Of activations that are in a cache, as in a step: a few rows that decode, or one prompt."""
-
-    def run(rows: int) -> list[Result]:
-        batch = Batch.decode(rows, 128) if rows <= 32 else Batch.prefill(rows, rows)
-        pages = zeros(np.uint16, batch.num_blocks, REPEATS, 2, KV_HEADS, BLOCK * DIM)
-        cos, sin = (np.full((max(batch.contexts), DIM // 2), 0.5**0.5, np.float32) for _ in range(2))
-        x = bench.rng.standard_normal((rows, (HEADS + 2 * KV_HEADS) * DIM), np.float32)
-        weights, queries = np.ones((HEADS + KV_HEADS, DIM), np.float32), zeros(np.uint16, rows, HEADS, DIM)
-        recording = bench.recording()
-        for layer in range(REPEATS):
-            recording.qk_norm_rope(x, weights, cos, sin, 1e-6, queries, KVCacheLayer(pages, layer, DIM))
-        rounds = bench.measure(recording, lambda: batch.inputs(bench.rng))
-        return [Result.of("heads", f"M={rows}", [work.heads(rows, HEADS, KV_HEADS, DIM)], rounds.calls, rounds)]
-
-    return run
-
-
 EXPERTS, PER_TOKEN, EXPERT_WIDTH, EXPERT_INNER, EXPERT_LAYERS = 128, 8, 2048, 768, 8
 
 
@@ -364,10 +295,6 @@ def groups(quick: bool) -> list[Group]:
                 ("decode", (*(Batch.decode(b, c) for b, c in decode), Batch.decode(16, 1104, 1024))),
                 ("prefill", tuple(Batch.prefill(q, c) for q, c in prefill)),
             )
-        ),
-        *(
-            Group(name, (1, 128) if quick else (1, 8, 32, 128, 512), one)
-            for name, one in (("embed", embed), ("norm", norm), ("heads", heads), ("quantize", quantize))
         ),
         Group("experts", (8,) if quick else (1, 8, 64), experts),
     ]

@@ -11,14 +11,14 @@ import msgspec
 
 from pypto_serving.bench.datasets import Prompt
 from pypto_serving.bench.http import HttpClient
-from pypto_serving.bench.metrics import RequestRecord
+from pypto_serving.bench.metrics import DraftCounters, RequestRecord, parse_draft_counters
 from pypto_serving.bench.options import Target
 from pypto_serving.bench.replies import StreamParser, WholeParser, error_text
 from pypto_serving.errors import PyptoError
 from pypto_serving.types.server_url import key_in
 from pypto_serving.util import decode_json
 
-_MODELS_TIMEOUT_S = 10.0
+_TIMEOUT_S = 10.0
 
 
 class BenchmarkError(PyptoError):
@@ -82,28 +82,42 @@ class ApiClient:
 
 async def find_model(target: Target) -> ModelCard:
     """Return the card of `target.model`, or the first that the server lists. Raises BenchmarkError."""
-    http = open_http(target)
-    body = bytearray()
     url = target.url.origin + target.url.target("/v1/models")
     try:
-        async with asyncio.timeout(_MODELS_TIMEOUT_S):
-            status = await http.exchange(http.encode("GET", "/v1/models"), lambda _, data: body.extend(data))
+        status, body = await _fetch(target, "/v1/models")
         if not 200 <= status < 300:
             raise BenchmarkError(f"GET {url}: HTTP {status}: {error_text(body)}")
         cards = decode_json(body, _ModelList).data
     except TimeoutError:
-        raise BenchmarkError(f"GET {url}: no reply within {_MODELS_TIMEOUT_S:g} s; is the server up?") from None
+        raise BenchmarkError(f"GET {url}: no reply within {_TIMEOUT_S:g} s; is the server up?") from None
     except OSError as error:
         raise BenchmarkError(f"GET {url}: {error}; is the server up, and is its address right?") from None
     except ValueError as error:
         raise BenchmarkError(f"GET {url}: not a list of models: {error}; give --model and --vocab-size") from None
-    finally:
-        http.close()
     for card in cards:
         if target.model in (None, card.id):
             return card
     names = ", ".join(card.id for card in cards) or "none"
     raise BenchmarkError(f"GET {url}: does not list {target.model or 'any model'}; it serves: {names}")
+
+
+async def read_draft_counters(target: Target) -> DraftCounters | None:
+    """Return what the server drafted so far, from its metrics; None if it drafts nothing or has no metrics."""
+    try:
+        status, body = await _fetch(target, "/metrics")
+    except OSError:
+        return None
+    return parse_draft_counters(body.decode(errors="replace")) if status == 200 else None
+
+
+async def _fetch(target: Target, path: str) -> tuple[int, bytearray]:
+    """Return status and body of a GET. Raises OSError."""
+    http, body = open_http(target), bytearray()
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            return await http.exchange(http.encode("GET", path), lambda _, data: body.extend(data)), body
+    finally:
+        http.close()
 
 
 def open_http(target: Target) -> HttpClient:

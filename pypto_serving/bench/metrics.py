@@ -10,6 +10,8 @@ token) is None, not 0.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +20,14 @@ import numpy as np
 
 from pypto_serving.bench.options import Metric, Reporting
 from pypto_serving.types.tier import TIERS
+
+DraftCounters = Counter[str | int]
+"""What a server drafted: totals by name, and accepted drafts by position."""
+_DRAFTS = "num_drafts", "num_draft_tokens", "num_accepted_tokens"
+_DRAFT_LINE = re.compile(
+    rf"vllm:spec_decode_({'|'.join(_DRAFTS)}|num_accepted_tokens_per_pos)(?:_total)?"
+    r"""\{(?:[^}]*,)?(?:position="(\d+)")?[^}]*\} (\S+)"""
+)
 
 
 @dataclass(slots=True)
@@ -89,6 +99,32 @@ def summarize_cache(records: Sequence[RequestRecord]) -> dict[str, Any]:
     }
 
 
+def parse_draft_counters(metrics: str) -> DraftCounters | None:
+    """Return the counters of drafts in the text of /metrics, over all engines; None if it has none."""
+    found: DraftCounters = Counter()
+    for line in metrics.splitlines():
+        if match := _DRAFT_LINE.match(line):
+            found[match[1] if match[2] is None else int(match[2])] += int(float(match[3]))
+    return found if _DRAFTS[0] in found else None
+
+
+def summarize_drafts(before: DraftCounters | None, after: DraftCounters | None) -> dict[str, Any]:
+    """Return what was drafted in between; nothing for a server that drafts nothing."""
+    if before is None or after is None:
+        return {}
+    rounds, drafted, accepted = (after[name] - before[name] for name in _DRAFTS)
+    positions = sorted(key for key in after if isinstance(key, int))
+    rates = [(after[at] - before[at]) / rounds if rounds else None for at in positions]
+    return {
+        "spec_decode_acceptance_rate": 100 * accepted / drafted if drafted else None,
+        "spec_decode_acceptance_length": 1 + accepted / rounds if rounds else None,
+        "spec_decode_num_drafts": rounds,
+        "spec_decode_draft_tokens": drafted,
+        "spec_decode_accepted_tokens": accepted,
+        "spec_decode_per_position_acceptance_rates": rates,
+    }
+
+
 def details(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
     """Return the per-request lists of a detailed result, in the order of the prompts, in seconds."""
     return {
@@ -120,7 +156,7 @@ def meets_goals(record: RequestRecord, goodput_ms: Mapping[str, float]) -> bool:
 
 
 def peak_output_tokens_per_s(records: Sequence[RequestRecord]) -> float | None:
-    """Return the most tokens in a bucket of one second. A request's tokens are spread evenly over its chunks.
+    """Return the maximum of tokens in a bucket of one second. A request's tokens are spread evenly over its chunks.
 
     None if replies were not streamed, so that nobody knows when tokens came.
     """
@@ -153,12 +189,7 @@ def _percentile_name(percentile: float) -> str:
 
 
 def _values_s(metric: Metric, records: Sequence[RequestRecord]) -> list[float]:
-    match metric:
-        case "ttft":
-            return [r.ttft_s for r in records if r.ttft_s is not None]
-        case "tpot":
-            return [tpot_s for r in records if (tpot_s := r.tpot_s) is not None]
-        case "itl":
-            return [gap_s for r in records for gap_s in r.itls_s]
-        case "e2el":
-            return [r.latency_s for r in records]
+    if metric == "itl":
+        return [gap_s for r in records for gap_s in r.itls_s]
+    values = (getattr(r, {"ttft": "ttft_s", "tpot": "tpot_s", "e2el": "latency_s"}[metric]) for r in records)
+    return [value for value in values if value is not None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -79,9 +79,8 @@ async def replay(
         client.close()
     result = source.settings(trace) | {"backend": target.backend, "model_id": card.id}
     result |= _summary(trace, seen.records, seen.duration_s, 1) | seen.load.to_result()
-    return Outcome(
-        seen.records, result, list(filter(None, [seen.load.warning(), _miss_warning(source, trace, result)]))
-    )
+    warnings = filter(None, [seen.load.warning(), _miss_warning(source, trace, result)])
+    return Outcome(seen.records, result, list(warnings))
 
 
 def _encoded(client: ApiClient, trace: Trace, seed: int, vocab_size: int) -> Iterator[tuple[bytes, int]]:
@@ -154,19 +153,10 @@ def simulate(source: Source, trace: Trace, machine: Machine, advance: Advance = 
 
 def machine_settings(machine: Machine) -> dict[str, Any]:
     """Return the settings of the simulated machine, for the result."""
-    return {
-        "backend": "virtual",
-        "model_id": None,
-        "block_size": machine.block_size,
-        "device_tokens": machine.device_tokens,
-        "host_tokens": machine.host_tokens,
-        "disk_tokens": machine.disk_tokens,
-        "max_num_seqs": machine.max_num_seqs,
-        "max_num_batched_tokens": machine.max_num_batched_tokens,
-        "step_seconds": machine.time.step_s,
-        "token_seconds": machine.time.token_s,
-        "row_seconds": machine.time.row_s,
-    }
+    settings = asdict(machine)
+    time_model = settings.pop("time")
+    times = {f"{name}_seconds": time_model[f"{name}_s"] for name in ("step", "token", "row")}
+    return {"backend": "virtual", "model_id": None, **settings, **times}
 
 
 def _summary(trace: Trace, records: Sequence[RequestRecord], duration_s: float, block_size: int) -> dict[str, Any]:

@@ -52,52 +52,73 @@ class _Chunk(msgspec.Struct):
     error: Any = None
 
 
-class StreamParser:
-    """Owns the RequestRecord of one streamed reply. Parses bytes with their arrival times and fills the record.
+class ReplyParser:
+    """Owns the RequestRecord of one reply. Parses bytes with their arrival times and fills the record.
 
-    Times are seconds of one clock. A reply succeeds if its status is 2xx, no chunk has an error, and it ends with a
-    finish_reason or [DONE].
+    Times are seconds of one clock. A reply succeeds if its status is 2xx and `_complete` finds no error.
     """
+
+    def __init__(self, start_s: float, prompt_tokens: int | None) -> None:
+        self._record = RequestRecord(prompt_tokens=prompt_tokens or 0, start_s=start_s)
+        self._body = bytearray()
+        self._texts: list[str] = []
+
+    def feed(self, status: int, data: bytes, now_s: float) -> None:
+        """Parse a piece of the body that arrived at `now_s`. It may end anywhere in a line."""
+        self._body += data
+
+    def finish(self, status: int) -> RequestRecord:
+        """Return the record of a complete reply with `status`."""
+        error = self._complete() if 200 <= status < 300 else f"HTTP {status}: {error_text(self._body)}"
+        if error:
+            return self.fail(error)
+        self._record.text = "".join(self._texts)
+        return self._record
+
+    def fail(self, error: str) -> RequestRecord:
+        """Return the record of a failed request: the error and the text so far, without latencies and output tokens."""
+        record, text = self._record, "".join(self._texts)
+        return RequestRecord(prompt_tokens=record.prompt_tokens, start_s=record.start_s, text=text, error=error)
+
+    def _complete(self) -> str:
+        """Fill the record at the end of a reply with status 2xx. Return the error, or an empty text."""
+        raise NotImplementedError
+
+    def _count_tokens(self, usage: _Usage) -> None:
+        """Record the tokens that the server counted."""
+        record, details = self._record, usage.prompt_tokens_details
+        record.prompt_tokens = usage.prompt_tokens or record.prompt_tokens
+        record.output_tokens = usage.completion_tokens or record.output_tokens
+        if details is not None:
+            record.cached_tokens = details.cached_tokens
+            record.cached_by_tier = details.cached_tokens_by_tier or {}
+
+
+class StreamParser(ReplyParser):
+    """Parses a streamed reply, which ends with a finish_reason or [DONE]. `_body` is the line that has begun."""
 
     _decoder = msgspec.json.Decoder(_Chunk)
 
     def __init__(self, start_s: float, prompt_tokens: int | None) -> None:
-        self._record = RequestRecord(prompt_tokens=prompt_tokens or 0, start_s=start_s)
-        self._tail = b""
-        self._refusal = bytearray()
-        self._texts: list[str] = []
+        super().__init__(start_s, prompt_tokens)
         self._num_chunks = 0
         self._last_s = start_s
         self._finished = False
         self._error = ""
 
     def feed(self, status: int, data: bytes, now_s: float) -> None:
-        """Parse a piece of the body that arrived at `now_s`. It may end anywhere in a line."""
-        if not 200 <= status < 300:
-            self._refusal += data
-            return
-        *lines, self._tail = (self._tail + data).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                self._event(line[5:].strip(), now_s)
+        super().feed(status, data, now_s)
+        if 200 <= status < 300:
+            *lines, self._body = self._body.split(b"\n")
+            for line in lines:
+                if line.startswith(b"data:"):
+                    self._event(bytes(line[5:].strip()), now_s)
 
-    def finish(self, status: int) -> RequestRecord:
-        """Return the record of a complete reply with `status`."""
-        if not 200 <= status < 300:
-            return self.fail(f"HTTP {status}: {error_text(self._refusal)}")
-        if self._error:
-            return self.fail(self._error)
-        if not self._finished:
-            return self.fail(
-                f"the stream ended after {counted(self._num_chunks, 'chunk')}, before finish_reason or [DONE]"
-            )
-        self._record.text = "".join(self._texts)
+    def _complete(self) -> str:
         self._record.output_tokens = self._record.output_tokens or self._num_chunks
-        return self._record
-
-    def fail(self, error: str) -> RequestRecord:
-        """Return the record of a failed request: the error and the text so far, without latencies and output tokens."""
-        return _failed(self._record, "".join(self._texts), error)
+        if self._error or self._finished:
+            return self._error
+        return f"the stream ended after {counted(self._num_chunks, 'chunk')}, before finish_reason or [DONE]"
 
     def _event(self, event: bytes, now_s: float) -> None:
         if event == b"[DONE]":
@@ -113,7 +134,7 @@ class StreamParser:
         if chunk.choices:
             self._choice(chunk.choices[0], now_s)
         if chunk.usage is not None:
-            _count_tokens(self._record, chunk.usage)
+            self._count_tokens(chunk.usage)
 
     def _choice(self, choice: _Choice, now_s: float) -> None:
         record, text = self._record, choice.visible_text()
@@ -134,50 +155,28 @@ class StreamParser:
                 record.ttft_s = record.latency_s
 
 
-class WholeParser:
-    """Owns the RequestRecord of one reply that is not streamed; of its latencies only the end-to-end one is known."""
+class WholeParser(ReplyParser):
+    """Parses a reply that is not streamed; of its latencies only the end-to-end one is known."""
 
     def __init__(self, start_s: float, prompt_tokens: int | None) -> None:
-        self._record = RequestRecord(prompt_tokens=prompt_tokens or 0, start_s=start_s, ttft_s=None)
-        self._body = bytearray()
+        super().__init__(start_s, prompt_tokens)
+        self._record.ttft_s = None
 
     def feed(self, status: int, data: bytes, now_s: float) -> None:
-        """Take in a piece of the body that arrived at `now_s`."""
-        self._body += data
+        super().feed(status, data, now_s)
         self._record.latency_s = now_s - self._record.start_s
 
-    def finish(self, status: int) -> RequestRecord:
-        """Return the record of a complete reply with `status`."""
-        if not 200 <= status < 300:
-            return self.fail(f"HTTP {status}: {error_text(self._body)}")
+    def _complete(self) -> str:
         try:
             reply = decode_json(self._body, _Chunk)
         except ValueError as error:
-            return self.fail(f"the reply is not what OpenAI sends: {error}: {_shorten(bytes(self._body))}")
+            return f"the reply is not what OpenAI sends: {error}: {_shorten(bytes(self._body))}"
         if reply.error or not reply.choices:
-            return self.fail(f"error in the reply: {error_text(self._body)}")
-        self._record.text = reply.choices[0].visible_text()
+            return f"error in the reply: {error_text(self._body)}"
+        self._texts.append(reply.choices[0].visible_text())
         if reply.usage is not None:
-            _count_tokens(self._record, reply.usage)
-        return self._record
-
-    def fail(self, error: str) -> RequestRecord:
-        """Return the record of a failed request."""
-        return _failed(self._record, "", error)
-
-
-def _failed(record: RequestRecord, text: str, error: str) -> RequestRecord:
-    return RequestRecord(prompt_tokens=record.prompt_tokens, start_s=record.start_s, text=text, error=error)
-
-
-def _count_tokens(record: RequestRecord, usage: _Usage) -> None:
-    """Take the tokens that the server counted."""
-    details = usage.prompt_tokens_details
-    record.prompt_tokens = usage.prompt_tokens or record.prompt_tokens
-    record.output_tokens = usage.completion_tokens or record.output_tokens
-    if details is not None:
-        record.cached_tokens = details.cached_tokens
-        record.cached_by_tier = details.cached_tokens_by_tier or {}
+            self._count_tokens(reply.usage)
+        return ""
 
 
 def error_text(body: bytes | bytearray) -> str:

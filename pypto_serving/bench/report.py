@@ -40,6 +40,13 @@ _HEAD_ROWS = (
     ("Peak concurrent requests:", "max_concurrent_requests", ".2f"),
     ("Total token throughput (tok/s):", "total_token_throughput", ".2f"),
 )
+_DRAFT_ROWS = (
+    ("Acceptance rate (%):", "acceptance_rate", ".2f"),
+    ("Acceptance length:", "acceptance_length", ".2f"),
+    ("Drafts:", "num_drafts", "d"),
+    ("Draft tokens:", "draft_tokens", "d"),
+    ("Accepted tokens:", "accepted_tokens", "d"),
+)
 _HIT_RATE_BOUNDS = (
     ("LRU cache of all tiers' size", "lru_hit_rate"),
     ("Infinite cache", "infinite_hit_rate"),
@@ -98,9 +105,7 @@ def settings(target: Target, traffic: Traffic, model: str, tokenizer: str | None
         "max_concurrency": traffic.max_concurrency,
     }
     if traffic.ramp_up is not None:
-        result["ramp_up_strategy"] = traffic.ramp_up.strategy
-        result["ramp_up_start_rps"] = traffic.ramp_up.start_rps
-        result["ramp_up_end_rps"] = traffic.ramp_up.end_rps
+        result |= {f"ramp_up_{name}": value for name, value in vars(traffic.ramp_up).items()}
     return result
 
 
@@ -128,11 +133,7 @@ def _draft_lines(result: Mapping[str, Any]) -> list[str]:
     rates = result["spec_decode_per_position_acceptance_rates"]
     return [
         f"{'Speculative Decoding':-^{_WIDTH}}",
-        _row("Acceptance rate (%):", result["spec_decode_acceptance_rate"], ".2f"),
-        _row("Acceptance length:", result["spec_decode_acceptance_length"], ".2f"),
-        _row("Drafts:", result["spec_decode_num_drafts"], "d"),
-        _row("Draft tokens:", result["spec_decode_draft_tokens"], "d"),
-        _row("Accepted tokens:", result["spec_decode_accepted_tokens"], "d"),
+        *(_row(label, result[f"spec_decode_{key}"], style) for label, key, style in _DRAFT_ROWS),
         "Per-position acceptance (%):",
         *(_row(f"  Position {i}:", rate * 100, ".2f") for i, rate in enumerate(rates)),
     ]
@@ -181,7 +182,8 @@ def comparable(result: Mapping[str, Any]) -> dict[str, float | None]:
 def render_comparison(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
     """Render metrics of A and B side by side, with the change from A to B and the settings that differ."""
     lines = [f"{'':<30}{'A':>14}{'B':>14}{'change':>10}", "-" * 76]
-    lines += [_setting(k, a, b) for k in _SETTINGS if a.get(k) != b.get(k)]
+    differing = (k for k in _SETTINGS if a.get(k) != b.get(k))
+    lines += [f"{k:<30}{a.get(k)!s:>14}{b.get(k)!s:>14}  settings differ" for k in differing]
     lines += [f"{k:<30}{a.get(k, 'n/a')!s:>14}{b.get(k, 'n/a')!s:>14}" for k in ("completed", "failed")]
     left, right = comparable(a), comparable(b)
     for key in left | right:
@@ -229,10 +231,6 @@ def _file_name(result: Mapping[str, Any]) -> str:
     limit = "" if concurrency is None else f"-concurrency{concurrency}"
     model = result["model_id"].rsplit("/", 1)[-1]
     return f"{result['backend']}-{result['request_rate']}qps{limit}-{model}-{result['date']}.json"
-
-
-def _setting(key: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    return f"{key:<30}{a.get(key)!s:>14}{b.get(key)!s:>14}  settings differ"
 
 
 def _compare(key: str, a: float | None, b: float | None) -> str:

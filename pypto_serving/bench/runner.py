@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from pypto_serving.bench.client import ApiClient, ModelCard, find_model
+from pypto_serving.bench.client import ApiClient, ModelCard, find_model, read_draft_counters
 from pypto_serving.bench.datasets import Dataset, Prompt, PromptVocabulary, as_completion, as_messages
-from pypto_serving.bench.drafts import read_drafts, summarize_drafts
-from pypto_serving.bench.metrics import RequestRecord, summarize
+from pypto_serving.bench.metrics import RequestRecord, summarize, summarize_drafts
 from pypto_serving.bench.options import Reporting, Target, Traffic
 from pypto_serving.bench.report import settings
 from pypto_serving.errors import ConfigError
@@ -105,9 +104,9 @@ async def run(benchmark: Benchmark, advance: Advance = lambda: None) -> Outcome:
         requests = [(client.encode(prompt), prompt.input_len) for prompt in prompts]
         measured, extra = requests[: traffic.num_prompts], requests[traffic.num_prompts :]
         warm = await send_all(client.send, extra, np.zeros(len(extra)), traffic.max_concurrency)
-        before = await read_drafts(target)
+        before = await read_draft_counters(target)
         seen = await measure(client.send, measured, arrival_times_s(traffic), traffic.max_concurrency, advance)
-        drafts = summarize_drafts(before, await read_drafts(target))
+        drafts = summarize_drafts(before, await read_draft_counters(target))
     finally:
         client.close()
     result = settings(target, traffic, card.id, str(benchmark.tokenizer) if benchmark.tokenizer else None)

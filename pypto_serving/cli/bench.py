@@ -8,33 +8,23 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from pypto_serving.cli.bench_common import (
-    check_shared,
-    flag,
-    is_given,
-    one_line_errors,
-    report_outcome,
-    request_progress,
-    server_url,
-)
+from pypto_serving.cli import bench_common as common
 from pypto_serving.cli.bench_local import add_to
 from pypto_serving.cli.bench_startup import startup
 from pypto_serving.cli.bench_sweep import sweep
-from pypto_serving.cli.bench_trace import trace
+from pypto_serving.cli.bench_trace import PANELS, trace
 from pypto_serving.cli.help import in_panels
 from pypto_serving.errors import ConfigError
-from pypto_serving.types.config import ServerConfig, default_of
 
 if TYPE_CHECKING:
     from pypto_serving.bench.datasets import Dataset
     from pypto_serving.bench.options import RampUp
-    from pypto_serving.bench.runner import Benchmark, Outcome
 
 RUNNING, RESULTS, STARTS = "Measure a running server", "Compare results", "Measure a start"
 REST_ALLOWED = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 bench_app = typer.Typer(help="Measure a server, or a model without one.", no_args_is_help=True)
-bench_app.command(rich_help_panel=RUNNING)(trace)
+bench_app.command(cls=in_panels(PANELS), rich_help_panel=RUNNING)(trace)
 bench_app.command(rich_help_panel=RUNNING)(sweep)
 bench_app.command(rich_help_panel=STARTS, context_settings=REST_ALLOWED)(startup)
 add_to(bench_app)
@@ -72,11 +62,11 @@ _PANELS = {
 def serve(
     context: typer.Context,
     backend: Annotated[Literal["openai", "openai-chat"], typer.Option(help="API to speak.")] = "openai",
-    base_url: Annotated[str | None, typer.Option(help="Server, instead of --host and --port.")] = None,
-    host: Annotated[str, typer.Option(help="Server host.")] = default_of(ServerConfig, "host"),
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Server port.")] = default_of(ServerConfig, "port"),
+    base_url: common.BaseUrl = None,
+    host: common.Host = common.HOST,
+    port: common.Port = common.PORT,
     endpoint: Annotated[str, typer.Option(help="Path, if not the usual one of --backend.")] = "",
-    model: Annotated[str | None, typer.Option(help="Model name; default: the server's first.")] = None,
+    model: common.ModelName = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Folder with the tokenizer.json.")] = None,
     vocab_size: Annotated[int | None, typer.Option(help="Random token ids are drawn below this.")] = None,
     dataset_name: Annotated[DatasetName, typer.Option(help="Where prompts come from.")] = "random",
@@ -103,16 +93,16 @@ def serve(
     ] = None,
     percentile_metrics: Annotated[str, typer.Option(help="Metrics to report.")] = "ttft,tpot,itl,e2el",
     metric_percentiles: Annotated[str, typer.Option(help="Percentiles to report.")] = "99",
-    save_result: Annotated[bool, typer.Option("--save-result", help="Write the result as JSON.")] = False,
-    save_detailed: Annotated[bool, typer.Option("--save-detailed", help="Add the times of each request.")] = False,
-    result_dir: Annotated[Path, typer.Option(help="Folder of the result file.")] = Path(),
-    result_filename: Annotated[str | None, typer.Option(help="Name of the result file.")] = None,
+    save_result: common.SaveResult = False,
+    save_detailed: common.SaveDetailed = False,
+    result_dir: common.ResultDir = Path(),
+    result_filename: common.ResultFilename = None,
     metadata: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Stored in the result; may repeat.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0,
     extra_body: Annotated[str, typer.Option(help="JSON object merged into each request.")] = "{}",
-    timeout: Annotated[float, typer.Option(help="Seconds that one request may take.")] = 3600.0,
+    timeout: common.Timeout = 3600.0,
     random_input_len: Annotated[int, typer.Option(help="Mean prompt tokens after the shared prefix.")] = 1024,
     random_output_len: Annotated[int, typer.Option(help="Mean output tokens.")] = 128,
     random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by up to this fraction, in [0, 1).")] = 0.0,
@@ -131,59 +121,36 @@ def serve(
     """
     from pypto_serving.bench import datasets, options, report, runner
 
-    with one_line_errors():
+    with common.one_line_errors():
         _check_combinations(context, dataset_name)
+        given = context.params
         dataset: Dataset
         match dataset_name:
             case "random":
-                dataset = datasets.RandomData(
-                    input_len=random_input_len,
-                    output_len=random_output_len,
-                    range_ratio=random_range_ratio,
-                    prefix_len=random_prefix_len,
-                )
+                dataset = common.build(datasets.RandomData, given, "random_")
             case "prefix_repetition":
-                dataset = datasets.PrefixRepetitionData(
-                    prefix_len=prefix_repetition_prefix_len,
-                    suffix_len=prefix_repetition_suffix_len,
-                    num_prefixes=prefix_repetition_num_prefixes,
-                    output_len=prefix_repetition_output_len,
-                )
+                dataset = common.build(datasets.PrefixRepetitionData, given, "prefix_repetition_")
             case "custom":
                 dataset = datasets.FileData(path=dataset_path or Path(), output_len=custom_output_len)
         metrics, goals = options.parse_metrics(percentile_metrics), options.parse_goodput(goodput or [])
-        if disable_stream and not is_given(context, "percentile_metrics"):
+        if disable_stream and not common.is_given(context, "percentile_metrics"):
             metrics = (options.WHOLE_REPLY_METRIC,)
         if disable_stream:
             options.require_whole_reply("--percentile-metrics", metrics)
             options.require_whole_reply("--goodput", goals)
+        percentiles = options.parse_percentiles(metric_percentiles)
+        target = {
+            "base_url": common.server_url(base_url, host, port),
+            "extra_body": options.parse_extra_body(extra_body),
+            "timeout_s": timeout,
+            "stream": not disable_stream,
+        }
+        ramp_up = _ramp_up(ramp_up_strategy, ramp_up_start_rps, ramp_up_end_rps)
         benchmark = runner.Benchmark(
-            target=options.Target(
-                base_url=server_url(base_url, host, port),
-                backend=backend,
-                endpoint=endpoint,
-                model=model,
-                temperature=temperature,
-                ignore_eos=ignore_eos,
-                extra_body=options.parse_extra_body(extra_body),
-                timeout_s=timeout,
-                stream=not disable_stream,
-            ),
-            traffic=options.Traffic(
-                num_prompts=num_prompts,
-                request_rate=request_rate,
-                burstiness=burstiness,
-                max_concurrency=max_concurrency,
-                ramp_up=_ramp_up(ramp_up_strategy, ramp_up_start_rps, ramp_up_end_rps),
-                num_warmups=num_warmups,
-                seed=seed,
-            ),
+            target=common.build(options.Target, given, **target),
+            traffic=common.build(options.Traffic, given, ramp_up=ramp_up),
             dataset=dataset,
-            reporting=options.Reporting(
-                metrics=metrics,
-                percentiles=options.parse_percentiles(metric_percentiles),
-                goodput_ms=goals,
-            ),
+            reporting=options.Reporting(metrics=metrics, percentiles=percentiles, goodput_ms=goals),
             tokenizer=tokenizer,
             vocab_size=vocab_size,
         )
@@ -194,7 +161,8 @@ def serve(
             metadata=options.parse_metadata(metadata or []),
         )
         saving.check(benchmark.reporting)
-        report_outcome(_run(benchmark), saving if save_result else None)
+        outcome = common.run_requests(lambda advance: runner.run(benchmark, advance), num_prompts)
+        common.report_outcome(outcome, saving if save_result else None)
 
 
 @bench_app.command(rich_help_panel=RESULTS)
@@ -206,7 +174,7 @@ def compare(
     """Show two results of `bench serve` (or of `vllm bench serve`) side by side."""
     from pypto_serving.bench import report
 
-    with one_line_errors():
+    with common.one_line_errors():
         left, right = report.load_result(a), report.load_result(b)
         typer.echo(report.render_comparison(left, right))
         if plot is not None:
@@ -215,16 +183,16 @@ def compare(
 
 def _check_combinations(context: typer.Context, dataset_name: DatasetName) -> None:
     """Raise ConfigError for options that have no effect beside the others."""
-    given = [name for name in context.params if is_given(context, name)]
+    given = common.given_names(context)
     for other, prefixes in _DATASET_OPTIONS.items():
         for name in given:
             if other != dataset_name and name.startswith(prefixes):
                 raise ConfigError(
-                    f"{flag(name)} belongs to --dataset-name {other}, but that is {dataset_name}; drop one"
+                    f"{common.flag(name)} belongs to --dataset-name {other}, but that is {dataset_name}; drop one"
                 )
     if dataset_name == "custom" and "dataset_path" not in given:
         raise ConfigError("--dataset-name custom needs --dataset-path FILE.jsonl")
-    check_shared(given)
+    common.check_shared(given)
 
 
 def _ramp_up(
@@ -237,14 +205,3 @@ def _ramp_up(
     if strategy is None or start_rps is None or end_rps is None:
         raise ConfigError("--ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps go together; give all three")
     return RampUp(strategy=strategy, start_rps=start_rps, end_rps=end_rps)
-
-
-def _run(benchmark: Benchmark) -> Outcome:
-    import uvloop
-
-    from pypto_serving.bench.runner import run
-    from pypto_serving.setup.host import raise_file_limit
-
-    raise_file_limit()  # each request in flight has a socket
-    with request_progress(benchmark.traffic.num_prompts) as advance:
-        return uvloop.run(run(benchmark, advance))

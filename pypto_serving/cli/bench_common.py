@@ -1,22 +1,36 @@
-"""Shared by the commands of `bench`: errors, progress, and the outcome of a run."""
+"""Shared by the commands of `bench`: options of a server, errors, progress, and the outcome of a run."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 import typer
 
 from pypto_serving.errors import ConfigError, PyptoError
+from pypto_serving.types.config import ServerConfig, default_of
 
 if TYPE_CHECKING:
     from pypto_serving.bench.report import Saving
     from pypto_serving.bench.runner import Outcome
 
+T = TypeVar("T")
+
+HOST, PORT = default_of(ServerConfig, "host"), default_of(ServerConfig, "port")
+BaseUrl = Annotated[str | None, typer.Option(help="Server, instead of --host and --port.")]
+Host = Annotated[str, typer.Option(help="Server host.")]
+Port = Annotated[int, typer.Option(min=1, max=65535, help="Server port.")]
+ModelName = Annotated[str | None, typer.Option(help="Model name; default: the server's first.")]
+Timeout = Annotated[float, typer.Option(help="Seconds that one request may take.")]
+SaveResult = Annotated[bool, typer.Option("--save-result", help="Write the result as JSON.")]
+SaveDetailed = Annotated[bool, typer.Option("--save-detailed", help="Add the times of each request.")]
+ResultDir = Annotated[Path, typer.Option(help="Folder of the result file.")]
+ResultFilename = Annotated[str | None, typer.Option(help="Name of the result file.")]
 OutputJson = Annotated[Path | None, typer.Option(help="Also write the result as JSON into this file.")]
 
 
@@ -34,6 +48,17 @@ def is_given(context: typer.Context, name: str) -> bool:
     """Return True if the user gave the option."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
+
+
+def given_names(context: typer.Context) -> list[str]:
+    """Return the names of the options that the user gave."""
+    return [name for name in context.params if is_given(context, name)]
+
+
+def build(kind: type[T], params: Mapping[str, Any], prefix: str = "", /, **others: Any) -> T:
+    """Make a dataclass of the options that are named like its fields, with `prefix`, and of `others`."""
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    return kind(**{name: params[prefix + name] for name in names if prefix + name in params} | others)
 
 
 def flag(name: str) -> str:
@@ -70,6 +95,17 @@ def write_output(path: Path | None, result: object) -> None:
         path.write_bytes(msgspec.json.encode(result) + b"\n")
     except OSError as error:
         raise ConfigError(f"--output-json {path} cannot be written: {error.strerror}; give another") from None
+
+
+def run_requests(work: Callable[[Callable[[], None]], Coroutine[Any, Any, T]], total: int) -> T:
+    """Run a coroutine, made with a function that it calls once per finished request, under a progress bar."""
+    import uvloop
+
+    from pypto_serving.setup.host import raise_file_limit
+
+    raise_file_limit()  # each request in flight has a socket
+    with request_progress(total) as advance:
+        return uvloop.run(work(advance))
 
 
 @contextlib.contextmanager

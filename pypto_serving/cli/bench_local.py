@@ -91,9 +91,8 @@ def _prompts(llm: LLM, count: int, input_len: int, output_len: int, seed: int) -
     if input_len + output_len > longest:
         raise ConfigError(f"--input-len and --output-len are {input_len + output_len} tokens; at most {longest} fit")
     data = RandomData(input_len=input_len, output_len=output_len)
-    return [
-        prompt.content for prompt in data.prompts(count, seed, PromptVocabulary.of_size(llm.config.model.vocab_size))
-    ]
+    vocabulary = PromptVocabulary.of_size(llm.config.model.vocab_size)
+    return [prompt.content for prompt in data.prompts(count, seed, vocabulary)]
 
 
 def _timed(llm: LLM, prompts: list[Any], output_len: int) -> float:

@@ -7,43 +7,32 @@ from typing import Annotated
 
 import typer
 
-from pypto_serving.cli.bench_common import (
-    OutputJson,
-    check_url,
-    is_given,
-    one_line_errors,
-    request_progress,
-    server_url,
-    write_output,
-)
+from pypto_serving.cli import bench_common as common
 from pypto_serving.errors import ConfigError
-from pypto_serving.types.config import ServerConfig, default_of
 
 
 def sweep(
     context: typer.Context,
-    base_url: Annotated[str | None, typer.Option(help="Server, instead of --host and --port.")] = None,
-    host: Annotated[str, typer.Option(help="Server host.")] = default_of(ServerConfig, "host"),
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Server port.")] = default_of(ServerConfig, "port"),
+    base_url: common.BaseUrl = None,
+    host: common.Host = common.HOST,
+    port: common.Port = common.PORT,
     concurrency: Annotated[str, typer.Option(metavar="N,N,...", help="Requests in flight.")] = "1,2,4,8,16",
     rates: Annotated[str | None, typer.Option(metavar="R,R,...", help="Requests per second, instead.")] = None,
     num_prompts: Annotated[int, typer.Option(help="Requests at each load.")] = 64,
     input_len: Annotated[int, typer.Option(help="Prompt tokens.")] = 128,
     output_len: Annotated[int, typer.Option(help="Output tokens.")] = 64,
     seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0,
-    output_json: OutputJson = None,
+    output_json: common.OutputJson = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw the results into this image.")] = None,
 ) -> None:
     """Measure a running server at several loads, with random prompts, and print a line for each."""
-    import uvloop
-
     from pypto_serving.bench import datasets, options, runner
     from pypto_serving.bench import sweep as sweeping
     from pypto_serving.bench.report import new_figure
 
-    with one_line_errors():
-        given = [name for name in context.params if is_given(context, name)]
-        check_url(given)
+    with common.one_line_errors():
+        given = common.given_names(context)
+        common.check_url(given)
         if "concurrency" in given and rates is not None:
             raise ConfigError("--concurrency and --rates exclude each other; drop one")
         if rates is not None:
@@ -53,16 +42,16 @@ def sweep(
         if plot is not None:
             new_figure(1, 1)  # to know before the first request that it can be drawn
         benchmark = runner.Benchmark(
-            target=options.Target(base_url=server_url(base_url, host, port)),
+            target=options.Target(base_url=common.server_url(base_url, host, port)),
             traffic=options.Traffic(num_prompts=num_prompts, seed=seed),
             dataset=datasets.RandomData(input_len=input_len, output_len=output_len),
             reporting=options.Reporting(),
         )
-        with request_progress(num_prompts * len(loads)) as advance:
-            results = uvloop.run(sweeping.sweep(benchmark, name, loads, advance))
+        total = num_prompts * len(loads)
+        results = common.run_requests(lambda advance: sweeping.sweep(benchmark, name, loads, advance), total)
         for line in sweeping.table(results, name):
             typer.echo(line)
-        write_output(output_json, results)
+        common.write_output(output_json, results)
         if plot is not None:
             sweeping.plot(results, name, plot)
         if not any(result["completed"] for result in results):

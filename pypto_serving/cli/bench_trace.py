@@ -7,17 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pypto_serving.cli.bench_common import (
-    check_shared,
-    flag,
-    is_given,
-    one_line_errors,
-    report_outcome,
-    request_progress,
-    server_url,
-)
+from pypto_serving.cli import bench_common as common
 from pypto_serving.errors import ConfigError
-from pypto_serving.types.config import ServerConfig, default_of
+from pypto_serving.types.config import default_of
 from pypto_serving.types.step import BackendLimits
 
 if TYPE_CHECKING:
@@ -28,20 +20,15 @@ if TYPE_CHECKING:
     from pypto_serving.bench.simulator import Machine
     from pypto_serving.bench.traces import Trace
 
-SERVER, VIRTUAL, RESULT = "Against a server", "In virtual time", "Result"
-_SERVER_OPTIONS = ("base_url", "host", "port", "model", "vocab_size", "timeout")
-_VIRTUAL_OPTIONS = (
-    "sweep",
-    "device_tokens",
-    "host_tokens",
-    "disk_tokens",
-    "block_size",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "step_seconds",
-    "token_seconds",
-    "row_seconds",
-)
+SERVER, VIRTUAL = "Against a server", "In virtual time"
+PANELS = {
+    SERVER: ("base_url", "host", "port", "model", "vocab_size", "timeout"),
+    VIRTUAL: (
+        *("virtual", "sweep", "device_tokens", "host_tokens", "disk_tokens", "block_size", "max_num_seqs"),
+        *("max_num_batched_tokens", "step_seconds", "token_seconds", "row_seconds"),
+    ),
+    "Result": ("plot", "save_result", "save_detailed", "result_dir", "result_filename"),
+}
 
 
 def trace(
@@ -55,62 +42,34 @@ def trace(
     scale: Annotated[str, typer.Option(help="Multiply all lengths, such as 1/16; reuse stays exact.")] = "1",
     speedup: Annotated[float, typer.Option(help="Divide the time between arrivals.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the prompts' tokens.")] = 0,
-    base_url: Annotated[
-        str | None, typer.Option(help="Server, instead of --host and --port.", rich_help_panel=SERVER)
-    ] = None,
-    host: Annotated[str, typer.Option(help="Server host.", rich_help_panel=SERVER)] = default_of(ServerConfig, "host"),
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Server port.", rich_help_panel=SERVER)] = default_of(
-        ServerConfig, "port"
-    ),
-    model: Annotated[
-        str | None, typer.Option(help="Model name; default: the server's first.", rich_help_panel=SERVER)
-    ] = None,
-    vocab_size: Annotated[
-        int | None, typer.Option(help="Token ids are below this; default: the server's.", rich_help_panel=SERVER)
-    ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that one request may take.", rich_help_panel=SERVER)] = 3600.0,
-    virtual: Annotated[
-        bool,
-        typer.Option("--virtual", help="Drive our own scheduler and KV manager instead.", rich_help_panel=VIRTUAL),
-    ] = False,
+    base_url: common.BaseUrl = None,
+    host: common.Host = common.HOST,
+    port: common.Port = common.PORT,
+    model: common.ModelName = None,
+    vocab_size: Annotated[int | None, typer.Option(help="Token ids are below this; default: the server's.")] = None,
+    timeout: common.Timeout = 3600.0,
+    virtual: Annotated[bool, typer.Option("--virtual", help="Drive our own scheduler and KV manager instead.")] = False,
     sweep: Annotated[
-        str | None,
-        typer.Option(metavar="TIER=SIZE,...", help="One run per size, as device=1M,4M.", rich_help_panel=VIRTUAL),
+        str | None, typer.Option(metavar="TIER=SIZE,...", help="One run per size, as device=1M,4M.")
     ] = None,
-    device_tokens: Annotated[
-        str, typer.Option(metavar="TOKENS", help="KV cache on the device.", rich_help_panel=VIRTUAL)
-    ] = "1M",
-    host_tokens: Annotated[
-        str, typer.Option(metavar="TOKENS", help="KV cache in host memory.", rich_help_panel=VIRTUAL)
-    ] = "0",
-    disk_tokens: Annotated[
-        str, typer.Option(metavar="TOKENS", help="KV cache on disk.", rich_help_panel=VIRTUAL)
-    ] = "0",
-    block_size: Annotated[
-        int | None, typer.Option(help="Tokens per KV block; default: the trace's.", rich_help_panel=VIRTUAL)
-    ] = None,
-    max_num_seqs: Annotated[
-        int, typer.Option(help="Maximum requests in one step.", rich_help_panel=VIRTUAL)
-    ] = default_of(BackendLimits, "max_num_seqs"),
-    max_num_batched_tokens: Annotated[
-        int, typer.Option(help="Token budget of one step.", rich_help_panel=VIRTUAL)
-    ] = default_of(BackendLimits, "max_num_batched_tokens"),
-    step_seconds: Annotated[float, typer.Option(help="Time of a step, plus:", rich_help_panel=VIRTUAL)] = 0.021,
-    token_seconds: Annotated[float, typer.Option(help="for each of its tokens,", rich_help_panel=VIRTUAL)] = 0.00286,
-    row_seconds: Annotated[float, typer.Option(help="and for each request in it.", rich_help_panel=VIRTUAL)] = 0.0,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw hit rates and TTFT into this image.", rich_help_panel=RESULT)
-    ] = None,
-    save_result: Annotated[
-        bool, typer.Option("--save-result", help="Write the result as JSON.", rich_help_panel=RESULT)
-    ] = False,
-    save_detailed: Annotated[
-        bool, typer.Option("--save-detailed", help="Add the times of each request.", rich_help_panel=RESULT)
-    ] = False,
-    result_dir: Annotated[Path, typer.Option(help="Folder of the result file.", rich_help_panel=RESULT)] = Path(),
-    result_filename: Annotated[
-        str | None, typer.Option(help="Name of the result file.", rich_help_panel=RESULT)
-    ] = None,
+    device_tokens: Annotated[str, typer.Option(metavar="TOKENS", help="KV cache on the device.")] = "1M",
+    host_tokens: Annotated[str, typer.Option(metavar="TOKENS", help="KV cache in host memory.")] = "0",
+    disk_tokens: Annotated[str, typer.Option(metavar="TOKENS", help="KV cache on disk.")] = "0",
+    block_size: Annotated[int | None, typer.Option(help="Tokens per KV block; default: the trace's.")] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Maximum requests in one step.")] = default_of(
+        BackendLimits, "max_num_seqs"
+    ),
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Token budget of one step.")] = default_of(
+        BackendLimits, "max_num_batched_tokens"
+    ),
+    step_seconds: Annotated[float, typer.Option(help="Time of a step, plus:")] = 0.021,
+    token_seconds: Annotated[float, typer.Option(help="for each of its tokens,")] = 0.00286,
+    row_seconds: Annotated[float, typer.Option(help="and for each request in it.")] = 0.0,
+    plot: Annotated[Path | None, typer.Option(help="Draw hit rates and TTFT into this image.")] = None,
+    save_result: common.SaveResult = False,
+    save_detailed: common.SaveDetailed = False,
+    result_dir: common.ResultDir = Path(),
+    result_filename: common.ResultFilename = None,
 ) -> None:
     """Replay a trace with its arrivals and shared prefixes; report KV cache hits, TTFT and throughput.
 
@@ -120,7 +79,7 @@ def trace(
     """
     from pypto_serving.bench import options, replay, report, simulator, traces
 
-    with one_line_errors():
+    with common.one_line_errors():
         _check_combinations(context, virtual)
         source = replay.Source(
             path=path or traces.EXCERPT,
@@ -142,65 +101,58 @@ def trace(
         if plot is not None:
             report.new_figure(1, 1)  # better no run than one that ends without its plot
         if not virtual:
-            target = options.Target(base_url=server_url(base_url, host, port), model=model, timeout_s=timeout)
+            target = options.Target(base_url=common.server_url(base_url, host, port), model=model, timeout_s=timeout)
             _show(*_replay(source, loaded, target, vocab_size), kept, plot)
             return
-        machine = simulator.Machine(
+        tiers = [f"{tier}_tokens" for tier in replay.SWEPT]
+        machine = common.build(
+            simulator.Machine,
+            context.params,
             block_size=loaded.block_size if block_size is None else block_size,
-            device_tokens=replay.parse_tokens("--device-tokens", device_tokens),
-            host_tokens=replay.parse_tokens("--host-tokens", host_tokens),
-            disk_tokens=replay.parse_tokens("--disk-tokens", disk_tokens),
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
             time=simulator.TimeModel(step_s=step_seconds, token_s=token_seconds, row_s=row_seconds),
+            **{name: replay.parse_tokens(common.flag(name), context.params[name]) for name in tiers},
         )
         if sweep is None:
-            _show(loaded, _simulate(source, loaded, machine), kept, plot)
+            with common.request_progress(len(loaded.requests)) as advance:
+                outcome = replay.simulate(source, loaded, machine, advance)
+            _show(loaded, outcome, kept, plot)
         else:
             _sweep(source, loaded, machine, replay.parse_sweep(sweep), kept, plot)
 
 
 def _check_combinations(context: typer.Context, virtual: bool) -> None:
     """Raise ConfigError for options that have no effect beside the others."""
-    given = [name for name in context.params if is_given(context, name)]
+    given = common.given_names(context)
     for name in given:
-        if virtual and name in _SERVER_OPTIONS:
-            raise ConfigError(f"{flag(name)} is about a server, and --virtual uses none; drop one")
-        if not virtual and name in _VIRTUAL_OPTIONS:
-            raise ConfigError(f"{flag(name)} has no effect on a server; add --virtual")
+        if virtual and name in PANELS[SERVER]:
+            raise ConfigError(f"{common.flag(name)} is about a server, and --virtual uses none; drop one")
+        if not virtual and name in PANELS[VIRTUAL]:
+            raise ConfigError(f"{common.flag(name)} has no effect on a server; add --virtual")
     if "sweep" in given and "save_detailed" in given:
         raise ConfigError("--save-detailed keeps the requests of one run, and --sweep makes several; drop one")
-    check_shared(given)
+    common.check_shared(given)
 
 
 def _replay(source: Source, loaded: Trace, target: Target, vocab_size: int | None) -> tuple[Trace, Outcome]:
-    """Replay what of the trace fits the server; return that, and the outcome."""
-    import uvloop
+    """Replay the requests that fit the server; return these and the outcome."""
+    import asyncio
+    import functools
 
     from pypto_serving.bench.client import find_model
     from pypto_serving.bench.replay import fit_window, replay
-    from pypto_serving.setup.host import raise_file_limit
 
-    raise_file_limit()  # each request in flight has a socket
-    card = uvloop.run(find_model(target))
+    card = asyncio.run(find_model(target))
     fitting, left_out = fit_window(source, loaded, card)
     if left_out:
         typer.echo(f"warning: {left_out}", err=True)
-    with request_progress(len(fitting.requests)) as advance:
-        return fitting, uvloop.run(replay(source, fitting, target, card, vocab_size, advance))
-
-
-def _simulate(source: Source, loaded: Trace, machine: Machine) -> Outcome:
-    from pypto_serving.bench.replay import simulate
-
-    with request_progress(len(loaded.requests)) as advance:
-        return simulate(source, loaded, machine, advance)
+    run = functools.partial(replay, source, fitting, target, card, vocab_size)
+    return fitting, common.run_requests(run, len(fitting.requests))
 
 
 def _show(loaded: Trace, outcome: Outcome, saving: Saving | None, plot: Path | None) -> None:
     from pypto_serving.bench.trace_report import plot_run
 
-    report_outcome(outcome, saving)
+    common.report_outcome(outcome, saving)
     if plot is not None:
         plot_run(loaded, outcome, plot)
 
@@ -211,7 +163,7 @@ def _sweep(
     from pypto_serving.bench import replay, trace_report
 
     machines = sweep.machines(machine)
-    with request_progress(len(loaded.requests) * len(machines)) as advance:
+    with common.request_progress(len(loaded.requests) * len(machines)) as advance:
         outcomes = replay.run_sweep(source, loaded, machines, advance)
     results = [outcome.result for outcome in outcomes]
     typer.echo(trace_report.render_sweep(sweep.tier, results))

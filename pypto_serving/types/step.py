@@ -6,17 +6,19 @@ request. A preempted request comes back as a new row with all of its tokens.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.logprobs import PromptLogprobs, TokenLogprobs
 from pypto_serving.types.sampling import MAX_LOGPROBS, RowSampling
 from pypto_serving.types.tier import TierInventory
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -117,7 +119,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
     sampling_s: float = 0.0
 
 
-_Counts = TypeVar("_Counts", int, NDArray[np.int32])
+_Counts = TypeVar("_Counts", int, "NDArray[np.int32]")
 
 
 def num_taken_back(num_drafts: _Counts, num_accepted: _Counts, num_appended: _Counts) -> _Counts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pypto_serving.bench.drafts import parse_drafts, summarize_drafts
+from pypto_serving.bench.metrics import parse_draft_counters, summarize_drafts
 from pypto_serving.bench.report import _draft_lines
 from pypto_serving.engine.metrics import ServerMetrics
 from pypto_serving.types.stats import StepStats
@@ -26,7 +26,7 @@ def rendered(num_drafts: int, *stats: StepStats) -> list[str]:
 def test_drafts_of_a_run() -> None:
     before = StepStats(num_draft_rounds=10, num_drafts=20, accepted_at=(5, 2))
     after = StepStats(num_draft_rounds=30, num_drafts=80, accepted_at=(20, 12, 3))
-    result = summarize_drafts(*map(parse_drafts, rendered(3, before, after)))
+    result = summarize_drafts(*map(parse_draft_counters, rendered(3, before, after)))
     assert result == {
         "spec_decode_acceptance_rate": 100 * 28 / 60,
         "spec_decode_acceptance_length": 1 + 28 / 20,
@@ -40,14 +40,14 @@ def test_drafts_of_a_run() -> None:
 
 
 def test_a_server_that_drafted_nothing_yet() -> None:
-    result = summarize_drafts(*map(parse_drafts, rendered(2, StepStats(), StepStats())))
+    result = summarize_drafts(*map(parse_draft_counters, rendered(2, StepStats(), StepStats())))
     assert result["spec_decode_num_drafts"] == 0 and result["spec_decode_acceptance_length"] is None
     assert _draft_lines(result) == []
 
 
 def test_a_server_without_drafts_has_no_metrics_of_them() -> None:
     (text,) = rendered(0, StepStats())
-    assert "spec_decode" not in text and parse_drafts(text) is None
+    assert "spec_decode" not in text and parse_draft_counters(text) is None
     assert summarize_drafts(None, None) == {}
 
 

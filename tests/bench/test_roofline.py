@@ -122,13 +122,6 @@ def test_limits_of_this_machine(instruction_set: str) -> None:
 
 
 @needs_kernels
-def test_small_kernels_are_measured(bench: Bench) -> None:
-    for prepare in (roofline_kernels.norm, roofline_kernels.heads, roofline_kernels.quantize):
-        (result,) = prepare(bench)(3)
-        assert 0 < result.best <= result.median
-
-
-@needs_kernels
 def test_products_and_attention_are_measured(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline_kernels, "ROTATED_BYTES", MEBIBYTE)
     found = [

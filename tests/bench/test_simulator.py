@@ -9,9 +9,8 @@ from fractions import Fraction
 
 import pytest
 
-from pypto_serving.bench.simulator import PROMPT_VOCABULARY, Machine, Simulator, TimeModel
+from pypto_serving.bench.simulator import PROMPT_VOCABULARY, SPEEDS, Machine, Simulator, TimeModel
 from pypto_serving.bench.traces import EXCERPT, Trace, TraceRequest, load_trace, lru_hits
-from pypto_serving.bench.transfers import SPEEDS
 from pypto_serving.errors import ConfigError
 from pypto_serving.types.tokens import unpack_ids
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from pypto_serving.bench.transfers import TierSpeed, VirtualTransfers
+from pypto_serving.bench.simulator import TierSpeed, VirtualTransfers
 from pypto_serving.types.tier import TransferDone, TransferJob
 from pypto_serving.types.tokens import pack_ids
 
