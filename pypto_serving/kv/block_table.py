@@ -55,7 +55,7 @@ class BlockTable:
         return [find(keys[i]) for i in self.group.needed(num_tokens)]
 
     def cached(self, num_tokens: int) -> list[int]:
-        """Return the table that a match of `num_tokens` gives a request without blocks: null before what is needed."""
+        """Return the table that a match of `num_tokens` gives a request without blocks, null before needed blocks."""
         if num_tokens == 0 or self.blocks:
             return []
         found = self.find_needed(num_tokens)

@@ -1,4 +1,4 @@
-"""EventLog: owner of the events that tell routers which blocks every tier caches."""
+"""EventLog: owner of the events that report to routers which blocks each tier caches."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from pypto_serving.types.kv import GroupSpec, KVCacheGroupSpec, RecentSpec
 from pypto_serving.util import ceil_div
 
 Find = Callable[[bytes], object | None]
-"""Tells where the block with a key is, None for nowhere."""
+"""Returns where the block with a key is, None for nowhere."""
 
 
 class KVGroup(ABC):
@@ -61,7 +61,7 @@ class KVGroup(ABC):
         return count
 
     def live_blocks(self, num_tokens: int, step_tokens: int) -> int:
-        """Return the most blocks that a request of `num_tokens` holds, `step_tokens` of them not settled."""
+        """Return the max number of blocks of a request of `num_tokens`, of which `step_tokens` are not committed."""
         return self.spec.live_blocks(num_tokens, step_tokens, self._points.step)
 
     def first_needed(self, num_tokens: int) -> int:
@@ -81,7 +81,7 @@ class KVGroup(ABC):
 
     @abstractmethod
     def passed_at(self, block: int) -> float:
-        """Return the number of settled tokens from which block `block`, and all before it, are not needed any more."""
+        """Return from how many committed tokens on block `block`, and all before it, are not needed any more."""
 
     @abstractmethod
     def useful(self, start: int, end: int) -> Iterator[int]:

@@ -25,7 +25,7 @@ class KeyChain:
 
     `step` is the distance of resume points. No sequence resumes inside a link, so one hash names its blocks in all
     groups: chained by group, DeepSeek V4 hashed 83 keys for each 128 tokens, of which six can ever be found. `lag` is
-    the most tokens after a block on which its content depends.
+    the max number of tokens after a block on which its content depends.
     """
 
     __slots__ = ("_lag", "_root", "_step", "links")

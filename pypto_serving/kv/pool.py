@@ -20,7 +20,7 @@ class BlockPool:
     - Block 0 is the null block. It is never handed out.
     - `num_free` of its `num_blocks` can be handed out.
     - `released` are the kept blocks that came free, the first one first, until a reader removes them from there.
-    - `events` is told which keys are published and forgotten.
+    - `events` gets the keys that are published and forgotten.
     - A new block never held published content. It is made when it is handed out for the first time, so a pool costs
       what it has held.
     """

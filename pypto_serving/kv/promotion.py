@@ -40,7 +40,7 @@ class Promotions:
     def pays(self, num_tokens: int, tier_bytes: Counter[LowerTier]) -> bool:
         """Return whether loading is expected to be faster than computing `num_tokens`; if not, count the refusal.
 
-        Tiers load in parallel, each first what is on its way already and then its `tier_bytes`.
+        Tiers load in parallel, each first the bytes already on their way, then its `tier_bytes`.
         """
         load_s = max((t.load_rate.seconds(size + t.loading_bytes) for t, size in tier_bytes.items()), default=0.0)
         if load_s < self.prefill_rate.seconds(num_tokens) or not self.prefill_rate.measured:

@@ -12,7 +12,7 @@ class ResumePoints:
     """Multiples of `step`: a block ends there in every group, so a sequence can be resumed there. Never changes.
 
     Every `interval` tokens lies a checkpoint that all sequences share: CHECKPOINT_TOKENS, rounded up to a resume point.
-    A token is settled, and its blocks can be published, once `lag` more tokens are known.
+    A computed token can be committed, and its blocks published, once `lag` more tokens are known.
     """
 
     def __init__(self, specs: Sequence[KVCacheGroupSpec]) -> None:

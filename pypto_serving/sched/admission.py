@@ -45,7 +45,7 @@ class Admission:
         kv, loading = self._kv, self._registry.load_wait
         match = kv.match(request.id, request.tokens, request.source.cache_salt)
         may_wait = not self._registry.crash_counts.suspects
-        if request.num_unscored:  # what is cached has no logits
+        if request.num_unscored:  # cached tokens have no logits
             match, may_wait = NO_MATCH, False
         if may_wait and self._registry.prefix_wait.wait(request, match):
             step.num_set_aside += 1

@@ -36,18 +36,18 @@ def prompt_share(config: EngineConfig, step: Step, head: Request | None) -> int:
 
 
 def decode_share(config: EngineConfig, num_running: int) -> int:
-    """Return the most decodes of one step: in a pipeline, an equal part, so that no stage runs dry."""
+    """Return the max number of decodes of one step: an equal part for each stage of a pipeline, so that none idles."""
     return ceil_div(num_running, config.limits.traits.stages)
 
 
-def allow_drafts(step: Step, most: int, num_decodes: int, prompt_waits: bool) -> None:
-    """Allow the step at most `most` drafts, and each of its `num_decodes` an equal share.
+def allow_drafts(step: Step, limit: int, num_decodes: int, prompt_waits: bool) -> None:
+    """Allow the step at most `limit` drafts, and each of its `num_decodes` an equal share.
 
     They take little from prompts that wait, since they may turn out not to pay.
     """
     if prompt_waits:
-        most = min(most, step.budget // 8)
-    step.draft_budget = max(0, most)
+        limit = min(limit, step.budget // 8)
+    step.draft_budget = max(0, limit)
     step.draft_share = ceil_div(step.draft_budget, max(1, num_decodes))
 
 

@@ -68,7 +68,7 @@ class LoadWait:
     def update(self, now_s: float) -> None:
         """Queue the requests whose transfers take too long, which compute, and those whose turn may have come.
 
-        The latter are as many of those put off as may wait for loads, once a load has ended; or all if loads stall.
+        Once a load has ended, this is the turn of as many as may wait for loads; if loads stall, of all.
         """
         self._queue_again(self._kv.expire_fills(now_s), now_s)
         if now_s - self._ended_s >= STALLED_S:

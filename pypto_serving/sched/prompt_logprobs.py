@@ -1,4 +1,4 @@
-"""Scoring: log-probabilities of prompt tokens. How a scored prompt is cut, and what is delivered of it."""
+"""Prompt log-probabilities: how a prompt that asks for them is cut, and their delivery."""
 
 from __future__ import annotations
 

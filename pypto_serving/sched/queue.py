@@ -14,7 +14,7 @@ _SLACK = 16
 
 
 class RequestHeap:
-    """Requests by a key that is never the same for two, the least one first. Each call costs O(log n) on average.
+    """Requests by unique keys, the smallest first. Each call costs O(log n) on average.
 
     A removed request is forgotten at once. Its entries hold its id alone, and are dropped at the top of the heap or
     once they are many.
@@ -31,7 +31,7 @@ class RequestHeap:
         heapq.heappush(self._heap, (self._key(request), request.id))
 
     def first(self) -> Request | None:
-        """Return the request with the least key, or None."""
+        """Return the request with the smallest key, or None."""
         while self._heap:
             key, request_id = self._heap[0]
             request = self._requests.get(request_id)

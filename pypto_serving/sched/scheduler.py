@@ -96,8 +96,10 @@ class Scheduler:
     def plan(self, now_s: float) -> StepPlan | None:
         """Decide one step. Return its plan, or None if nothing can run."""
         self._last_writer = self._in_flight[-1].step_id if self._in_flight else 0
-        step_id, most = self._num_planned + 1, self.config.limits.max_num_batched_tokens
-        step = Step(step_id, now_s, most, len(self.kv.groups), self._scored_tokens)
+        limits = self.config.limits
+        step = Step(
+            self._num_planned + 1, now_s, limits.max_num_batched_tokens, len(self.kv.groups), self._scored_tokens
+        )
         if self._registry.crash_counts.suspects:
             self._schedule_alone(step, now_s)
         else:
@@ -118,19 +120,19 @@ class Scheduler:
             head = prompts[0]
         decode_budget = step.budget - budget.prompt_share(self.config, step, head)
         if self.config.num_drafts:
-            most = min(self._drafted_tokens, decode_budget - len(decodes))
-            budget.allow_drafts(step, most, len(decodes), prompt_waits=head is not None)
+            limit = min(self._drafted_tokens, decode_budget - len(decodes))
+            budget.allow_drafts(step, limit, len(decodes), prompt_waits=head is not None)
         left = iter(decodes)
         share -= self._schedule_decodes(step, left, min(share, decode_budget))
         self._schedule_prompts(step, prompts, now_s)
         self._schedule_decodes(step, left, min(share, step.budget))
 
-    def _schedule_decodes(self, step: Step, decodes: Iterator[Request], most: int) -> int:
-        """Schedule up to `most` decodes and return how many. One that finds no blocks does not count."""
+    def _schedule_decodes(self, step: Step, decodes: Iterator[Request], limit: int) -> int:
+        """Schedule up to `limit` decodes and return how many. One that finds no blocks does not count."""
         before = len(step.scheduled)
-        for request in decodes if most > 0 else ():
+        for request in decodes if limit > 0 else ():
             self._schedule(step, request, 1)
-            if len(step.scheduled) >= before + most:
+            if len(step.scheduled) >= before + limit:
                 break
         return len(step.scheduled) - before
 

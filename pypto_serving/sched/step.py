@@ -75,7 +75,7 @@ class Step:
     - `scored_budget`: how many prompt tokens may still be scored.
     - `new_blocks`: one list per KV group: row, block id, row, ...
     - `admits`: further requests may start; false once a running or waiting one does not find blocks.
-    - `num_set_aside`: waiting requests that could not start, and that those behind them passed.
+    - `num_set_aside`: waiting requests that could not start and were passed by later ones.
     - `reserved`: the blocks of each group that running prompts will need after this step.
     """
 
@@ -198,7 +198,7 @@ class Counters:
         return sum(self.accepted_at)
 
     def record_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """Count the drafts that a row verified, and how many of them were accepted, also behind its last token."""
+        """Count the drafts that a row verified, and how many of them were accepted, also after its last token."""
         self.num_draft_rounds += 1
         self.num_drafts += num_drafts
         self.accepted_at += [0] * (num_drafts - len(self.accepted_at))

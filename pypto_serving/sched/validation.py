@@ -38,9 +38,9 @@ def unservable(source: EngineRequest, config: EngineConfig) -> RequestFault | No
 
 def _beyond_program(params: SamplingParams, config: EngineConfig) -> RequestFault | None:
     """Return which sampling parameter exceeds the program or the vocabulary, or None."""
-    most = config.limits.traits.max_logprobs
-    if params.logprobs is not None and params.logprobs > most:
-        given = f"at most {most} log-probabilities" if most >= 0 else "no log-probabilities"
+    limit = config.limits.traits.max_logprobs
+    if params.logprobs is not None and params.logprobs > limit:
+        given = f"at most {limit} log-probabilities" if limit >= 0 else "no log-probabilities"
         return RequestFault(
             400, "unsupported_logprobs", f"logprobs is {params.logprobs}, but this device gives {given}"
         )

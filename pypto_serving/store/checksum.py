@@ -1,4 +1,4 @@
-"""The digest that tells a block from a damaged or another one."""
+"""The digest that distinguishes a block from a damaged one and from others."""
 
 from __future__ import annotations
 

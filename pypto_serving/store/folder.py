@@ -1,4 +1,4 @@
-"""Folder: a fingerprint's folder of blocks inside the folder that a user gave, with locks that tell who uses it.
+"""Folder: a fingerprint's folder of blocks inside the folder that a user gave, with locks that show who uses it.
 
 - `in_use` is locked shared by each process that has the folder open, and exclusively by one that deletes it.
 - `writer` is locked by the process that writes slots.
@@ -149,7 +149,7 @@ class Folder:
             return None
 
     def _begin(self, held: Meta | None) -> None:
-        """Write `meta.json`. Blocks stay if the old one is damaged, since the folder's name tells what they are."""
+        """Write `meta.json`. Blocks stay if the old one is damaged, since the folder's name identifies them."""
         if held is not None:
             _empty(self.path)
         self._write_meta()

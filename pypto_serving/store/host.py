@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class HostStore:
-    """Keeps blocks of group g in slots of `block_bytes[g]` bytes, rounded up to 4096, one group behind the other.
+    """Keeps blocks of group g in slots of `block_bytes[g]` bytes, rounded up to 4096, one group after the other.
 
     `fd` is a memfd that a parent owns. It is made as large as the slots need; pages take no memory until they are
     written. Only the engine core knows its content, so the inventory is empty.

@@ -1,7 +1,7 @@
 """Slab: the content of a group's slots, in a few large files (segments), with direct I/O where that works.
 
 Slot s lies in segment s // n at byte (s % n) * stride, where stride is the block size rounded up to 4096 bytes and n is
-the number of slots in a segment. A segment's size tells how many of its slots have room on disk.
+the number of slots in a segment. A segment's size gives the number of its slots that have room on disk.
 """
 
 from __future__ import annotations
@@ -104,19 +104,19 @@ class Slab:
             held[segment] = count
         return slots[positions >= held[segments]]
 
-    def growth(self, slot: int, most_bytes: int) -> int:
-        """Return the bytes to grow by for `slot` to have room: one step, or less if `most_bytes` or the disk is short.
+    def growth(self, slot: int, max_bytes: int) -> int:
+        """Return the bytes to grow by for `slot` to have room: one step, or less if `max_bytes` or the disk is short.
 
         It is never less than the slot needs. A step takes a small part of what the disk has left, so that the slabs of
         all groups can use the rest.
         """
         segment, position = divmod(slot, self._per_segment)
         disk = os.statvfs(self._folder)
-        most_bytes = min(most_bytes, disk.f_bavail * disk.f_frsize // GROWTH_SHARE)
+        max_bytes = min(max_bytes, disk.f_bavail * disk.f_frsize // GROWTH_SHARE)
         have, step = self._slots.get(segment, 0), max(1, GROWTH_BYTES // self._stride)
-        least = position + 1 - have
+        needed = position + 1 - have
         wanted = min(ceil_div(position + 1, step) * step, self._wanted(segment)) - have
-        return max(least, min(wanted, most_bytes // self._stride)) * self._stride
+        return max(needed, min(wanted, max_bytes // self._stride)) * self._stride
 
     def grow(self, slot: int, num_bytes: int) -> None:
         """Grow the segment of `slot` by `num_bytes`. Raises OSError, and then has not grown."""

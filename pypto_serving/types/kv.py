@@ -14,7 +14,7 @@ from pypto_serving.errors import ConfigError
 from pypto_serving.util import ceil_div
 
 CHECKPOINT_TOKENS = 2048
-"""Tails of windows and states are kept at multiples of this, and at the ends of prompts and turns."""
+"""Resume blocks of windows and states are kept at multiples of this, and at the ends of prompts and turns."""
 
 RUN_TOKENS = 16
 """Min tokens of the blocks that windows and states take and give back at once while a sequence decodes."""
@@ -111,7 +111,7 @@ class GroupSpec(msgspec.Struct, metaclass=_AbstractStruct, frozen=True, kw_only=
 
     @abc.abstractmethod
     def live_blocks(self, num_tokens: int, step_tokens: int, step: int) -> int:
-        """Return the most blocks that a request of `num_tokens` holds while `step_tokens` of them are not settled.
+        """Return the max blocks that a request of `num_tokens` holds while `step_tokens` of them are not committed.
 
         `step` is the distance of positions at which sequences can be resumed.
         """
@@ -192,12 +192,12 @@ class RecentSpec(GroupSpec, frozen=True, kw_only=True):
         return max(n // self.block_size - self.first_needed(n) // self.block_size + 1 for n in recent)
 
     def live_blocks(self, num_tokens: int, step_tokens: int, step: int) -> int:
-        """Return the blocks that the unsettled tokens read or took, plus the tail at the last multiple of `step`."""
+        """Return the blocks that uncommitted tokens read or took, plus resume blocks at the last multiple of `step`."""
         total = self.table_blocks(num_tokens)
         return min(total, self.read_blocks(step_tokens)) + min(total, self.resume_blocks(step))
 
     def blocks_per_token(self, step: int) -> Fraction:
-        """Return the share of checkpoint tails. They count twice: prompts and turns end with one too."""
+        """Return the share of resume blocks at checkpoints. They count twice: prompts and turns end with some too."""
         return Fraction(2 * self.resume_blocks(step), CHECKPOINT_TOKENS)
 
 
