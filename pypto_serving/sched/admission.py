@@ -33,8 +33,8 @@ class Admission:
 
     def admit_all(self, step: Step, now_s: float, before: Request | None = None) -> None:
         """Start waiting requests in order, all or those `before` a running one, until one must stay in the queue."""
-        rows, waiting = self._registry.rows, self._registry.waiting
-        while step.admits and step.budget > 0 and rows and step.num_set_aside < MAX_SET_ASIDE:
+        free_rows, waiting = self._registry.free_rows, self._registry.waiting
+        while step.admits and step.budget > 0 and free_rows and step.num_set_aside < MAX_SET_ASIDE:
             request = waiting.peek()
             if request is None or (before is not None and request.order > before.order):
                 return

@@ -17,37 +17,6 @@ from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput
 
 
-class RowAllocator:
-    """Owns the numbers of the worker's rows. One is lent to each running request."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._free = list(range(count - 1, -1, -1))
-        self._dropped: list[int] = []
-
-    def __bool__(self) -> bool:
-        """Whether a row is free."""
-        return bool(self._free)
-
-    def lend(self) -> int:
-        """Lend a free row."""
-        return self._free.pop()
-
-    def give_back(self, row: int) -> None:
-        """Take a row back; the next plan reports it to the worker."""
-        self._free.append(row)
-        self._dropped.append(row)
-
-    def take_dropped(self) -> list[int]:
-        """Return the rows that the worker has to drop with the next plan."""
-        dropped, self._dropped = self._dropped, []
-        return dropped
-
-    def check(self, lent: Iterable[int]) -> None:
-        """Assert that free and lent rows are all rows."""
-        assert sorted([*lent, *self._free]) == list(range(self._count)), "rows leaked"
-
-
 class RequestRegistry:
     """Owns every Request from `enter` to its last output. A part of the Scheduler.
 
@@ -57,6 +26,8 @@ class RequestRegistry:
         prefix_wait    waits for a prefix that a running request computes
         load_wait      waits for blocks from a lower tier (WAITING_FOR_KV), or for its turn to load them
         running        has a row and blocks
+
+    A row is a number that is lent to a running request; `free_rows` are those that are not lent.
     """
 
     def __init__(self, config: EngineConfig, kv: KVCacheManager) -> None:
@@ -65,13 +36,15 @@ class RequestRegistry:
         self._traits = config.limits.traits
         self._num_arrived = 0
         self._deadlines = Deadlines()
+        self._num_rows = config.limits.max_num_seqs
+        self._dropped_rows: list[int] = []
+        self.free_rows = list(range(self._num_rows - 1, -1, -1))
         self.requests: dict[str, Request] = {}
         self.shares = TokenShares() if config.scheduler.fair_scheduling else None
         self.waiting = WaitingQueue(self.shares)
         self.prefix_wait = PrefixWait(self.waiting, kv)
         self.load_wait = LoadWait(self.requests, self.waiting, kv)
         self.running: dict[str, Request] = {}
-        self.rows = RowAllocator(config.limits.max_num_seqs)
         self.crash_counts = CrashCounts()
 
     def enter(self, source: EngineRequest) -> None:
@@ -88,10 +61,15 @@ class RequestRegistry:
         """Give a waiting request a row. Its blocks hold `num_cached` computed tokens."""
         self._stop_waiting(request)
         request.status = Status.RUNNING
-        request.row = self.rows.lend()
+        request.row = self.free_rows.pop()
         request.num_committed = request.num_computed_tokens = num_cached
         self.running[request.id] = request
         self.prefix_wait.add_producer(request)
+
+    def take_dropped_rows(self) -> list[int]:
+        """Return the rows that the worker has to drop with the next plan."""
+        dropped, self._dropped_rows = self._dropped_rows, []
+        return dropped
 
     def put_back(self, request: Request) -> None:
         """Queue a request again, with nothing computed."""
@@ -103,7 +81,7 @@ class RequestRegistry:
         """Queue all requests again, with nothing computed, because the worker is gone."""
         for request in [*self.running.values(), *self.load_wait.clear()]:
             self.put_back(request)
-        self.rows.take_dropped()
+        self._dropped_rows.clear()
 
     def finish(
         self, request: Request, reason: str, fault: RequestFault | None = None, now_s: float = 0.0
@@ -138,7 +116,8 @@ class RequestRegistry:
         if request.status is not Status.RUNNING:
             return
         del self.running[request.id]
-        self.rows.give_back(request.row)
+        self.free_rows.append(request.row)
+        self._dropped_rows.append(request.row)
         request.life += 1
         request.row = -1
         request.num_committed = request.num_computed_tokens = request.num_placeholders = 0
@@ -153,7 +132,8 @@ class RequestRegistry:
 
     def check(self) -> None:
         """Assert that each request is in one place, and that rows agree."""
-        self.rows.check(request.row for request in self.running.values())
+        rows = [*self.free_rows, *(request.row for request in self.running.values())]
+        assert sorted(rows) == list(range(self._num_rows)), "rows leaked"
         found = Counter([*self.running, *(request.id for request in self._all_waiting())])
         assert found == Counter(self.requests.keys()), "a request is nowhere, or in two places"
         self.crash_counts.check(self.requests.keys())

@@ -115,7 +115,7 @@ class Scheduler:
         running = self._registry.running
         decodes, prompts = decodes_and_prompts(running.values())
         share = budget.decode_share(self.config, len(running))
-        head = self._registry.waiting.peek() if self._registry.rows else None
+        head = self._registry.waiting.peek() if self._registry.free_rows else None
         if prompts and (head is None or prompts[0].order < head.order):
             head = prompts[0]
         decode_budget = step.budget - budget.prompt_share(self.config, step, head)
@@ -191,7 +191,7 @@ class Scheduler:
         self.counters.record_step(len(step.scheduled), self.config.limits.max_num_batched_tokens - step.budget)
         if self._registry.shares is not None:
             self._registry.shares.charge(step.scheduled)
-        return step_plan(step, self._registry.rows.take_dropped())
+        return step_plan(step, self._registry.take_dropped_rows())
 
     def commit(self, result: StepResult, now_s: float) -> list[RequestOutput]:
         """Apply the result of the oldest step in flight. Return the new tokens of each request.
