@@ -18,9 +18,8 @@ from starlette.applications import Starlette
 
 from pypto_serving.api.batch.batches import Batches
 from pypto_serving.api.http.connection import HEAD_TIMEOUT_S, BoundedProtocol
-from pypto_serving.api.http.gate import Gate, places
+from pypto_serving.api.http.gate import Gate, RefusalLog, places
 from pypto_serving.api.http.listening import close, listen_at, load_certificate, tls_context
-from pypto_serving.api.http.refusals import Refusals
 from pypto_serving.api.http.service_manager import tell
 from pypto_serving.api.reading.reading import Reading
 from pypto_serving.api.service import Service
@@ -53,7 +52,7 @@ class ApiServer:
         self._drain_timeout_s = server.drain_timeout_s
         self._drain: asyncio.Task[None] | None = None
         clock = time.monotonic
-        self._refusals = Refusals(clock)
+        self._refusals = RefusalLog(clock)
         fitting = places(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         self._gate = Gate(fitting, self._service.serving.max_body_bytes, clock, self._refused)
         self._server = _Uvicorn(

@@ -16,10 +16,17 @@ from pypto_serving.api.batch.batches import Batches
 from pypto_serving.api.batch.direct import Direct
 from pypto_serving.api.common.body import TRUNCATED_HEADER
 from pypto_serving.api.common.fields import IGNORED_HEADER
-from pypto_serving.api.http.disconnect import nobody_listens
+from pypto_serving.api.common.respond import nobody_listens
 from pypto_serving.api.http.errors import ApiError, describe
-from pypto_serving.api.http.middleware import SERVER_SEND, ApiKeyGuard, Faults, OriginGuard, RequestScope, Traced
-from pypto_serving.api.http.paths import Paths
+from pypto_serving.api.http.middleware import (
+    SERVER_SEND,
+    ApiKeyGuard,
+    FaultHandler,
+    OriginGuard,
+    Paths,
+    RequestScope,
+    Traced,
+)
 from pypto_serving.api.reading.reader import BodyReader
 from pypto_serving.api.reading.reading import Reading
 from pypto_serving.api.responses.store import ResponseStore
@@ -62,7 +69,7 @@ def create_app(engine: EngineClient, serving: ServingConfig, memory: MemoryPlan 
         width = max(1, engine.config.limits.max_num_seqs // 2)
         app.state.batches = Batches(Path(serving.batch_dir), Direct(app), serving.max_body_bytes, width)
         app.routes.extend(BATCH_ROUTES)
-    app.add_middleware(Faults)
+    app.add_middleware(FaultHandler)
     if service.keys:
         app.add_middleware(ApiKeyGuard, keys=service.keys, is_public=_is_public)
     else:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import random
 import time
 
-from pypto_serving.api.http.drain import Admission
+from pypto_serving.api.http.errors import SHUTTING_DOWN
 from pypto_serving.api.http.keys import ApiKeys
 from pypto_serving.api.http.tracing import open_tracing
 from pypto_serving.api.prompting.prompts import Prompter
-from pypto_serving.api.prompting.seeds import SeedSource
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.engine.client import EngineClient, Health
 from pypto_serving.engine.history import History
 from pypto_serving.engine.metrics import ServerMetrics
+from pypto_serving.errors import UnavailableError
+from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.stats import StepStats
 from pypto_serving.util import counted
 
 logger = logging.getLogger("pypto_serving.api")
-
 MAX_REMEMBERED_FIELDS = 1000
 """Unknown fields that are logged."""
 
@@ -39,7 +41,7 @@ class Service:
         self.metrics = ServerMetrics(engine, self.model_name)
         self.history = History(engine, self.metrics)
         engine.on_stats = self._observe
-        self.admission = Admission()
+        self.admission = RequestAdmission()
         self.tracing = open_tracing(serving.otlp_traces_endpoint)
         self.created = int(time.time())
         self.keys = ApiKeys(serving.api_keys, serving.api_key_file)
@@ -70,3 +72,56 @@ class Service:
             detail = f"shutting down, {counted(self.admission.in_flight, 'request')} left"
             return Health(ok=False, status="draining", detail=detail, age_s=health.age_s)
         return health
+
+
+class RequestAdmission:
+    """Count requests from admission to their last byte. Owned by Service; used in its event loop only."""
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self.draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def require_open(self) -> None:
+        """Raise UnavailableError while draining."""
+        if self.draining:
+            raise UnavailableError(SHUTTING_DOWN)
+
+    def enter(self) -> None:
+        """Admit a request. Raises UnavailableError while draining."""
+        self.require_open()
+        self.in_flight += 1
+        self._idle.clear()
+
+    def leave(self) -> None:
+        """Count an admitted request as done."""
+        self.in_flight -= 1
+        if self.in_flight == 0:
+            self._idle.set()
+
+    def drain(self) -> None:
+        """Admit no more requests from now on."""
+        self.draining = True
+
+    async def wait_idle(self) -> None:
+        """Return when no admitted request is left."""
+        await self._idle.wait()
+
+
+_MASK = 2**64 - 1
+
+
+class SeedSource:
+    """Choose the seed of each prompt; the same engine seed draws the same seeds. Owned by Service."""
+
+    def __init__(self, engine_seed: int) -> None:
+        self._random = random.Random(engine_seed)
+
+    def seed_of(self, params: SamplingParams) -> int:
+        """Return the seed that `params` give, else draw one, as an unsigned 64-bit integer.
+
+        Choices of one prompt share the seed; the sampler tells them apart by their choice number.
+        """
+        seed = self._random.getrandbits(63) if params.seed is None else params.seed
+        return seed & _MASK

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from pypto_serving.api.chat.output import TextPart
-from pypto_serving.api.generation.usage import Usage
+from pypto_serving.api.generation.choice import TokenUsage
 from pypto_serving.errors import ConfigError, PyptoError
 from pypto_serving.types.server_url import parse_server_url
 from pypto_serving.util import brief, parse_json
@@ -50,7 +50,7 @@ class ChatClient:
 
     def stream(
         self, model: str, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]
-    ) -> Generator[TextPart, None, Usage | None]:
+    ) -> Generator[TextPart, None, TokenUsage | None]:
         """Yield pieces of the answer as they arrive; raise ServerError. Closing the generator aborts the request.
 
         Its value is the usage, if the server tells.
@@ -59,11 +59,11 @@ class ChatClient:
 
     def stream_text(
         self, model: str, prompt: str, sampling: Mapping[str, Any]
-    ) -> Generator[TextPart, None, Usage | None]:
+    ) -> Generator[TextPart, None, TokenUsage | None]:
         """Continue `prompt`; else as `stream`."""
         return self._stream("/v1/completions", {"model": model, "prompt": prompt, **sampling})
 
-    def _stream(self, path: str, fields: Mapping[str, Any]) -> Generator[TextPart, None, Usage | None]:
+    def _stream(self, path: str, fields: Mapping[str, Any]) -> Generator[TextPart, None, TokenUsage | None]:
         usage = None
         body = {**fields, "stream": True, "stream_options": {"include_usage": True}}
         connection, response = self._request("POST", path, json.dumps(body))
@@ -124,11 +124,11 @@ def _parts(delta: Mapping[str, Any]) -> Iterator[TextPart]:
         yield TextPart("content", text)
 
 
-def _usage(told: Any) -> Usage | None:
+def _usage(told: Any) -> TokenUsage | None:
     if not told:
         return None
     cached = (told.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return Usage(told["prompt_tokens"], told["completion_tokens"], cached, ())
+    return TokenUsage(told["prompt_tokens"], told["completion_tokens"], cached, ())
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:

@@ -12,12 +12,12 @@ from typing import Any
 import typer
 
 from pypto_serving.api.chat.output import TextPart
-from pypto_serving.api.generation.usage import Usage
+from pypto_serving.api.generation.choice import TokenUsage
 from pypto_serving.cli.sampling import FLAGS, read_value
 from pypto_serving.errors import ConfigError, PyptoError
 
 Message = dict[str, str]
-Answering = Generator[TextPart, None, Usage | None]
+Answering = Generator[TextPart, None, TokenUsage | None]
 Answer = Callable[[Sequence[Message]], Answering]
 
 HINT = '/help lists commands, """ begins and ends several lines; Ctrl-C stops an answer, Ctrl-D leaves'
@@ -45,7 +45,7 @@ class Timing:
         self.last_s = time.monotonic()
         self.first_s = self.first_s or self.last_s
 
-    def describe(self, usage: Usage | None) -> str:
+    def describe(self, usage: TokenUsage | None) -> str:
         """Write one line of statistics."""
         facts = [f"first text after {(self.first_s or time.monotonic()) - self.started_s:.2f} s"]
         if usage is not None:
@@ -167,14 +167,14 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": "".join(pieces)})
 
 
-def _print(stream: Answering, pieces: list[str], timing: Timing) -> Usage | None:
+def _print(stream: Answering, pieces: list[str], timing: Timing) -> TokenUsage | None:
     """Print an answer, put its content into `pieces`, and return what it took."""
     thought = False
     while True:
         try:
             part = next(stream)
         except StopIteration as end:
-            usage: Usage | None = end.value
+            usage: TokenUsage | None = end.value
             return usage
         timing.arrived()
         if part.kind == "reasoning":

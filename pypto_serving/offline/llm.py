@@ -19,10 +19,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.output import TextPart
 from pypto_serving.api.chat.tools import read_tool_use
-from pypto_serving.api.generation.choice import Delta
+from pypto_serving.api.generation.choice import Delta, TokenUsage
 from pypto_serving.api.generation.generation import Generation
 from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, fit_params, fit_prompt, new_scores
-from pypto_serving.api.generation.usage import Usage
 from pypto_serving.api.grammars.chat_guide import with_chat_guide
 from pypto_serving.api.grammars.structured import checked
 from pypto_serving.api.service import Service
@@ -167,7 +166,7 @@ class LLM:
 
     def stream_chat(
         self, messages: Messages, sampling_params: SamplingParams | None = None
-    ) -> Generator[TextPart, None, Usage]:
+    ) -> Generator[TextPart, None, TokenUsage]:
         """Answer one conversation piece by piece; closing the generator ends the request. Its value is the usage.
 
         Pieces are reasoning or content; tool calls are left out. Raises like `chat`, and RequestError unless n is 1.
@@ -176,7 +175,9 @@ class LLM:
         (params,) = self._params_of(sampling_params, 1, max_tokens=None)
         return (yield from self._iterate(params, lambda: self._encode_chat(conversation, params)))
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[TextPart, None, Usage]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Generator[TextPart, None, TokenUsage]:
         """Continue one prompt piece by piece; closing the generator ends the request. Its value is the usage.
 
         Raises like `generate`, and RequestError unless n is 1.
@@ -187,11 +188,11 @@ class LLM:
 
     def _iterate(
         self, params: SamplingParams, encode: Callable[[], Coroutine[Any, Any, _Job]]
-    ) -> Generator[TextPart, None, Usage]:
+    ) -> Generator[TextPart, None, TokenUsage]:
         """Yield the pieces of the only choice, and return its usage."""
         if params.n != 1:
             raise RequestError(f"n is {params.n}, but a stream is one answer; set n to 1", param="n")
-        usage: list[Usage] = []
+        usage: list[TokenUsage] = []
 
         async def stream(put: Put[TextPart]) -> None:
             usage.append(await self._stream(await encode(), put))
@@ -267,7 +268,7 @@ class LLM:
             scored = prompt_logprobs(generation.scores[0].entries(width, self._service.tokenizer))
         return GenerationOutput(choices[0].request_id, job.text, ids, made, choices[0].num_cached, scored)
 
-    async def _stream(self, job: _Job, put: Put[TextPart]) -> Usage:
+    async def _stream(self, job: _Job, put: Put[TextPart]) -> TokenUsage:
         """Put the text parts of the only choice as they come; return what it took."""
         parser = None if job.new_parser is None else job.new_parser()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pypto_serving.api.generation.bad_words import encode_bad_words
+from pypto_serving.api.generation.request import encode_bad_words
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.types.sampling import SamplingParams
 from tests.api.bad_bodies import HELLO

@@ -11,8 +11,7 @@ import pytest
 
 from pypto_serving.api import run
 from pypto_serving.api.http import gate
-from pypto_serving.api.http.gate import Gate, Places
-from pypto_serving.api.http.refusals import QUIET_S, Refusals
+from pypto_serving.api.http.gate import QUIET_S, ConnectionPlaces, Gate, RefusalLog
 from tests.api.running import RunningServer
 from tests.api.scripted_engine import WAIT_S, Script
 from tests.api.sockets import BODY, HEAD, LENGTH, answer, dialled, held, padded
@@ -22,7 +21,7 @@ from tests.clock import VirtualClock
 @pytest.fixture
 def crowded(start: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch) -> RunningServer:
     """A server with eight places and eight spare ones."""
-    monkeypatch.setattr("pypto_serving.api.run.places", lambda file_limit: Places(8, 8))
+    monkeypatch.setattr("pypto_serving.api.run.places", lambda file_limit: ConnectionPlaces(8, 8))
     return start()
 
 
@@ -75,7 +74,7 @@ def test_newcomers_beyond_the_spare_places_are_told_so(
 
 def test_refusals_are_logged_by_reason_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     clock = VirtualClock()
-    refusals = Refusals(clock)
+    refusals = RefusalLog(clock)
     for _ in range(400):
         refusals.note(503, gate.NO_PLACE)
         refusals.note(408, "too slow")
@@ -206,7 +205,7 @@ def test_a_body_that_was_parsed_is_held_no_more(start: Callable[..., RunningServ
     [(4096, 3904, 64), (1024, 832, 64), (64, 24, 8), (-1, 16192, 64), (1 << 20, 16192, 64)],
 )
 def test_places_fit_under_the_limit_of_files(files: int, connections: int, spare: int) -> None:
-    assert gate.places(files) == Places(connections, spare)
+    assert gate.places(files) == ConnectionPlaces(connections, spare)
 
 
 def test_a_request_that_waits_to_be_read_is_told_of_the_end(
@@ -238,7 +237,7 @@ class Client:
 @pytest.mark.parametrize("piece_bytes", [0, 1, gate.SIGN_BYTES // 4, gate.SIGN_BYTES])
 def test_a_client_that_drips_gives_way_and_one_that_sends_does_not(piece_bytes: int) -> None:
     clock, sending, newcomer = VirtualClock(), Client(), Client()
-    doorman = Gate(Places(1, 1), 1000, clock, lambda status, message: None)
+    doorman = Gate(ConnectionPlaces(1, 1), 1000, clock, lambda status, message: None)
     assert doorman.enter(sending)
     for number in range(4):
         doorman.sending(sending, number * piece_bytes)
@@ -248,7 +247,7 @@ def test_a_client_that_drips_gives_way_and_one_that_sends_does_not(piece_bytes: 
 
 def test_of_clients_that_send_the_one_that_was_silent_longest_gives_way() -> None:
     clock, clients = VirtualClock(), [Client() for _ in range(4)]
-    doorman = Gate(Places(3, 1), 1000, clock, lambda status, message: None)
+    doorman = Gate(ConnectionPlaces(3, 1), 1000, clock, lambda status, message: None)
     for client in clients[:3]:
         assert doorman.enter(client)
         doorman.sending(client, 0)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pypto_serving.api.chat.output import TextPart
-from pypto_serving.api.generation.usage import Usage
+from pypto_serving.api.generation.choice import TokenUsage
 from pypto_serving.cli.conversation import Conversation, Message
 from pypto_serving.cli.lines import LineReader
 
@@ -35,10 +35,10 @@ class Lines:
             raise EOFError from None
 
 
-def count(messages: Sequence[Message]) -> Generator[TextPart, None, Usage]:
+def count(messages: Sequence[Message]) -> Generator[TextPart, None, TokenUsage]:
     """Answers the last message with how many there are."""
     yield TextPart("content", f"{messages[-1]['content']} {len(messages)}")
-    return Usage(9, 4, 3, ())
+    return TokenUsage(9, 4, 3, ())
 
 
 def talk(*lines: str, sampling: dict[str, Any] | None = None) -> Conversation:

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from pypto_serving.api.generation.bad_words import encode_bad_words
+from pypto_serving.api.generation.request import encode_bad_words
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.parallel.topology import Topology

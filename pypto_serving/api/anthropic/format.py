@@ -26,9 +26,7 @@ from pypto_serving.api.anthropic.answers import (
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.output import Part, TextPart, ToolCallStart
 from pypto_serving.api.common.sse import encode, named, one_line
-from pypto_serving.api.generation.choice import Delta
-from pypto_serving.api.generation.output import Output
-from pypto_serving.api.generation.usage import Usage
+from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage
 from pypto_serving.api.http.errors import ApiError
 
 _FIELDS = {"text": b'"text_delta","text"', "thinking": b'"thinking_delta","thinking"'}
@@ -56,7 +54,7 @@ class MessageFormat:
         self._stop_reason: StopReason | None = None
         self._stop_sequence: str | None = None
 
-    def response(self, outputs: list[Output], usage: Usage) -> Message:
+    def response(self, outputs: list[ChoiceOutput], usage: TokenUsage) -> Message:
         """Write the whole message."""
         (output,) = outputs
         content: list[ContentBlock] = []
@@ -79,14 +77,14 @@ class MessageFormat:
         self._finish(output.finish_reason, output.stop_reason)
         return self._message(content, usage)
 
-    def opening(self, usage: Usage) -> bytes:
+    def opening(self, usage: TokenUsage) -> bytes:
         """Write `message_start`, unless a ping did already."""
         if self._opened:
             return b""
         self._opened = True
         return named(MessageStart(self._message([], usage)))
 
-    def ping(self, usage: Usage) -> bytes:
+    def ping(self, usage: TokenUsage) -> bytes:
         """Write `ping`, after `message_start`, with which every stream begins."""
         return self.opening(usage) + named(Ping())
 
@@ -94,7 +92,7 @@ class MessageFormat:
     def writer(self) -> Callable[[Delta], bytes]:
         return self._write
 
-    def closing(self, usage: Usage) -> bytes:
+    def closing(self, usage: TokenUsage) -> bytes:
         """Write `message_delta` and `message_stop`."""
         assert self._stop_reason is not None
         end = MessageEnd(self._stop_reason, self._stop_sequence)
@@ -163,7 +161,7 @@ class MessageFormat:
         else:
             self._stop_reason = "tool_use" if self._calls else "end_turn"
 
-    def _message(self, content: list[ContentBlock], usage: Usage) -> Message:
+    def _message(self, content: list[ContentBlock], usage: TokenUsage) -> Message:
         return Message(
             id=self._id,
             role="assistant",
@@ -175,7 +173,7 @@ class MessageFormat:
         )
 
 
-def usage_object(usage: Usage) -> MessageUsage:
+def usage_object(usage: TokenUsage) -> MessageUsage:
     """Write token counts. Those of the prompt are either read from the cache, or computed."""
     return MessageUsage(
         input_tokens=usage.num_prompt_tokens - usage.num_cached_tokens,

@@ -12,8 +12,7 @@ from starlette.middleware import Middleware
 from starlette.routing import Route
 from starlette.types import Message, Scope
 
-from pypto_serving.api.http.middleware import SERVER_SEND, Faults, Traced
-from pypto_serving.api.http.paths import VERSION
+from pypto_serving.api.http.middleware import SERVER_SEND, VERSION, FaultHandler, Traced
 from pypto_serving.logs import REQUEST_ID
 
 NOT_FOR_BATCHES = (f"{VERSION}/files", f"{VERSION}/batches")
@@ -36,7 +35,7 @@ class Direct:
     def __init__(self, app: Starlette) -> None:
         bare = copy.copy(app)
         tracing = app.state.service.tracing
-        bare.user_middleware = [Middleware(Faults)]
+        bare.user_middleware = [Middleware(FaultHandler)]
         if tracing is not None:
             bare.user_middleware.insert(0, Middleware(Traced, tracing=tracing))
         self._app = app

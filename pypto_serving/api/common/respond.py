@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from types import coroutine
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.background import BackgroundTask
@@ -18,22 +18,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from pypto_serving.api.common.deadline import with_deadline
-from pypto_serving.api.generation.choice import Delta
+from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage
 from pypto_serving.api.generation.generation import Consume, Generation
-from pypto_serving.api.generation.output import Output
-from pypto_serving.api.generation.request import GenerationRequest
-from pypto_serving.api.generation.usage import Usage
-from pypto_serving.api.http.disconnect import nobody_listens, until_disconnect
+from pypto_serving.api.generation.request import MAX_TIMEOUT_S, GenerationRequest
 from pypto_serving.api.http.errors import ApiError, describe, internal_error
 from pypto_serving.api.http.middleware import SERVER_SEND, WRITE_PART
 from pypto_serving.api.service import Service
 from pypto_serving.engine.stream import Pause
-from pypto_serving.errors import PyptoError
+from pypto_serving.errors import PyptoError, RequestError
+from pypto_serving.util import brief
 
 logger = logging.getLogger("pypto_serving.api")
-
-
 WriteNow = Callable[[bytes], bool]
 """Writes a part of a body, or returns False if it has to be sent."""
 
@@ -41,20 +36,20 @@ WriteNow = Callable[[bytes], bool]
 class AnswerFormat(Protocol):
     """Write one answer in an endpoint's form: whole, or as server-sent events. Made for one request."""
 
-    def response(self, outputs: list[Output], usage: Usage) -> object:
+    def response(self, outputs: list[ChoiceOutput], usage: TokenUsage) -> object:
         """Write the whole answer, to be encoded as JSON."""
 
-    def opening(self, usage: Usage) -> bytes:
+    def opening(self, usage: TokenUsage) -> bytes:
         """Write the events before the first token; `usage` is that of the prompt."""
 
-    def ping(self, usage: Usage) -> bytes:
+    def ping(self, usage: TokenUsage) -> bytes:
         """Write what keeps a silent stream alive; it may come before the opening."""
 
     @property
     def writer(self) -> Callable[[Delta], bytes]:
         """Return what writes the events of one delta; b"" if it is held back for later."""
 
-    def closing(self, usage: Usage) -> bytes:
+    def closing(self, usage: TokenUsage) -> bytes:
         """Write the last events."""
 
     def failure(self, error: ApiError) -> bytes:
@@ -83,7 +78,10 @@ def _of_request(request: Request, wanted: GenerationRequest) -> GenerationReques
 
 
 async def respond_whole(
-    request: Request, wanted: GenerationRequest, make: Callable[[list[Output], Usage], Any], headers: dict[str, str]
+    request: Request,
+    wanted: GenerationRequest,
+    make: Callable[[list[ChoiceOutput], TokenUsage], Any],
+    headers: dict[str, str],
 ) -> Response:
     """Submit what is `wanted`, and answer with the JSON that `make` makes of its outputs."""
     generation = Generation(request.app.state.service, _of_request(request, wanted))
@@ -98,7 +96,9 @@ async def respond_whole(
         generation.close()
 
 
-def _content(make: Callable[[list[Output], Usage], Any], outputs: list[Output], usage: Usage) -> bytes:
+def _content(
+    make: Callable[[list[ChoiceOutput], TokenUsage], Any], outputs: list[ChoiceOutput], usage: TokenUsage
+) -> bytes:
     return msgspec.json.encode(make(outputs, usage))
 
 
@@ -242,3 +242,61 @@ def _resumed(waits_for: object, steps: Generator[Any, Any, None]) -> Generator[A
     """Wait in the current task for what `begun` found, then run the rest."""
     yield waits_for
     yield from steps
+
+
+T = TypeVar("T")
+CLIENT_CLOSED_REQUEST = 499
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`; if the client disconnects first, cancel `work` and raise ClientDisconnect.
+
+    Call it after the request's body was read: `receive` then waits for the disconnect.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        for waiting in (task, watcher):
+            waiting.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def nobody_listens() -> Response:
+    """Make the response for a client that is gone; only logs and metrics see its status."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+TIMEOUT_HEADER = "x-request-timeout"
+
+
+def with_deadline(request: Request, wanted: GenerationRequest) -> GenerationRequest:
+    """Return what is `wanted` with the earlier deadline of body and header, counted from the request's first line.
+
+    Raises RequestError for a header that is no time.
+    """
+    given = request.headers.get(TIMEOUT_HEADER)
+    limits = [] if given is None else [_seconds(given)]
+    if wanted.timeout_s is not None:
+        limits.append(wanted.timeout_s)
+    return replace(wanted, deadline_s=request.state.arrival_s + min(limits)) if limits else wanted
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_TIMEOUT_S:
+        message = f"{TIMEOUT_HEADER} is {brief(text)}, but must be a number of seconds above 0, at most {MAX_TIMEOUT_S}"
+        raise RequestError(message, param=TIMEOUT_HEADER)
+    return seconds

@@ -13,11 +13,9 @@ import msgspec
 from pypto_serving.api.common.logprobs import prompt_logprobs
 from pypto_serving.api.common.shown import Shown
 from pypto_serving.api.common.usage import usage_object
-from pypto_serving.api.generation.choice import Delta
-from pypto_serving.api.generation.output import Output
+from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage
 from pypto_serving.api.generation.prompt_scores import PromptScores
 from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest
-from pypto_serving.api.generation.usage import Usage
 from pypto_serving.api.http.errors import ApiError
 from pypto_serving.api.service import Service
 from pypto_serving.api.text.tokenizer import Tokenizer
@@ -100,11 +98,11 @@ class EventFormat(ABC):
         self._before = [b'%b{"index":%d%b' % (self._head, i, before) for i in range(head.num_choices)]
         self._after = after + b',"logprobs":null,"finish_reason":null}]' + self._usage + b"}\n\n"
 
-    def ping(self, usage: Usage) -> bytes:
+    def ping(self, usage: TokenUsage) -> bytes:
         """Write a comment, which clients take for no token."""
         return PING
 
-    def opening(self, usage: Usage) -> bytes:
+    def opening(self, usage: TokenUsage) -> bytes:
         """Write the events before the first token."""
         return b""
 
@@ -164,7 +162,7 @@ class EventFormat(ABC):
         counts = {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
         return b',"usage":' + encode(counts)
 
-    def closing(self, usage: Usage) -> bytes:
+    def closing(self, usage: TokenUsage) -> bytes:
         """Write the last events of a stream, with the usage if it is to be shown."""
         shown = self._head + b'],"usage":' + encode(self._whole_usage(usage)) + b"}\n\n" if self._usage else b""
         return shown + DONE
@@ -173,7 +171,7 @@ class EventFormat(ABC):
         """Write the event that ends a stream in which `error` came up."""
         return one_line(b"data: " + error.payload() + b"\n\n")
 
-    def response(self, outputs: list[Output], usage: Usage) -> dict[str, Any]:
+    def response(self, outputs: list[ChoiceOutput], usage: TokenUsage) -> dict[str, Any]:
         """Write the whole response of a request that does not stream."""
         return {
             **self._base,
@@ -184,10 +182,10 @@ class EventFormat(ABC):
             "kv_transfer_params": None,
         }
 
-    def _whole_usage(self, usage: Usage) -> dict[str, Any]:
+    def _whole_usage(self, usage: TokenUsage) -> dict[str, Any]:
         num_cut = sum(prompt.num_cut for prompt in self.head.prompts) if self.head.shown.truncation else None
         return usage_object(usage, num_cut)
 
     @abstractmethod
-    def whole_choice(self, output: Output) -> dict[str, Any]:
+    def whole_choice(self, output: ChoiceOutput) -> dict[str, Any]:
         """Write one choice of a whole response."""

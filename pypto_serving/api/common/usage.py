@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pypto_serving.api.generation.usage import Usage
+from pypto_serving.api.generation.choice import TokenUsage
 from pypto_serving.types.tier import TIERS
 
 
-def usage_object(usage: Usage, num_cut: int | None = None) -> dict[str, Any]:
+def usage_object(usage: TokenUsage, num_cut: int | None = None) -> dict[str, Any]:
     """Write token counts, the cached prompt tokens of each tier, the output tokens of reasoning, and drafts.
 
     Accepted drafts are among the completion tokens, rejected ones are not. If given, `num_cut` says how many tokens of

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from pypto_serving.api.generation.choice import ChoiceOutput, TokenUsage
 from pypto_serving.api.generation.labels import Asked, concentration, probabilities
-from pypto_serving.api.generation.output import Output
-from pypto_serving.api.generation.usage import Usage
 from pypto_serving.api.openai.answers import Answer
 from pypto_serving.api.responses.usage import ResponseUsage
 from pypto_serving.errors import RequestFailedError
@@ -60,13 +59,13 @@ class Decision(Answer):
     usage: ResponseUsage
 
 
-def decide(model: str, asked: Sequence[Asked], outputs: Sequence[Output], usage: Usage) -> Decision:
+def decide(model: str, asked: Sequence[Asked], outputs: Sequence[ChoiceOutput], usage: TokenUsage) -> Decision:
     """Make the answer of the outputs of all reads. Raises RequestFailedError if one of them has nothing to read."""
     reads = [_read(output) for output in outputs]
     return Decision(model, [_answer(each, probabilities(each.paths, reads)) for each in asked], ResponseUsage.of(usage))
 
 
-def _read(output: Output) -> Mapping[int, float]:
+def _read(output: ChoiceOutput) -> Mapping[int, float]:
     """Return the log-probabilities of the tokens that the request names, at the first token of an output."""
     if not output.logprobs:
         raise RequestFailedError("the engine ended this request without log-probabilities; send it again")

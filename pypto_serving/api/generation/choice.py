@@ -12,6 +12,7 @@ from pypto_serving.api.generation.stops import StopPatterns, StopStrings
 from pypto_serving.api.text.detokenizer import Detokenizer
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.types.request import EngineRequest, RequestOutput, Timeline
+from pypto_serving.types.tier import TIERS
 from pypto_serving.types.tokens import id_list
 
 ONE_ID = 4
@@ -201,3 +202,63 @@ class Choice:
         if self._stops is None:
             return text
         return self._stops.push(text, self.num_tokens > self._min_tokens) + self._stops.flush()
+
+
+class ChoiceOutput:
+    """Collect all deltas of one choice. `logprobs` and `token_ids` stay None if the request asked for none."""
+
+    __slots__ = ("finish_reason", "index", "logprobs", "stop_reason", "texts", "token_ids")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.texts: list[str] = []
+        self.logprobs: list[TokenEntry] | None = None
+        self.token_ids: list[int] | None = None
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Append a delta; deltas come in order."""
+        self.texts.append(delta.text)
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        if delta.logprobs is not None:
+            self.logprobs = [] if self.logprobs is None else self.logprobs
+            self.logprobs.extend(delta.logprobs)
+        if delta.token_ids is not None:
+            self.token_ids = [] if self.token_ids is None else self.token_ids
+            self.token_ids.extend(delta.token_ids)
+
+    @property
+    def text(self) -> str:
+        """Return the whole text."""
+        return "".join(self.texts)
+
+
+class TokenUsage(msgspec.Struct, frozen=True):
+    """Tokens of a generation; those of a prompt count once, however many choices it has.
+
+    `cached_by_tier` splits `num_cached_tokens` by `types.tier.TIERS`; it counts finished prompts only.
+    """
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    cached_by_tier: tuple[int, ...]
+    num_reasoning_tokens: int = 0
+    num_accepted_drafts: int = 0
+    num_rejected_drafts: int = 0
+
+
+def count_usage(choices: Sequence[Choice]) -> TokenUsage:
+    """Count tokens over all choices, in any number for each prompt; the first of a prompt stands for its prompt."""
+    firsts = list({choice.prompt: choice for choice in reversed(choices)}.values())
+    by_tier = [choice.cached_by_tier for choice in firsts if choice.cached_by_tier]
+    return TokenUsage(
+        num_prompt_tokens=sum(choice.num_prompt for choice in firsts),
+        num_output_tokens=sum(choice.num_tokens for choice in choices),
+        num_cached_tokens=sum(choice.num_cached for choice in firsts),
+        cached_by_tier=tuple(map(sum, zip(*by_tier, strict=True))) if by_tier else (0,) * len(TIERS),
+        num_reasoning_tokens=sum(choice.num_reasoning for choice in choices),
+        num_accepted_drafts=sum(choice.num_accepted for choice in choices),
+        num_rejected_drafts=sum(choice.num_drafts - choice.num_accepted for choice in choices),
+    )

@@ -6,9 +6,8 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 
-from pypto_serving.api.generation.choice import Choice
+from pypto_serving.api.generation.choice import Choice, TokenUsage, count_usage
 from pypto_serving.api.generation.request import GenerationRequest
-from pypto_serving.api.generation.usage import Usage, count_usage
 from pypto_serving.api.http.tracing import RequestTrace
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.logs import with_fields
@@ -105,7 +104,7 @@ def trace_end(trace: RequestTrace, request: GenerationRequest, choices: Sequence
         _trace_phases(trace, choice)
 
 
-def _usage_attributes(usage: Usage, num_choices: int) -> dict[str, int]:
+def _usage_attributes(usage: TokenUsage, num_choices: int) -> dict[str, int]:
     """Return the tokens, by the names of OpenTelemetry's conventions and by those that vLLM has."""
     by_tier = zip(TIERS, usage.cached_by_tier, strict=True)
     return {

@@ -10,24 +10,20 @@ from http import HTTPStatus
 
 import msgspec
 
-from pypto_serving.api.generation.choice import Choice, Delta
+from pypto_serving.api.generation.choice import Choice, ChoiceOutput, Delta, TokenUsage, count_usage
 from pypto_serving.api.generation.ending import ABORTED, log_end, trace_end
-from pypto_serving.api.generation.errors import EngineFaultError
-from pypto_serving.api.generation.output import Output
 from pypto_serving.api.generation.request import GenerationRequest, check_num_choices, engine_requests
 from pypto_serving.api.generation.stops import StopPatterns
-from pypto_serving.api.generation.usage import Usage, count_usage
 from pypto_serving.api.service import Service
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.engine.history import Finished
 from pypto_serving.engine.stream import Pause
 from pypto_serving.errors import RequestFailedError
-from pypto_serving.types.request import EngineRequest, RequestOutput, Timeline
+from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput, Timeline
 from pypto_serving.types.step import NOT_FINITE
 from pypto_serving.util import counted
 
 logger = logging.getLogger("pypto_serving.api")
-
 Consume = Callable[[list[Delta]], Pause]
 """Takes all waiting deltas, in order; returns what to await before it takes more."""
 
@@ -91,9 +87,9 @@ class Generation:
         if self._open:
             raise RequestFailedError("the engine ended this request without an answer; send it again")
 
-    async def collect(self) -> list[Output]:
+    async def collect(self) -> list[ChoiceOutput]:
         """Run to the end; return the whole output of each choice. Raises what `run` raises."""
-        outputs = [Output(choice.index) for choice in self._choices.values()]
+        outputs = [ChoiceOutput(choice.index) for choice in self._choices.values()]
 
         def add(deltas: list[Delta]) -> None:
             for delta in deltas:
@@ -154,7 +150,7 @@ class Generation:
         if request.trace is not None:
             trace_end(request.trace, request, self.choices, service.model_name)
 
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         """Count the tokens so far."""
         return count_usage(self.choices)
 
@@ -222,3 +218,12 @@ def _new_choices(
         kept, as_ids = request.keep_token_ids, request.tokens_as_ids
         choices[made.request_id] = Choice(i, made, ids, tokenizer, stops, kept, prompt, as_ids, request.thinking)
     return choices
+
+
+class EngineFaultError(RequestFailedError):
+    """The engine gave an admitted request up; `fault` says why."""
+
+    def __init__(self, fault: RequestFault) -> None:
+        super().__init__(fault.message, param=fault.param, code=fault.code)
+        self.fault = fault
+        self.status = fault.status

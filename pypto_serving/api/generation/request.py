@@ -9,16 +9,14 @@ import msgspec
 
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.parsers.thinking import Thinking
-from pypto_serving.api.generation.bad_words import encode_bad_words
 from pypto_serving.api.generation.logprobs import MAX_LOGPROBS_OF_ANSWER
-from pypto_serving.api.generation.max_tokens import fit_max_tokens
 from pypto_serving.api.generation.prompt_scores import PromptScores, check_num_scores
-from pypto_serving.api.generation.truncation import truncate
 from pypto_serving.api.grammars.structured import with_guide
 from pypto_serving.api.http.tracing import RequestTrace
 from pypto_serving.api.prompting.prompts import Prompter
-from pypto_serving.api.prompting.seeds import SeedSource
-from pypto_serving.errors import RequestError
+from pypto_serving.api.service import SeedSource
+from pypto_serving.api.text.tokenizer import Tokenizer
+from pypto_serving.errors import ContextLengthError, RequestError
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import EngineRequest
 from pypto_serving.types.sampling import SamplingParams, check_named_ids
@@ -191,3 +189,69 @@ def engine_requests(
                 )
             )
     return made
+
+
+def encode_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
+    """Return parameters whose `bad_word_ids` hold the `bad_words` too, each encoded with and without a space before.
+
+    Raises RequestError if they have too many tokens, or if there is no tokenizer.
+    """
+    if not params.bad_words:
+        return params
+    if tokenizer is None:
+        raise RequestError("bad_words needs a tokenizer, which this model lacks; leave it out", param="bad_words")
+    words = [word.lstrip() for word in params.bad_words]
+    found = [tuple(tokenizer.encode(text, False)) for word in words for text in (word, " " + word)]
+    sequences = tuple(dict.fromkeys(filter(None, [*params.bad_word_ids, *found])))
+    return msgspec.structs.replace(params, bad_words=(), bad_word_ids=sequences)
+
+
+def fit_max_tokens(
+    num_prompt: int,
+    asked: int | None,
+    default: int | None,
+    max_model_len: int,
+    field: str = "max_tokens",
+    prompt_field: str = "prompt",
+) -> int:
+    """Return how many tokens may be generated after `num_prompt` prompt tokens.
+
+    - `asked`: return it; raise ContextLengthError if it does not fit. `field` is its name in the error.
+    - else `default`: return it, cut to what fits.
+    - else: return what fits.
+
+    Raises ContextLengthError, for `prompt_field`, if the prompt leaves no room for one token.
+    """
+    room = max_model_len - num_prompt
+    if room < 1:
+        raise ContextLengthError(
+            max_model_len,
+            f"However, the prompt has {num_prompt} tokens and needs room for at least one output token; shorten it",
+            param=prompt_field,
+        )
+    if asked is None:
+        return room if default is None else min(default, room)
+    if asked > room:
+        raise ContextLengthError(
+            max_model_len,
+            f"However, the prompt has {num_prompt} tokens and {field} is {asked}, together {num_prompt + asked}; "
+            f"shorten the prompt or ask for at most {room} tokens",
+            param=field,
+        )
+    return asked
+
+
+def truncate(
+    token_ids: Sequence[int], limit: int | None, max_tokens: int | None, max_model_len: int
+) -> tuple[Sequence[int], int]:
+    """Return the end of a prompt and how many tokens were cut off before it.
+
+    Keep the last `limit` tokens; for -1 as many as fit the context with `max_tokens` output tokens, or with one. None
+    keeps all.
+    """
+    if limit is None:
+        return token_ids, 0
+    if limit < 0:
+        limit = max(1, max_model_len - max(1, 1 if max_tokens is None else max_tokens))
+    num_cut = max(0, len(token_ids) - limit)
+    return token_ids[num_cut:], num_cut

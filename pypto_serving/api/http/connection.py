@@ -14,8 +14,14 @@ from starlette.types import Message, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from pypto_serving.api.http.drain import SHUTTING_DOWN
-from pypto_serving.api.http.errors import MAX_DROPPED_BODIES, RETRY_UNAVAILABLE_S, ApiError, BodyTooLargeError, describe
+from pypto_serving.api.http.errors import (
+    MAX_DROPPED_BODIES,
+    RETRY_UNAVAILABLE_S,
+    SHUTTING_DOWN,
+    ApiError,
+    BodyTooLargeError,
+    describe,
+)
 from pypto_serving.api.http.gate import NO_MEMORY, NO_PLACE, Gate
 from pypto_serving.api.http.middleware import ANSWERED, BODY_PARSED, WRITE_PART, request_id_of
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import resource
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from pypto_serving.util import Clock
+from pypto_serving.logs import with_fields
+from pypto_serving.util import Clock, counted
 
 MAX_FILES, FILES_FOR_OTHERS, SPARE_PLACES = 16384, 128, 64
 """Most files that are counted on, how many of them are not for connections, and how many are for surplus ones."""
@@ -19,19 +22,19 @@ SILENCE_S, SIGN_BYTES = 1.0, 16 << 10
 """A connection whose client was silent for so long gives its place to a newcomer. Less of a body is silence, too."""
 
 
-class Places(NamedTuple):
+class ConnectionPlaces(NamedTuple):
     """How many connections are served, and how many more are read, to be refused or asked for /health."""
 
     connections: int
     spare: int
 
 
-def places(file_limit: int) -> Places:
+def places(file_limit: int) -> ConnectionPlaces:
     """Return the places that fit under the process's soft limit of open files."""
     files = MAX_FILES if file_limit == resource.RLIM_INFINITY else min(MAX_FILES, file_limit)
     left = files - min(FILES_FOR_OTHERS, files // 2)
     spare = min(SPARE_PLACES, left // 4)
-    return Places(left - spare, spare)
+    return ConnectionPlaces(left - spare, spare)
 
 
 class _Sign(NamedTuple):
@@ -62,7 +65,9 @@ class Gate:
       refused.
     """
 
-    def __init__(self, places: Places, max_body_bytes: int, clock: Clock, refused: Callable[[int, str], None]) -> None:
+    def __init__(
+        self, places: ConnectionPlaces, max_body_bytes: int, clock: Clock, refused: Callable[[int, str], None]
+    ) -> None:
         self.max_body_bytes = max_body_bytes
         self.max_held_bytes = max(MIN_HELD_BYTES, 2 * max_body_bytes)
         self.refused = refused
@@ -180,3 +185,29 @@ class Gate:
 
 NO_PLACE = "too many connections are open; try again later"
 NO_MEMORY = "too many unfinished requests are held; try again later"
+logger = logging.getLogger("pypto_serving.api")
+QUIET_S = 10.0
+
+
+class RefusalLog:
+    """Log one line for each reason in QUIET_S, with the number of refusals since the line before.
+
+    Reasons are few: none has what a client sent.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._told: dict[str, tuple[float, int]] = {}
+        """When a reason was logged, and how often it came since then."""
+
+    def note(self, status: int, reason: str) -> None:
+        """Log a refusal, or count it for the next line."""
+        told_s, count = self._told.get(reason, (-math.inf, 0))
+        count += 1
+        if self._clock() - told_s < QUIET_S:
+            self._told[reason] = told_s, count
+            return
+        self._told[reason] = self._clock(), 0
+        fields = with_fields(status=status, refused=count)
+        line = (counted(count, "request"), status, reason, QUIET_S)
+        logger.warning("refused %s with a %d: %s (said at most every %g s)", *line, extra=fields)

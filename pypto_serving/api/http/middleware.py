@@ -12,19 +12,15 @@ from collections.abc import Callable, Collection, Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pypto_serving.api.http.drain import SHUTTING_DOWN
-from pypto_serving.api.http.errors import AuthenticationError, OriginError, describe, internal_error
+from pypto_serving.api.http.errors import SHUTTING_DOWN, AuthenticationError, OriginError, describe, internal_error
 from pypto_serving.api.http.keys import ApiKeys, sent_key
-from pypto_serving.api.http.paths import Paths
 from pypto_serving.api.http.tracing import Tracing
 from pypto_serving.errors import UnavailableError
 from pypto_serving.logs import REQUEST_ID, with_fields
 from pypto_serving.util import brief
 
 logger = logging.getLogger("pypto_serving.api")
-
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-
 SERVER_SEND = "pypto.server_send"
 """Scope key of the server's own `send`. Streams write their bodies with it, past all middleware."""
 WRITE_PART = "pypto.write_part"
@@ -96,7 +92,7 @@ class Traced:
             trace.end()
 
 
-class Faults:
+class FaultHandler:
     """Answer a request whose handler failed with a 500 that names it, and log why. The innermost.
 
     A handler that is cancelled, since the server ends, becomes a 503.
@@ -231,3 +227,30 @@ def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
             return bytes(value)
     return uuid.uuid4().hex.encode()
+
+
+VERSION = "/v1"
+_SLASHES = re.compile(r"/{2,}")
+_VERSIONS = re.compile(rf"^(?:{VERSION})+(?={VERSION}/)")
+
+
+class Paths:
+    """The paths of an application. Each is also found with `/v1` or without, and with superfluous slashes."""
+
+    def __init__(self, known: Iterable[str]) -> None:
+        paths = [*known]
+        self._versioned = {_first(path.removeprefix(VERSION)) for path in paths if path.startswith(VERSION + "/")}
+        self._plain = {_first(path) for path in paths if not path.startswith(VERSION + "/")} - {""}
+
+    def find(self, path: str) -> str:
+        """Return the path under which the application knows `path`, or `path` in its shortest form."""
+        path = _VERSIONS.sub("", _SLASHES.sub("/", path).rstrip("/")) or "/"
+        bare = path.removeprefix(VERSION) if path.startswith(VERSION + "/") else path
+        first = _first(bare)
+        if first in self._versioned:
+            return VERSION + bare
+        return bare if first in self._plain else path
+
+
+def _first(path: str) -> str:
+    return path.split("/", 2)[1] if "/" in path else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pypto_serving.api.generation.output import Output
+from pypto_serving.api.generation.choice import ChoiceOutput
 from pypto_serving.errors import RequestError
 from pypto_serving.types.sampling import MAX_N
 from pypto_serving.util import brief
@@ -24,7 +24,7 @@ def check_best_of(best_of: int | None, n: int, stream: bool) -> int:
     return best_of
 
 
-def best(outputs: Sequence[Output], num_prompts: int, shown: int) -> list[Output]:
+def best(outputs: Sequence[ChoiceOutput], num_prompts: int, shown: int) -> list[ChoiceOutput]:
     """Return the `shown` best choices of each prompt, best first, and number them anew."""
     made = len(outputs) // num_prompts
     groups = [outputs[start : start + made] for start in range(0, len(outputs), made)]
@@ -34,6 +34,6 @@ def best(outputs: Sequence[Output], num_prompts: int, shown: int) -> list[Output
     return found
 
 
-def _mean_logprob(output: Output) -> float:
+def _mean_logprob(output: ChoiceOutput) -> float:
     values = [entry.chosen.logprob for entry in output.logprobs or ()]
     return math.fsum(values) / len(values) if values else 0.0

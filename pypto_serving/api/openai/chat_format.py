@@ -8,9 +8,7 @@ from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.output import Part, TextPart, ToolCallStart, read_output
 from pypto_serving.api.common.logprobs import chat_logprobs
 from pypto_serving.api.common.sse import EventFormat, Head, encode
-from pypto_serving.api.generation.choice import Delta
-from pypto_serving.api.generation.output import Output
-from pypto_serving.api.generation.usage import Usage
+from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage
 
 
 class ChatFormat(EventFormat):
@@ -19,7 +17,7 @@ class ChatFormat(EventFormat):
     def __init__(self, head: Head) -> None:
         super().__init__(head, "chat.completion", "chat.completion.chunk", b',"delta":{"content":%b}')
 
-    def opening(self, usage: Usage) -> bytes:
+    def opening(self, usage: TokenUsage) -> bytes:
         role = b',"delta":{"role":"assistant","content":""}'
         ids = b',"prompt_token_ids":' + encode(self.head.prompt_ids(0)) if self.head.shown.token_ids else b""
         return b"".join(self.choice(i, role, None, None, above=ids) for i in range(self.head.num_choices))
@@ -29,7 +27,7 @@ class ChatFormat(EventFormat):
         logprobs, details = chat_logprobs(delta.logprobs), self.details(delta)
         return self.choice(delta.index, content, logprobs, delta.finish_reason, details)
 
-    def whole_choice(self, output: Output) -> dict[str, Any]:
+    def whole_choice(self, output: ChoiceOutput) -> dict[str, Any]:
         return {
             "index": output.index,
             "logprobs": chat_logprobs(output.logprobs),
@@ -38,14 +36,14 @@ class ChatFormat(EventFormat):
             "token_ids": output.token_ids if self.head.shown.token_ids else None,
         }
 
-    def response(self, outputs: list[Output], usage: Usage) -> dict[str, Any]:
+    def response(self, outputs: list[ChoiceOutput], usage: TokenUsage) -> dict[str, Any]:
         prompt = {
             "prompt_logprobs": self.head.prompt_logprobs(0),
             "prompt_token_ids": self.head.prompt_ids(0) if self.head.shown.token_ids else None,
         }
         return super().response(outputs, usage) | prompt
 
-    def _answer(self, output: Output) -> dict[str, Any]:
+    def _answer(self, output: ChoiceOutput) -> dict[str, Any]:
         """Write `message` and `finish_reason`, which depend on the text."""
         message = {"role": "assistant", "content": output.text, "refusal": None}
         return {"message": message, "finish_reason": output.finish_reason}
@@ -95,7 +93,7 @@ class ParsedChatFormat(ChatFormat):
             return {"tool_calls": [call]}
         return {"tool_calls": [{"index": self._num_calls[index] - 1, "function": {"arguments": part.text}}]}
 
-    def _answer(self, output: Output) -> dict[str, Any]:
+    def _answer(self, output: ChoiceOutput) -> dict[str, Any]:
         read = read_output(self._form(), output.texts)
         message: dict[str, Any] = {"role": "assistant", "content": read.content, "refusal": None}
         if read.reasoning:

@@ -6,9 +6,7 @@ from typing import Any
 
 from pypto_serving.api.common.logprobs import completion_logprobs
 from pypto_serving.api.common.sse import EventFormat, Head, encode
-from pypto_serving.api.generation.choice import Delta
-from pypto_serving.api.generation.output import Output
-from pypto_serving.api.generation.usage import Usage
+from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage
 from pypto_serving.api.openai.best_of import best
 
 
@@ -32,13 +30,13 @@ class CompletionFormat(EventFormat):
             details += b',"prompt_token_ids":' + encode(self.head.prompt_ids(index))
         return self.choice(index, b',"text":' + encode(text), logprobs, finish_reason, details)
 
-    def response(self, outputs: list[Output], usage: Usage) -> dict[str, Any]:
+    def response(self, outputs: list[ChoiceOutput], usage: TokenUsage) -> dict[str, Any]:
         head = self.head
         if len(outputs) > head.num_choices:
             outputs = best(outputs, len(head.prompts), head.shown.n)
         return super().response(outputs, usage)
 
-    def whole_choice(self, output: Output) -> dict[str, Any]:
+    def whole_choice(self, output: ChoiceOutput) -> dict[str, Any]:
         head, index = self.head, output.index
         return {
             "index": index,

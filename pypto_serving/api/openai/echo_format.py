@@ -7,8 +7,7 @@ from typing import Any
 
 from pypto_serving.api.common.logprobs import completion_logprobs
 from pypto_serving.api.common.sse import Head
-from pypto_serving.api.generation.choice import Delta
-from pypto_serving.api.generation.output import Output
+from pypto_serving.api.generation.choice import ChoiceOutput, Delta
 from pypto_serving.api.generation.prompt_scores import prompt_text, text_offsets
 from pypto_serving.api.openai.completion_format import CompletionFormat
 
@@ -44,7 +43,7 @@ class EchoFormat(CompletionFormat):
         logprobs = completion_logprobs(delta.logprobs, len(echo.text))
         return first + self.text_event(index, delta.text, logprobs, delta.finish_reason, self.details(delta))
 
-    def whole_choice(self, output: Output) -> dict[str, Any]:
+    def whole_choice(self, output: ChoiceOutput) -> dict[str, Any]:
         echo, found = self._echoes[self.head.place(output.index)], super().whole_choice(output)
         if echo.logprobs is not None:
             more = completion_logprobs(output.logprobs or [], len(echo.text))

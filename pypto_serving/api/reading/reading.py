@@ -20,7 +20,7 @@ from pypto_serving.api.common.body import (
     telling_when_parsed,
     with_guide,
 )
-from pypto_serving.api.http.disconnect import until_disconnect
+from pypto_serving.api.common.respond import until_disconnect
 from pypto_serving.api.reading import bodies
 from pypto_serving.api.reading.bodies import BodyProcess
 from pypto_serving.api.reading.grammars import Grammars

@@ -13,10 +13,8 @@ from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.output import Part, TextPart, ToolCallStart
 from pypto_serving.api.common.logprobs import chat_logprobs
 from pypto_serving.api.common.sse import PING, named
-from pypto_serving.api.generation.choice import Delta
+from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage
 from pypto_serving.api.generation.logprobs import TokenEntry
-from pypto_serving.api.generation.output import Output
-from pypto_serving.api.generation.usage import Usage
 from pypto_serving.api.http.errors import ApiError
 from pypto_serving.api.openai.answers import TokenLogprob
 from pypto_serving.api.responses import events
@@ -65,7 +63,7 @@ class ResponseFormat:
         self._open_kind: str | None = None
         self._status: Status = "in_progress"
 
-    def response(self, outputs: list[Output], usage: Usage) -> ResponseObject:
+    def response(self, outputs: list[ChoiceOutput], usage: TokenUsage) -> ResponseObject:
         """Write the whole response."""
         (output,) = outputs
         entries, num_chars, taken = output.logprobs or [], 0, 0
@@ -79,7 +77,7 @@ class ResponseFormat:
         self._on_done(whole)
         return whole
 
-    def opening(self, usage: Usage) -> bytes:
+    def opening(self, usage: TokenUsage) -> bytes:
         """Write `response.created` and `response.in_progress`."""
         return self._open()
 
@@ -91,7 +89,7 @@ class ResponseFormat:
         written = self._event(events.ResponseCreated(self._number, begun))
         return written + self._event(events.ResponseInProgress(self._number, begun))
 
-    def ping(self, usage: Usage) -> bytes:
+    def ping(self, usage: TokenUsage) -> bytes:
         """Write a comment."""
         return PING
 
@@ -99,7 +97,7 @@ class ResponseFormat:
     def writer(self) -> Callable[[Delta], bytes]:
         return self._write
 
-    def closing(self, usage: Usage) -> bytes:
+    def closing(self, usage: TokenUsage) -> bytes:
         """Write `response.completed`, or `response.incomplete`."""
         opening = self._open()
         whole = self._object(usage)
@@ -214,7 +212,7 @@ class ResponseFormat:
         self._number += 1
         return named(event)
 
-    def _object(self, usage: Usage | None) -> ResponseObject:
+    def _object(self, usage: TokenUsage | None) -> ResponseObject:
         return ResponseObject(
             **self._base,
             status=self._status,

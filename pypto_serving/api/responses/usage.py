@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from pypto_serving.api.generation.usage import Usage
+from pypto_serving.api.generation.choice import TokenUsage
 from pypto_serving.api.openai.answers import Answer
 
 
@@ -27,7 +27,7 @@ class ResponseUsage(Answer):
     total_tokens: int
 
     @classmethod
-    def of(cls, usage: Usage) -> Self:
+    def of(cls, usage: TokenUsage) -> Self:
         return cls(
             input_tokens=usage.num_prompt_tokens,
             input_tokens_details=InputTokensDetails(usage.num_cached_tokens, 0),

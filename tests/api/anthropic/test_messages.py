@@ -14,9 +14,7 @@ from pypto_serving.api.anthropic.answers import TokenCount
 from pypto_serving.api.anthropic.format import MessageFormat
 from pypto_serving.api.chat.formats import Calls, OutputFormat
 from pypto_serving.api.chat.parsers.thinking import Thinking
-from pypto_serving.api.generation.choice import Delta
-from pypto_serving.api.generation.output import Output
-from pypto_serving.api.generation.usage import Usage
+from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage
 from pypto_serving.api.http.errors import describe
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import QueueFullError, UnavailableError
@@ -470,10 +468,10 @@ FORMS = [
 @given(pieces=PIECES, form=st.sampled_from(FORMS), size=st.integers(1, 9))
 def test_any_output_makes_events_in_order(pieces: list[str], form: OutputFormat | None, size: int) -> None:
     """And however it is cut, they make the whole message."""
-    text, usage = "".join(pieces), Usage(9, 5, 4, (4, 0, 0, 0))
+    text, usage = "".join(pieces), TokenUsage(9, 5, 4, (4, 0, 0, 0))
     deltas = [Delta(0, text[i : i + size], None, None) for i in range(0, len(text), size)]
     deltas.append(Delta(0, "", None, "stop"))
-    output = Output(0)
+    output = ChoiceOutput(0)
     for delta in deltas:
         output.add(delta)
     written_whole = MessageFormat("msg_1", "tiny", form, "r", False).response([output], usage)

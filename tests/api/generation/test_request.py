@@ -6,17 +6,17 @@ import msgspec
 import pytest
 
 from pypto_serving.api.chat.formats import OutputFormat
-from pypto_serving.api.generation.max_tokens import fit_max_tokens
 from pypto_serving.api.generation.request import (
     MAX_CHOICES,
     GenerationRequest,
     check_num_choices,
     engine_requests,
+    fit_max_tokens,
     fit_params,
     fit_prompt,
 )
 from pypto_serving.api.prompting.prompts import Prompter
-from pypto_serving.api.prompting.seeds import SeedSource
+from pypto_serving.api.service import SeedSource
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import ContextLengthError, RequestError
 from pypto_serving.types.request import AddRequests, EngineRequest

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from pypto_serving.api.generation.choice import count_usage
 from pypto_serving.api.generation.generation import _new_choices
 from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, engine_requests
-from pypto_serving.api.generation.usage import count_usage
-from pypto_serving.api.prompting.seeds import SeedSource
+from pypto_serving.api.service import SeedSource
 from pypto_serving.types.request import RequestOutput
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.tier import TIERS
