@@ -8,52 +8,19 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, get_args
 
 import msgspec
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from pypto_serving import __version__
-from pypto_serving.api.anthropic import answers as anthropic
-from pypto_serving.api.anthropic.schemas import RULES as MESSAGES_RULES
-from pypto_serving.api.anthropic.schemas import CountTokensBody, MessagesBody
-from pypto_serving.api.batch import answers as batch
-from pypto_serving.api.batch.schemas import RULES as BATCH_RULES
-from pypto_serving.api.batch.schemas import BatchBody
-from pypto_serving.api.common.fields import CHAT_RULES, COMPLETION_RULES, DETOKENIZE_RULES, TOKENIZE_RULES, FieldRules
-from pypto_serving.api.common.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from pypto_serving.api.decisions import answers as decisions
-from pypto_serving.api.decisions.schemas import RULES as DECISION_RULES
-from pypto_serving.api.decisions.schemas import DecisionBody
-from pypto_serving.api.openai import answers as openai
-from pypto_serving.api.openai.answers import Answer, Error
-from pypto_serving.api.responses import answers as response_answers
-from pypto_serving.api.responses.events import ResponseEvent
-from pypto_serving.api.responses.schemas import RULES as RESPONSES_RULES
-from pypto_serving.api.responses.schemas import ResponsesBody
+from pypto_serving.api.common.answers import Answer, Error
+from pypto_serving.api.common.body import Body
 from pypto_serving.api.status import PROBES
 from pypto_serving.types.tier import TIERS
 
 REFERENCE = "#/components/schemas/{name}"
-BODIES: dict[type[BaseModel], FieldRules] = {
-    CompletionBody: COMPLETION_RULES,
-    ChatBody: CHAT_RULES,
-    TokenizeBody: TOKENIZE_RULES,
-    DetokenizeBody: DETOKENIZE_RULES,
-    MessagesBody: MESSAGES_RULES,
-    CountTokensBody: MESSAGES_RULES,
-    ResponsesBody: RESPONSES_RULES,
-    DecisionBody: DECISION_RULES,
-    BatchBody: BATCH_RULES,
-}
-ANSWERS = (
-    *openai.ANSWERS,
-    *anthropic.ANSWERS,
-    *decisions.ANSWERS,
-    *response_answers.ANSWERS,
-    ResponseEvent,
-    *batch.ANSWERS,
-)
+_referenced: set[type[Answer] | type[Body]] = set()
+"""All that the routes refer to, whose schemas the document has."""
 _ERRORS = {
     400: "The request cannot be served as sent; the message says why.",
     401: "The API key is missing or wrong.",
@@ -106,7 +73,7 @@ MODEL_PARAMETER = {
 }
 
 
-class Endpoint(Route):
+class ApiRoute(Route):
     """A route that the document describes: its `answers` by status, its `body` and its `parameters`."""
 
     def __init__(
@@ -115,7 +82,7 @@ class Endpoint(Route):
         path: str,
         handler: Callable[[Request], Awaitable[Response]],
         answers: Mapping[int, Any],
-        body: type[BaseModel] | dict[str, Any] | None = None,
+        body: type[Body] | dict[str, Any] | None = None,
         parameters: Iterable[dict[str, Any]] = (),
     ) -> None:
         super().__init__(path, handler)
@@ -142,8 +109,9 @@ class Endpoint(Route):
         return described | {"security": []} if needs_key and is_public else described
 
 
-def reference(kind: type[Answer] | type[BaseModel]) -> dict[str, str]:
-    """Refer to the schema of an answer or a body."""
+def reference(kind: type[Answer] | type[Body]) -> dict[str, str]:
+    """Refer to the schema of an answer or a body, which the document then has."""
+    _referenced.add(kind)
     return {"$ref": REFERENCE.format(name=kind.__name__)}
 
 
@@ -176,7 +144,7 @@ def document(routes: Iterable[BaseRoute], needs_key: bool) -> bytes:
     """Describe the endpoints among `routes`, which need an API key or do not, in OpenAPI's format, version 3.1."""
     paths: dict[str, dict[str, Any]] = defaultdict(dict)
     for route in routes:
-        if isinstance(route, Endpoint):
+        if isinstance(route, ApiRoute):
             paths[route.path_format][route.method.lower()] = route.operation(needs_key)
     described: dict[str, Any] = {
         "openapi": "3.1.0",
@@ -191,10 +159,13 @@ def document(routes: Iterable[BaseRoute], needs_key: bool) -> bytes:
 
 
 def _schemas() -> dict[str, dict[str, Any]]:
-    schemas = msgspec.json.schema_components(ANSWERS, ref_template=REFERENCE)[1]
-    for kind, rules in BODIES.items():
+    answers = [kind for kind in _referenced if issubclass(kind, Answer)]
+    schemas = msgspec.json.schema_components(answers, ref_template=REFERENCE)[1]
+    for kind in _referenced:
+        if not issubclass(kind, Body):
+            continue
         schema = kind.model_json_schema(ref_template=REFERENCE.replace("{name}", "{model}"))
-        for name, values in rules.neutral.items():
+        for name, values in kind.rules.neutral.items():
             schema["properties"][name] = {
                 "description": "Not supported; these change nothing.",
                 "enum": [*values, None],
@@ -227,5 +198,5 @@ def named_event(kinds: Any) -> dict[str, Any]:
     return {"description": text, "type": "object", "properties": properties, "required": ["event", "data"]}
 
 
-def _json(kind: type[Answer] | type[BaseModel]) -> dict[str, Any]:
+def _json(kind: type[Answer] | type[Body]) -> dict[str, Any]:
     return {"application/json": {"schema": reference(kind)}}

@@ -15,16 +15,15 @@ from pypto_serving.api.anthropic.schemas import CountTokensBody, MessagesBody
 from pypto_serving.api.batch import endpoints as batch
 from pypto_serving.api.batch.answers import Batch, BatchList, DeletedFile, File, FileList
 from pypto_serving.api.batch.schemas import BatchBody
-from pypto_serving.api.common.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from pypto_serving.api.decisions.answers import Decision
-from pypto_serving.api.decisions.endpoint import create_decision
+from pypto_serving.api.decisions.endpoint import Decision, create_decision
 from pypto_serving.api.decisions.schemas import DecisionBody
 from pypto_serving.api.openai import answers as openai
-from pypto_serving.api.openai.answers import HealthState, RenderedRequest
+from pypto_serving.api.openai.answers import RenderedRequest
 from pypto_serving.api.openai.chat import create_chat_completion
 from pypto_serving.api.openai.completions import create_completion
 from pypto_serving.api.openai.models import list_models, retrieve_model
 from pypto_serving.api.openai.render import render_chat_completion, render_completion
+from pypto_serving.api.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from pypto_serving.api.openai.tokenize import detokenize, tokenize
 from pypto_serving.api.openapi import (
     GENERATING,
@@ -32,14 +31,14 @@ from pypto_serving.api.openapi import (
     PAGE,
     TIER_PARAMETER,
     UPLOAD,
-    Endpoint,
+    ApiRoute,
     document,
     event,
     named_event,
     reference,
     responses,
 )
-from pypto_serving.api.responses.answers import DeletedResponse, ItemList, ResponseObject
+from pypto_serving.api.responses.answers import DeletedResponse, ItemList, ResponseEvent, ResponseObject
 from pypto_serving.api.responses.endpoints import (
     cancel_response,
     create_response,
@@ -47,9 +46,20 @@ from pypto_serving.api.responses.endpoints import (
     list_input_items,
     retrieve_response,
 )
-from pypto_serving.api.responses.events import ResponseEvent
 from pypto_serving.api.responses.schemas import ResponsesBody
-from pypto_serving.api.status import health, load, metrics, ready, reset_prefix_cache, server_info, show_version
+from pypto_serving.api.status import (
+    HealthState,
+    Load,
+    ServerInfo,
+    Version,
+    health,
+    load,
+    metrics,
+    ready,
+    reset_prefix_cache,
+    server_info,
+    show_version,
+)
 from pypto_serving.api.web.dashboard import show_stats
 from pypto_serving.api.web.pages import ASSETS, PAGES, show_page
 
@@ -70,7 +80,7 @@ def _stored(answer: Any, *errors: int) -> dict[int, Any]:
     return responses(answer, 400, 404, 507, *errors)
 
 
-get, post, delete = partial(Endpoint, "GET"), partial(Endpoint, "POST"), partial(Endpoint, "DELETE")
+get, post, delete = partial(ApiRoute, "GET"), partial(ApiRoute, "POST"), partial(ApiRoute, "DELETE")
 hidden = partial(Route, include_in_schema=False)
 
 _RENDERED = reference(RenderedRequest)
@@ -99,9 +109,9 @@ ROUTES = (
     get("/v1/models/{model_id:path}", retrieve_model, responses(openai.Model, 404), parameters=[MODEL_PARAMETER]),
     get("/health", health, responses(HealthState, busy=HealthState)),
     get("/ready", ready, responses(HealthState, 429, busy=HealthState)),
-    get("/load", load, responses(openai.Load)),
-    get("/server_info", server_info, responses(openai.ServerInfo)),
-    get("/version", show_version, responses(openai.Version)),
+    get("/load", load, responses(Load)),
+    get("/server_info", server_info, responses(ServerInfo)),
+    get("/version", show_version, responses(Version)),
     get("/metrics", metrics, responses("text/plain")),
     post("/reset_prefix_cache", reset_prefix_cache, responses("text/plain", 400), parameters=[TIER_PARAMETER]),
     hidden("/health", health, methods=["HEAD"]),

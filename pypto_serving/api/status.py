@@ -2,18 +2,64 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from pypto_serving import __version__
+from pypto_serving.api.common.answers import Answer
 from pypto_serving.api.service import Service
 from pypto_serving.engine.metrics import CONTENT_TYPE
 from pypto_serving.errors import RequestError
-from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.tier import TIERS
+
+
+class HealthState(Answer):
+    status: Literal["ready", "loading", "draining", "stalled", "silent", "dead"]
+    detail: str
+    last_step_age_s: float
+
+
+class Load(Answer):
+    """`server_load`: requests in the server. `kv_usage`: share of the blocks in use, of the fullest KV group."""
+
+    server_load: int
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+
+
+class KVGroupInfo(Answer):
+    name: str
+    block_size: int
+    num_blocks: int
+
+
+KVGroupInfo.__name__ = "KVGroup"
+"""Its name in /openapi.json."""
+
+
+class ServerInfo(Answer):
+    version: str
+    served_model_names: list[str]
+    architecture: str
+    replicas: int
+    max_body_bytes: int
+    default_sampling: dict[str, float]
+    backend: str
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+    max_num_seqs: int
+    max_queued_requests: int
+    kv_groups: list[KVGroupInfo]
+
+
+class Version(Answer):
+    version: str
+
 
 PROBES = frozenset({"/health", "/ready", "/ping"})
 """Paths that need no API key."""
@@ -39,50 +85,41 @@ async def load(request: Request) -> Response:
     """Answer with the number of requests in the server, and what its replicas do with them."""
     service: Service = request.app.state.service
     stats = [engine.stats for engine in service.engine.engines]
-    body = {
-        "server_load": service.admission.in_flight,
-        "num_running": sum(one.num_running for one in stats),
-        "num_waiting": sum(one.num_waiting for one in stats),
-        "kv_usage": max((usage for one in stats for usage in one.kv_usage), default=0.0),
-    }
-    return _json(body)
+    answer = Load(
+        server_load=service.admission.in_flight,
+        num_running=sum(one.num_running for one in stats),
+        num_waiting=sum(one.num_waiting for one in stats),
+        kv_usage=max((usage for one in stats for usage in one.kv_usage), default=0.0),
+    )
+    return _json(answer)
 
 
 async def server_info(request: Request) -> Response:
     """Answer with what this server serves, and its limits."""
     service: Service = request.app.state.service
-    serving = service.serving
-    body = {
-        "version": __version__,
-        "served_model_names": serving.served_model_names,
-        "architecture": serving.architecture,
-        "replicas": len(service.engine.engines),
-        "max_body_bytes": serving.max_body_bytes,
-        "default_sampling": serving.default_sampling.effective(),
-        **_engine_info(service.engine.config),
-    }
-    return _json(body)
-
-
-def _engine_info(config: EngineConfig) -> dict[str, Any]:
-    groups = [
-        {"name": group.name, "block_size": group.block_size, "num_blocks": count}
-        for group, count in zip(config.cache.groups, config.cache.num_blocks, strict=True)
-    ]
-    return {
-        "backend": config.worker.backend,
-        "dtype": config.model.dtype,
-        "max_model_len": config.limits.max_model_len,
-        "vocab_size": config.model.vocab_size,
-        "max_num_seqs": config.limits.max_num_seqs,
-        "max_queued_requests": config.scheduler.max_queued_requests,
-        "kv_groups": groups,
-    }
+    serving, config = service.serving, service.engine.config
+    groups = zip(config.cache.groups, config.cache.num_blocks, strict=True)
+    answer = ServerInfo(
+        version=__version__,
+        served_model_names=list(serving.served_model_names),
+        architecture=serving.architecture,
+        replicas=len(service.engine.engines),
+        max_body_bytes=serving.max_body_bytes,
+        default_sampling=serving.default_sampling.effective(),
+        backend=config.worker.backend,
+        dtype=config.model.dtype,
+        max_model_len=config.limits.max_model_len,
+        vocab_size=config.model.vocab_size,
+        max_num_seqs=config.limits.max_num_seqs,
+        max_queued_requests=config.scheduler.max_queued_requests,
+        kv_groups=[KVGroupInfo(group.name, group.block_size, num_blocks) for group, num_blocks in groups],
+    )
+    return _json(answer)
 
 
 async def show_version(request: Request) -> Response:
     """Answer with the version of this server."""
-    return _json({"version": __version__})
+    return _json(Version(__version__))
 
 
 async def reset_prefix_cache(request: Request) -> Response:

@@ -15,7 +15,8 @@ import httpx
 import msgspec
 import openai
 
-from pypto_serving.api.openai.answers import ChatCompletion, ChatCompletionChunk, Completion, Error
+from pypto_serving.api.common.answers import Error
+from pypto_serving.api.openai.answers import ChatCompletion, ChatCompletionChunk, Completion
 from pypto_serving.api.run import ApiServer
 from pypto_serving.api.server import create_app
 from pypto_serving.api.settings import ServingConfig

@@ -12,11 +12,11 @@ import pytest
 from openai.types.decision_create_params import DecisionCreateParams
 from pydantic import TypeAdapter
 
+from pypto_serving.api.common.answers import Error
 from pypto_serving.api.common.body import ReadBody
-from pypto_serving.api.decisions import body as decision_body
-from pypto_serving.api.decisions.answers import Decision
+from pypto_serving.api.decisions import decision_body
+from pypto_serving.api.decisions.endpoint import Decision
 from pypto_serving.api.generation.labels import LabelTree, concentration, labels_of, probabilities
-from pypto_serving.api.openai.answers import Error
 from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.settings import load_serving_config
 from pypto_serving.errors import RequestError

@@ -244,7 +244,7 @@ def test_an_unforeseen_error_within_a_stream_is_named_too(
     def broken(form: object, delta: object) -> bytes:
         raise ZeroDivisionError("secret")
 
-    monkeypatch.setattr("pypto_serving.api.common.sse.EventFormat.event", broken)
+    monkeypatch.setattr("pypto_serving.api.openai.event_format.EventFormat.event", broken)
     response = server.post(PATH, {"prompt": "a", "stream": True})
     message = json.loads(response.text.removeprefix("data: "))["error"]["message"]
     name = re.search(r"cmpl-\w+", message)
@@ -329,7 +329,7 @@ def test_no_bytes_make_the_server_fail(server: RunningServer, raw: bytes) -> Non
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
-    ("part", "stream"), [("openai.sse.EventFormat.__init__", False), ("respond.EventStream.init_headers", True)]
+    ("part", "stream"), [("openai.event_format.EventFormat.__init__", False), ("common.respond.EventStream.init_headers", True)]
 )
 def test_a_defect_before_the_answer_leaves_nothing_registered(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, path: str, part: str, stream: bool

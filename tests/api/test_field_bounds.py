@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from pypto_serving.api.anthropic.schemas import MessagesBody
 from pypto_serving.api.batch.schemas import MAX_METADATA, MAX_METADATA_CHARS, BatchBody
 from pypto_serving.api.chat.tools import MAX_DEPTH, MAX_NAME_CHARS, MAX_TOOLS
-from pypto_serving.api.common.schemas import MAX_MESSAGES, MAX_PING_S
-from pypto_serving.api.responses import responses_body
+from pypto_serving.api.common.body import MAX_MESSAGES, MAX_PING_S
+from pypto_serving.api.responses import response_body
 from pypto_serving.api.responses.schemas import MAX_ID_CHARS, ResponsesBody
 from pypto_serving.api.settings import load_serving_config
 from pypto_serving.api.text.tokenizer import Tokenizer
@@ -93,7 +93,7 @@ def tool_bounds(path: str, name: str, schema: str) -> list[Bound]:
     ]
 
 
-CHARS, LONG = responses_body.MAX_KEY_CHARS, responses_body.MAX_VALUE_CHARS
+CHARS, LONG = response_body.MAX_KEY_CHARS, response_body.MAX_VALUE_CHARS
 SILENT = {"type": "reasoning", "summary": []}
 CASES = [
     Bound(RESPONSES, "sse_ping_interval", MAX_PING_S, MAX_PING_S + 1),
@@ -108,7 +108,7 @@ CASES = [
     Bound(RESPONSES, "top_logprobs", 0, -1, beside=LOGPROBS),
     Bound(RESPONSES, "top_logprobs", MAX_LOGPROBS, MAX_LOGPROBS + 1, beside=LOGPROBS),
     Bound(RESPONSES, "include", LOGPROBS["include"] * 16, LOGPROBS["include"] * 17),
-    Bound(RESPONSES, "metadata", entries(responses_body.MAX_METADATA), entries(responses_body.MAX_METADATA + 1)),
+    Bound(RESPONSES, "metadata", entries(response_body.MAX_METADATA), entries(response_body.MAX_METADATA + 1)),
     Bound(RESPONSES, "metadata", {"x" * CHARS: ""}, {"x" * (CHARS + 1): ""}),
     Bound(RESPONSES, "metadata", {"x": "x" * LONG}, {"x": "x" * (LONG + 1)}),
     Bound(RESPONSES, "text", form("x" * CHARS), form("x" * (CHARS + 1)), "text.format.name"),

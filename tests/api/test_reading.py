@@ -21,8 +21,7 @@ import msgspec
 import psutil
 import pytest
 
-from pypto_serving.api.common.body import Endpoint, ReadBody
-from pypto_serving.api.common.schemas import MAX_MESSAGES
+from pypto_serving.api.common.body import MAX_MESSAGES, Endpoint, ReadBody
 from pypto_serving.api.reading import bodies, loop
 from pypto_serving.api.reading.__main__ import answer
 from pypto_serving.api.reading.bodies import BodyProcess

@@ -14,8 +14,7 @@ from starlette.types import Message
 
 from pypto_serving.api import run
 from pypto_serving.api.common import respond
-from pypto_serving.api.common.respond import begun, pinging
-from pypto_serving.api.common.sse import PING
+from pypto_serving.api.common.respond import PING, begun, pinging
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.types.request import RequestFault
 from tests.api.checkpoint import TEXT

@@ -11,8 +11,9 @@ import msgspec
 import pytest
 
 from pypto_serving.api.common import body as bodies
+from pypto_serving.api.common.answers import Error
 from pypto_serving.api.openai import render
-from pypto_serving.api.openai.answers import Detokenized, Error, RenderedRequest, Tokenized
+from pypto_serving.api.openai.answers import Detokenized, RenderedRequest, Tokenized
 from pypto_serving.api.text.tokenizer import Tokenizer
 from tests.api.bad_bodies import HELLO
 from tests.api.checkpoint import TEXT, write_checkpoint

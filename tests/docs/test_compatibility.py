@@ -15,10 +15,10 @@ from openai.types.responses import response_create_params as responses
 
 from pypto_serving.api.anthropic.schemas import RULES as MESSAGES_RULES
 from pypto_serving.api.anthropic.schemas import MessagesBody
-from pypto_serving.api.common.fields import CHAT_RULES, COMPLETION_RULES, FieldRules
-from pypto_serving.api.common.schemas import Body, ChatBody, CompletionBody
+from pypto_serving.api.common.body import Body, FieldRules
 from pypto_serving.api.decisions.schemas import RULES as DECISION_RULES
 from pypto_serving.api.decisions.schemas import DecisionBody
+from pypto_serving.api.openai.schemas import CHAT_RULES, COMPLETION_RULES, ChatBody, CompletionBody
 from pypto_serving.api.responses.schemas import RULES as RESPONSES_RULES
 from pypto_serving.api.responses.schemas import ResponsesBody
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from pypto_serving.api.common.fields import CHAT_RULES, COMPLETION_RULES
-from pypto_serving.api.common.schemas import ChatBody, CompletionBody
+from pypto_serving.api.openai.schemas import CHAT_RULES, COMPLETION_RULES, ChatBody, CompletionBody
 from tests.api.templates import HERMES, OPENED, SWITCHED, with_tools
 
 FIELDS = sorted(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pypto_serving.api.openai.answers import Answer
+from pypto_serving.api.common.answers import Answer
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
@@ -141,4 +141,3 @@ MessageEvent = (
     | MessageError
 )
 """One event of POST /v1/messages with `stream`."""
-ANSWERS: tuple[Any, ...] = (Message, TokenCount, MessageError, MessageEvent)

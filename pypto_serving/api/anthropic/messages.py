@@ -1,17 +1,38 @@
-"""Serve POST /v1/messages and /v1/messages/count_tokens."""
+"""Write one message: whole, or as server-sent events."""
 
 from __future__ import annotations
 
+import json
 import uuid
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pypto_serving.api.anthropic.format import MessageFormat
-from pypto_serving.api.common.body import BodySource
-from pypto_serving.api.common.respond import respond
-from pypto_serving.api.http.errors import ANTHROPIC_ID_HEADER
-from pypto_serving.api.openai.tokenize import answer_read
+from pypto_serving.api.anthropic.answers import (
+    ContentBlock,
+    ContentBlockStart,
+    ContentBlockStop,
+    Message,
+    MessageDelta,
+    MessageEnd,
+    MessageStart,
+    MessageStop,
+    MessageUsage,
+    Ping,
+    StopReason,
+    TextBlock,
+    ThinkingBlock,
+    ThinkingTokens,
+    ToolUseBlock,
+)
+from pypto_serving.api.chat.formats import OutputFormat
+from pypto_serving.api.chat.output import Part, TextPart, ToolCallStart
+from pypto_serving.api.common.body import BodySource, answer_read
+from pypto_serving.api.common.respond import encode, named, one_line, respond
+from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage
+from pypto_serving.api.http.errors import ANTHROPIC_ID_HEADER, ApiError
 
 PING_S = 10.0
 """A stream that is silent for so long sends `ping`."""
@@ -33,3 +54,173 @@ async def count_tokens(request: Request) -> Response:
     answer = await answer_read(request, "count_tokens")
     answer.headers[ANTHROPIC_ID_HEADER] = request.state.request_id
     return answer
+
+
+_FIELDS = {"text": b'"text_delta","text"', "thinking": b'"thinking_delta","thinking"'}
+_CALL_FIELDS = b'"input_json_delta","partial_json"'
+
+
+class MessageFormat:
+    """Write the answer of one request. See AnswerFormat.
+
+    A message is a list of blocks: text, thinking and calls, in the order of the output. A part of the output adds to
+    the last block, or begins the next one. `cut` tells that the context ends before the client's max_tokens.
+    """
+
+    def __init__(self, message_id: str, model: str, form: OutputFormat | None, request_id: str, cut: bool) -> None:
+        self._id = message_id
+        self._model = model
+        self._form = form or OutputFormat()
+        self._parser = self._form()
+        self._request_id = request_id
+        self._cut = cut
+        self._opened = False
+        self._index = -1
+        self._kind = ""
+        self._calls = False
+        self._stop_reason: StopReason | None = None
+        self._stop_sequence: str | None = None
+
+    def response(self, outputs: list[ChoiceOutput], usage: TokenUsage) -> Message:
+        """Write the whole message."""
+        (output,) = outputs
+        content: list[ContentBlock] = []
+        texts: list[list[str]] = []
+        for part in self._parts(output.texts, True):
+            if self._begins(part):
+                content.append(self._begin(part))
+                texts.append([])
+            if not isinstance(part, ToolCallStart):
+                texts[-1].append(part.text)
+        for block, pieces in zip(content, texts, strict=True):
+            text = "".join(pieces)
+            match block:
+                case TextBlock():
+                    block.text = text
+                case ThinkingBlock():
+                    block.thinking, block.signature = text, self._id
+                case ToolUseBlock():
+                    block.input = _object(text)
+        self._finish(output.finish_reason, output.stop_reason)
+        return self._message(content, usage)
+
+    def opening(self, usage: TokenUsage) -> bytes:
+        """Write `message_start`, unless a ping did already."""
+        if self._opened:
+            return b""
+        self._opened = True
+        return named(MessageStart(self._message([], usage)))
+
+    def ping(self, usage: TokenUsage) -> bytes:
+        """Write `ping`, after `message_start`, with which every stream begins."""
+        return self.opening(usage) + named(Ping())
+
+    @property
+    def writer(self) -> Callable[[Delta], bytes]:
+        return self._write
+
+    def closing(self, usage: TokenUsage) -> bytes:
+        """Write `message_delta` and `message_stop`."""
+        assert self._stop_reason is not None
+        end = MessageEnd(self._stop_reason, self._stop_sequence)
+        return named(MessageDelta(end, usage_object(usage))) + named(MessageStop())
+
+    def failure(self, error: ApiError) -> bytes:
+        """Write `error`, which ends the stream."""
+        return b"event: error\ndata: " + one_line(error.anthropic_payload(self._request_id)) + b"\n\n"
+
+    def _write(self, delta: Delta) -> bytes:
+        ends = delta.finish_reason is not None
+        written = b"".join(map(self._part_events, self._parts((delta.text,), ends)))
+        if ends:
+            written += self._close()
+            self._finish(delta.finish_reason, delta.stop_reason)
+        return written
+
+    def _parts(self, texts: Iterable[str], ends: bool) -> list[Part]:
+        parts = [part for text in texts for part in self._parser.push(text)]
+        return parts + self._parser.finish() if ends else parts
+
+    def _part_events(self, part: Part) -> bytes:
+        change = b""
+        if self._begins(part):
+            change = self._close()
+            block = self._begin(part)
+            change += named(ContentBlockStart(self._index, block))
+        if isinstance(part, ToolCallStart):
+            return change
+        return change + self._delta(_FIELDS.get(self._kind, _CALL_FIELDS), part.text)
+
+    def _delta(self, fields: bytes, text: str) -> bytes:
+        return (
+            b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":%b:%b}}\n\n'
+            % (self._index, fields, one_line(encode(text)))
+        )
+
+    def _begins(self, part: Part) -> bool:
+        return isinstance(part, ToolCallStart) or _kind(part) != self._kind
+
+    def _begin(self, part: Part) -> ContentBlock:
+        """Begin a block; return it without its text."""
+        self._kind = _kind(part)
+        self._index += 1
+        if self._kind == "text":
+            return TextBlock("")
+        if self._kind == "thinking":
+            return ThinkingBlock("", "")
+        self._calls = True
+        name = part.name if isinstance(part, ToolCallStart) else ""
+        return ToolUseBlock(self._form.new_call_id("toolu_"), name, {})
+
+    def _close(self) -> bytes:
+        """Write the end of the last block. Thinking is signed with the message's id, which nobody checks."""
+        if self._index < 0:
+            return b""
+        signed = self._delta(b'"signature_delta","signature"', self._id) if self._kind == "thinking" else b""
+        return signed + named(ContentBlockStop(self._index))
+
+    def _finish(self, reason: str | None, stopped_by: str | int | None) -> None:
+        """Note why the output ended: `stopped_by` a stop string, or the id of a token."""
+        if reason == "length":
+            self._stop_reason = "model_context_window_exceeded" if self._cut else "max_tokens"
+        elif isinstance(stopped_by, str):
+            self._stop_reason, self._stop_sequence = "stop_sequence", stopped_by
+        else:
+            self._stop_reason = "tool_use" if self._calls else "end_turn"
+
+    def _message(self, content: list[ContentBlock], usage: TokenUsage) -> Message:
+        return Message(
+            id=self._id,
+            role="assistant",
+            model=self._model,
+            content=content,
+            stop_reason=self._stop_reason,
+            stop_sequence=self._stop_sequence,
+            usage=usage_object(usage),
+        )
+
+
+def usage_object(usage: TokenUsage) -> MessageUsage:
+    """Write token counts. Those of the prompt are either read from the cache, or computed."""
+    return MessageUsage(
+        input_tokens=usage.num_prompt_tokens - usage.num_cached_tokens,
+        cache_creation_input_tokens=0,
+        cache_read_input_tokens=usage.num_cached_tokens,
+        output_tokens=usage.num_output_tokens,
+        output_tokens_details=ThinkingTokens(usage.num_reasoning_tokens),
+    )
+
+
+def _kind(part: Part) -> str:
+    if isinstance(part, TextPart):
+        return "thinking" if part.kind == "reasoning" else "text"
+    return "tool_use"
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """Return the arguments of a call; text that is no JSON object, which a model may write, is the only one."""
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"arguments": arguments}

@@ -9,13 +9,11 @@ import msgspec
 
 from pypto_serving.api.anthropic.answers import TokenCount
 from pypto_serving.api.anthropic.history import read_history
-from pypto_serving.api.anthropic.schemas import RULES, CountTokensBody, MessagesBody
+from pypto_serving.api.anthropic.schemas import CountTokensBody, MessagesBody
 from pypto_serving.api.anthropic.tools import read_tool_use
 from pypto_serving.api.chat.effort import check_effort
 from pypto_serving.api.chat.tools import refuse
-from pypto_serving.api.common.body import Answered, ReadBody, parse_json
-from pypto_serving.api.common.fields import IgnoredFields
-from pypto_serving.api.common.shown import Shown
+from pypto_serving.api.common.body import Answered, IgnoredFields, ReadBody, Shown, parse_json
 from pypto_serving.api.generation.chat_request import ChatRequest, encode_chat, fit_chat
 from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.settings import ServingConfig
@@ -56,7 +54,7 @@ def read_messages(prompter: Prompter, serving: ServingConfig, raw: bytes | bytea
         model=serving.resolve_model(body.model),
         stream=bool(body.stream),
         ping_s=None,
-        ignored=IgnoredFields.of(RULES.screen(body.extra)),
+        ignored=IgnoredFields.of(body.unknown_fields()),
         shown=Shown(),
         prompts=[prompt],
         params=fitted,
@@ -71,7 +69,7 @@ def read_count_tokens(prompter: Prompter, serving: ServingConfig, raw: bytes | b
     body = parse_json(raw, CountTokensBody)
     token_ids, _ = encode_chat(prompter, _chat(prompter, body, SamplingParams()))
     serving.resolve_model(body.model)
-    return Answered(IgnoredFields.of(RULES.screen(body.extra)), msgspec.json.encode(TokenCount(len(token_ids))))
+    return Answered(IgnoredFields.of(body.unknown_fields()), msgspec.json.encode(TokenCount(len(token_ids))))
 
 
 def _chat(prompter: Prompter, body: CountTokensBody, params: SamplingParams) -> ChatRequest:

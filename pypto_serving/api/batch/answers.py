@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from pypto_serving.api.openai.answers import Answer
+from pypto_serving.api.common.answers import Answer
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "cancelling", "cancelled"]
 FINAL: tuple[Status, ...] = ("failed", "completed", "cancelled")
@@ -93,6 +93,3 @@ class BatchList(Shown):
     first_id: str | None
     last_id: str | None
     object: Literal["list"] = "list"
-
-
-ANSWERS: tuple[type[Answer], ...] = (File, FileList, DeletedFile, Batch, BatchList)

@@ -16,10 +16,9 @@ from starlette.responses import Response, StreamingResponse
 from pypto_serving.api.batch.answers import Batch, BatchList, DeletedFile, File, FileList
 from pypto_serving.api.batch.batches import Batches
 from pypto_serving.api.batch.multipart import read_form
-from pypto_serving.api.batch.schemas import MAX_METADATA_CHARS, RULES, BatchBody
+from pypto_serving.api.batch.schemas import MAX_METADATA_CHARS, BatchBody
 from pypto_serving.api.batch.store import StorageError, Store
-from pypto_serving.api.common.body import parse_json, read_body, require_json, telling_when_parsed
-from pypto_serving.api.common.paging import read_page
+from pypto_serving.api.common.body import parse_json, read_body, read_page, require_json, telling_when_parsed
 from pypto_serving.api.http.keys import sent_key
 from pypto_serving.api.service import Service
 from pypto_serving.errors import RequestError
@@ -92,7 +91,7 @@ async def create_batch(request: Request) -> Response:
     with telling_when_parsed(request):
         body = parse_json(await _body(request), BatchBody)
     service: Service = request.app.state.service
-    service.warn_ignored(RULES.screen(body.extra))
+    service.warn_ignored(body.unknown_fields())
     if any(len(part) > MAX_METADATA_CHARS for entry in (body.metadata or {}).items() for part in entry):
         raise RequestError(f"metadata has more than {MAX_METADATA_CHARS} characters in one place", param="metadata")
     return _json(_batches(request).create(_store(request), body))

@@ -13,7 +13,7 @@ import msgspec
 
 from pypto_serving.api.batch.direct import Direct
 from pypto_serving.api.batch.lines import Request, key_of, require_beginning, write
-from pypto_serving.api.batch.locking import lock
+from pypto_serving.api.batch.store import lock
 from pypto_serving.api.common.respond import CLIENT_CLOSED_REQUEST
 
 BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)

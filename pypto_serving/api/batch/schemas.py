@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from pypto_serving.api.common.fields import FieldRules
-from pypto_serving.api.common.schemas import Body
+from pypto_serving.api.common.body import Body, FieldRules
 
 MAX_METADATA, MAX_METADATA_CHARS = 16, 512
-RULES = FieldRules({}, frozenset({"output_expires_after"}))
 
 
 class BatchBody(Body):
     """The body of POST /v1/batches."""
+
+    rules: ClassVar[FieldRules] = FieldRules(accepted=frozenset({"output_expires_after"}))
 
     input_file_id: str
     endpoint: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
@@ -14,7 +15,6 @@ from typing import BinaryIO, TypeVar
 import msgspec
 
 from pypto_serving.api.batch.answers import Batch, File
-from pypto_serving.api.batch.locking import lock
 from pypto_serving.errors import ConfigError, RequestError
 
 MAX_FILES, MAX_BATCHES = 1000, 1000
@@ -198,3 +198,13 @@ def _salt(folder: Path) -> bytes:
         fresh.write_bytes(os.urandom(32))
         fresh.replace(path)
     return path.read_bytes()
+
+
+def lock(file: BinaryIO) -> None:
+    """Lock a file until it is closed, where its file system can. Raises BlockingIOError if somebody else has."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:  # a file system without locks
+        pass

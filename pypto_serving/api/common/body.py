@@ -1,43 +1,91 @@
-"""Parse request bodies; every malformed one is a 4xx. What they say is a ReadBody."""
+"""Read and parse request bodies; every malformed one is a 4xx. What one says is a ReadBody."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol, TypeVar
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from msgspec.structs import replace
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
+from starlette.responses import Response
 
 from pypto_serving.api.chat.formats import OutputFormat
-from pypto_serving.api.common.fields import STREAM_OPTION_RULES, FieldRules, IgnoredFields
-from pypto_serving.api.common.invalid import explain
-from pypto_serving.api.common.params import cache_salt_of, priority_of
-from pypto_serving.api.common.schemas import Body, GenerationBody
-from pypto_serving.api.common.shown import Shown
 from pypto_serving.api.generation.labels import Asked
 from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, new_scores
-from pypto_serving.api.http.errors import MAX_DROPPED_BODIES, BodyTooLargeError, ContentTypeError
+from pypto_serving.api.http.errors import (
+    MAX_DROPPED_BODIES,
+    BodyTooLargeError,
+    ContentTypeError,
+)
 from pypto_serving.api.http.middleware import BODY_PARSED
-from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import RequestError
 from pypto_serving.types.guide import Guide
-from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.types.sampling import (
+    SamplingParams,
+)
+from pypto_serving.util import brief, one_of
 
+Generating = Literal["completions", "chat", "messages", "decisions", "responses"]
+Answering = Literal["count_tokens", "tokenize", "detokenize"]
+Endpoint = Literal[Generating, Answering]
+Prepare = Callable[[bytearray], bytearray]
+"""Changes a body before it is read."""
+TRUNCATED_HEADER = "x-truncated-prompt-tokens"
+IGNORED_HEADER = "x-ignored-fields"
 MAX_VALUES = 2_000_000
 """Bounds the values of a body before it is parsed, by the characters that come with each."""
 MAX_ANSWERED_TOKENS = 2_000_000
 """Bounds the token ids that one answer lists."""
-TRUNCATED_HEADER = "x-truncated-prompt-tokens"
-AnyBody = TypeVar("AnyBody", bound=Body)
-BodyT = TypeVar("BodyT", bound=GenerationBody)
-Generating = Literal["completions", "chat", "messages", "decisions", "responses"]
-Prepare = Callable[[bytearray], bytearray]
-"""Changes a body before it is read."""
-Answering = Literal["count_tokens", "tokenize", "detokenize"]
-Endpoint = Literal[Generating, Answering]
+MAX_IGNORED, MAX_NAME_CHARS = 32, 64
+"""Ignored fields of a request that are named, and characters of each name; the others are only counted."""
+MAX_MESSAGES = 16_384
+MAX_PING_S, MAX_SALT_CHARS = 3600, 1024
+
+
+class BodySource(Protocol):
+    """Where the bodies of requests are read."""
+
+    async def read(self, request: Request, endpoint: Generating, prepare: Prepare | None = None) -> ReadBody:
+        """Return what the body says, once `prepare` changed it.
+
+        Raises RequestError, and ClientDisconnect if the client leaves before.
+        """
+
+    async def answer(self, request: Request, endpoint: Answering) -> Answered:
+        """Return the answer to the body. Raises like `read`."""
+
+
+class Shown(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer shows, as the body asks.
+
+    - `request_id`: what the id of the answer ends with; None for the server's own.
+    - `n`: choices of each prompt, the best ones if more are made.
+    - `usage`, `usage_so_far`: the last event of a stream has the usage; each event has the usage so far.
+    - `logprobs`: so many most likely tokens beside each token of the text; None for no log-probabilities.
+    - `echo`: the text begins with the prompt.
+    - `prompt_logprobs`: so many most likely tokens beside each token of the prompt, in a field of their own.
+    - `token_ids`: those of prompt and output. `tokens_as_ids`: log-probabilities name tokens by their ids.
+    - `truncation`: how many tokens of the prompts were cut off.
+    - `service_tier`: the only one that there is, if the body names any.
+    """
+
+    request_id: str | None = None
+    n: int = 1
+    usage: bool = False
+    usage_so_far: bool = False
+    logprobs: int | None = None
+    echo: bool = False
+    prompt_logprobs: int | None = None
+    token_ids: bool = False
+    tokens_as_ids: bool = False
+    truncation: bool = False
+    service_tier: Literal["default"] | None = None
 
 
 class Repeated(msgspec.Struct, frozen=True):
@@ -46,6 +94,25 @@ class Repeated(msgspec.Struct, frozen=True):
     echo: bytes
     items: bytes
     store: bool
+
+
+class IgnoredFields(msgspec.Struct, frozen=True):
+    """Unknown fields of a body: the beginnings of the first names, and how many more there are."""
+
+    names: list[str]
+    num_more: int
+
+    @classmethod
+    def of(cls, names: list[str]) -> IgnoredFields:
+        return cls([name[:MAX_NAME_CHARS] for name in names[:MAX_IGNORED]], max(0, len(names) - MAX_IGNORED))
+
+    def header(self) -> dict[str, str]:
+        """Make the response header that lists them, in characters that a header may hold."""
+        if not self.names:
+            return {}
+        names = [re.sub(r"[^\w.\-\[\]]", "?", name, flags=re.ASCII) for name in self.names]
+        more = [f"and {self.num_more} more"] if self.num_more else []
+        return {IGNORED_HEADER: ", ".join(names + more)}
 
 
 class ReadBody(msgspec.Struct, frozen=True, tag="read", kw_only=True):
@@ -109,26 +176,19 @@ def check_num_answered(num_tokens: int, field: str | None) -> None:
         raise RequestError(message, param=field)
 
 
-class BodySource(Protocol):
-    """Where the bodies of requests are read."""
-
-    async def read(self, request: Request, endpoint: Generating, prepare: Prepare | None = None) -> ReadBody:
-        """Return what the body says, once `prepare` changed it.
-
-        Raises RequestError, and ClientDisconnect if the client leaves before.
-        """
-
-    async def answer(self, request: Request, endpoint: Answering) -> Answered:
-        """Return the answer to the body. Raises like `read`."""
+async def answer_read(request: Request, endpoint: Answering) -> Response:
+    """Answer as the reader of the body says."""
+    reading: BodySource = request.app.state.reading
+    answered = await reading.answer(request, endpoint)
+    return Response(answered.content, 200, answered.ignored.header(), "application/json")
 
 
-@contextmanager
-def telling_when_parsed(request: Request) -> Iterator[None]:
-    """Tell the connection after the block that the body needs no more memory."""
-    try:
-        yield
-    finally:
-        request.scope.get(BODY_PARSED, lambda: None)()
+def require_json(request: Request) -> None:
+    """Raise ContentTypeError unless the body is declared as JSON, which no form of a web page can do."""
+    declared = request.headers.get("content-type", "")
+    kind = declared.partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise ContentTypeError(f"Content-Type is {declared[:100]!r}, but must be application/json")
 
 
 async def read_body(request: Request, limit: int) -> bytearray:
@@ -151,6 +211,101 @@ async def read_body(request: Request, limit: int) -> bytearray:
     return body
 
 
+@contextmanager
+def telling_when_parsed(request: Request) -> Iterator[None]:
+    """Tell the connection after the block that the body needs no more memory."""
+    try:
+        yield
+    finally:
+        request.scope.get(BODY_PARSED, lambda: None)()
+
+
+def read_page(query: Mapping[str, str], ids: Sequence[str], default: int, most: int) -> slice:
+    """Return the places of the page that begins behind the id `after` and has `limit` entries, of `most` allowed."""
+    limit, after = query.get("limit", str(default)), query.get("after")
+    if not limit.isascii() or not limit.isdigit() or len(limit) > len(str(most)) or not 1 <= int(limit) <= most:
+        raise RequestError(f"limit is {brief(limit)}, but must be between 1 and {most}", param="limit")
+    if after is not None and after not in ids:
+        raise RequestError(f"after is {brief(after)}, but there is no such id", param="after")
+    start = 0 if after is None else ids.index(after) + 1
+    return slice(start, start + int(limit))
+
+
+class FieldRules(NamedTuple):
+    """Rules for the fields of one endpoint.
+
+    - `neutral`: unsupported fields; only the values listed, and null, are accepted, since they change nothing.
+    - `accepted`: fields without an effect; any value is accepted.
+    """
+
+    neutral: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
+    accepted: frozenset[str] = frozenset()
+
+
+def _require_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
+    if value is None or any(value == allowed and _is_truth(value) == _is_truth(allowed) for allowed in neutral):
+        return
+    if name in _SUCCESSORS:
+        message = f"{name} is not supported by this server: it is the old form of {_SUCCESSORS[name]}; send that"
+        raise RequestError(message, param=name, code="unsupported_field")
+    advice = f"leave it out or set it to {one_of([*map(json.dumps, neutral)])}" if neutral else "leave it out"
+    raise RequestError(
+        f"{name} = {brief(value)} is not supported by this server; {advice}",
+        param=name,
+        code="unsupported_field",
+    )
+
+
+_SUCCESSORS = {"functions": "tools", "function_call": "tool_choice"}
+
+
+def _is_truth(value: Any) -> bool:
+    """Return whether `value` is true or false, which Python takes for 1 and 0."""
+    return isinstance(value, bool)
+
+
+class Body(BaseModel):
+    """Base of all bodies and of objects in them."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+    rules: ClassVar[FieldRules] = FieldRules()
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """Return the fields that the schema lacks."""
+        return self.__pydantic_extra__ or {}
+
+    def unknown_fields(self, known: frozenset[str] = frozenset(), prefix: str = "") -> list[str]:
+        """Return the names in `extra` that are neither `known` nor in the rules.
+
+        Raises RequestError if an unsupported field is not neutral.
+        """
+        unknown = []
+        for name, value in self.extra.items():
+            if name in known:
+                continue
+            if name in self.rules.neutral:
+                _require_neutral(prefix + name, value, self.rules.neutral[name])
+            elif name not in self.rules.accepted:
+                unknown.append(prefix + name)
+        return unknown
+
+
+class StreamBody(Body):
+    """Fields of an answer that may be a stream."""
+
+    stream: bool | None = None
+    sse_ping_interval: int | None = Field(None, ge=-1, le=MAX_PING_S)
+
+    @property
+    def ping_s(self) -> float | None:
+        """Return after how many silent seconds a stream sends a comment; None for never."""
+        return self.sse_ping_interval if self.sse_ping_interval and self.sse_ping_interval > 0 else None
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
 def parse_json(raw: bytes | bytearray, schema: type[AnyBody]) -> AnyBody:
     """Return the body as `schema`. Raises RequestError naming the field at fault."""
     if len(raw) > MAX_VALUES and sum(map(raw.count, (b",", b"[", b"{"))) > MAX_VALUES:
@@ -162,33 +317,37 @@ def parse_json(raw: bytes | bytearray, schema: type[AnyBody]) -> AnyBody:
         raise explain(error) from None
 
 
-def parse_body(raw: bytes | bytearray, schema: type[BodyT], rules: FieldRules) -> tuple[BodyT, IgnoredFields]:
-    """Return the body as `schema` and its ignored fields. Raises RequestError naming the field at fault."""
-    body = parse_json(raw, schema)
-    unknown = rules.screen(body.extra)
-    if body.stream_options is not None:
-        if not body.stream:
-            raise RequestError("stream_options is only allowed together with stream = true", param="stream_options")
-        unknown += STREAM_OPTION_RULES.screen(body.stream_options.extra, "stream_options.")
-    return body, IgnoredFields.of(unknown)
+_ALLOWED: Mapping[str, str] = {
+    "string_type": "be a string",
+    "bool_type": "be true or false",
+    "int_type": "be an integer",
+    "float_type": "be a number",
+    "finite_number": "be a finite number",
+    "list_type": "be a list",
+    "dict_type": "be an object",
+    "model_type": "be an object",
+    "greater_than_equal": "be at least {ge}",
+    "less_than_equal": "be at most {le}",
+    "literal_error": "be {expected}",
+    "too_long": "have at most {max_length} entries",
+}
+"""What a value must do where pydantic finds an error of a kind."""
 
 
-def read_common(body: GenerationBody, ignored: IgnoredFields, serving: ServingConfig) -> dict[str, Any]:
-    """Return the fields of ReadBody that both endpoints share. Raises RequestError."""
-    return {
-        "model": serving.resolve_model(body.model),
-        "stream": bool(body.stream),
-        "ping_s": body.ping_s,
-        "ignored": ignored,
-        "priority": priority_of(body, serving.client_priority),
-        "cache_salt": cache_salt_of(body),
-        "timeout_s": body.timeout,
-    }
-
-
-def require_json(request: Request) -> None:
-    """Raise ContentTypeError unless the body is declared as JSON, which no form of a web page can do."""
-    declared = request.headers.get("content-type", "")
-    kind = declared.partition(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
-        raise ContentTypeError(f"Content-Type is {declared[:100]!r}, but must be application/json")
+def explain(error: ValidationError) -> RequestError:
+    """Describe the first validation error in one line."""
+    first = error.errors(include_url=False)[0]
+    kind, words = first["type"], first["msg"]
+    if kind == "json_invalid":
+        return RequestError(
+            f"the request body is not valid JSON: {words.removeprefix('Invalid JSON: ')}", code="invalid_json"
+        )
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[1:201]
+    if not where:
+        return RequestError(f"the request body is {brief(first['input'])}, but must be an object", code="invalid_type")
+    if kind == "missing":
+        return RequestError(f"{where} is missing", param=where, code="missing_field")
+    if kind in _ALLOWED:
+        allowed = _ALLOWED[kind].format(**first.get("ctx", {}))
+        words = f"is {brief(first['input'])}, but must {allowed}"
+    return RequestError(f"{where} {words}", param=where, code="invalid_type")

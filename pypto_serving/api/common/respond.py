@@ -300,3 +300,18 @@ def _seconds(text: str) -> float:
         message = f"{TIMEOUT_HEADER} is {brief(text)}, but must be a number of seconds above 0, at most {MAX_TIMEOUT_S}"
         raise RequestError(message, param=TIMEOUT_HEADER)
     return seconds
+
+
+encode = msgspec.json.encode
+DONE, PING = b"data: [DONE]\n\n", b": ping\n\n"
+
+
+def one_line(event: bytes) -> bytes:
+    """Escape the characters beyond ASCII at which some clients split lines: U+0085, U+2028 and U+2029."""
+    event = event.replace(b"\xc2\x85", b"\\u0085")
+    return event.replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
+
+
+def named(event: msgspec.Struct) -> bytes:
+    """Write a server-sent event that is named by the type of its data."""
+    return f"event: {event.__struct_config__.tag}\ndata: ".encode() + one_line(encode(event)) + b"\n\n"

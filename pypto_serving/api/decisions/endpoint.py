@@ -1,16 +1,93 @@
-"""Serve POST /v1/decisions."""
+"""Describe and make the answer of POST /v1/decisions."""
 
 from __future__ import annotations
 
+import math
 import uuid
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pypto_serving.api.common.answers import Answer, ResponseUsage
 from pypto_serving.api.common.body import BodySource
 from pypto_serving.api.common.respond import respond_whole
-from pypto_serving.api.decisions.answers import decide
+from pypto_serving.api.generation.choice import ChoiceOutput, TokenUsage
+from pypto_serving.api.generation.labels import Asked, concentration, probabilities
+from pypto_serving.errors import RequestFailedError
+
+
+class PredicateAnswer(Answer, tag="predicate", tag_field="type"):
+    """`probability`: that the statement is true."""
+
+    name: str | None
+    probability: float
+
+
+class ChoiceProbability(Answer):
+    value: str | bool
+    probability: float
+
+
+class ChoiceAnswer(Answer, tag="choice", tag_field="type"):
+    """The most probable choice; `confidence` is 0 if all are equally probable, 1 if one is certain."""
+
+    name: str | None
+    choice: str | bool
+    confidence: float
+    probabilities: list[ChoiceProbability]
+
+
+class ScoreProbability(Answer):
+    value: int
+    label: str
+    probability: float
+
+
+class ScoreAnswer(Answer, tag="score", tag_field="type"):
+    """The expected level, counted from 0; `confidence` as of a choice."""
+
+    name: str | None
+    score: float
+    confidence: float
+    probabilities: list[ScoreProbability]
+
+
+class Decision(Answer):
+    """The answer of POST /v1/decisions: `answers` in the order of the questions, each of the type of its question.
+
+    `usage` has the tokens of all prompts, one for each read; each read makes one output token.
+    """
+
+    model: str
+    answers: list[PredicateAnswer | ChoiceAnswer | ScoreAnswer]
+    usage: ResponseUsage
+
+
+def decide(model: str, asked: Sequence[Asked], outputs: Sequence[ChoiceOutput], usage: TokenUsage) -> Decision:
+    """Make the answer of the outputs of all reads. Raises RequestFailedError if one of them has nothing to read."""
+    reads = [_read(output) for output in outputs]
+    return Decision(model, [_answer(each, probabilities(each.paths, reads)) for each in asked], ResponseUsage.of(usage))
+
+
+def _read(output: ChoiceOutput) -> Mapping[int, float]:
+    """Return the log-probabilities of the tokens that the request names, at the first token of an output."""
+    if not output.logprobs:
+        raise RequestFailedError("the engine ended this request without log-probabilities; send it again")
+    return {token.token_id: token.logprob for token in output.logprobs[0].top}
+
+
+def _answer(asked: Asked, found: list[float]) -> PredicateAnswer | ChoiceAnswer | ScoreAnswer:
+    if asked.kind == "predicate":
+        return PredicateAnswer(asked.name, found[0])
+    pairs = list(zip(asked.values, found, strict=True))
+    sure = concentration(found)
+    if asked.kind == "choice":
+        best = max(range(len(found)), key=found.__getitem__)
+        return ChoiceAnswer(asked.name, asked.values[best], sure, [ChoiceProbability(*pair) for pair in pairs])
+    levels = [ScoreProbability(i, str(label), each) for i, (label, each) in enumerate(pairs)]
+    return ScoreAnswer(asked.name, math.fsum(i * each for i, each in enumerate(found)), sure, levels)
 
 
 async def create_decision(request: Request) -> Response:

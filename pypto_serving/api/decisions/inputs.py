@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from pypto_serving.api.chat.tools import is_shallow, refuse, string_in
-from pypto_serving.api.common.schemas import MAX_MESSAGES
+from pypto_serving.api.common.body import MAX_MESSAGES
 from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
 

@@ -8,8 +8,8 @@ from typing import Any, get_args
 import msgspec
 
 from pypto_serving.api.chat.tools import refuse
-from pypto_serving.api.decisions.described import MAX_LEVELS, MAX_NAME_CHARS, MAX_OPTIONS
 from pypto_serving.api.decisions.inputs import read_content
+from pypto_serving.api.decisions.schemas import MAX_LEVELS, MAX_NAME_CHARS, MAX_OPTIONS
 from pypto_serving.api.generation.labels import YES_NO, Kind, labels_of
 from pypto_serving.util import brief
 

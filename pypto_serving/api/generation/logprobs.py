@@ -15,6 +15,10 @@ MAX_LOGPROBS_OF_ANSWER = 2**20
 Each takes about 170 bytes until the answer is written, and 220 while it is: 400 MB in all."""
 
 
+LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON lacks."""
+
+
 class ScoredToken(msgspec.Struct, frozen=True, gc=False):
     """A token and its natural log-probability; `rank` 1 is the most likely.
 
@@ -25,6 +29,21 @@ class ScoredToken(msgspec.Struct, frozen=True, gc=False):
     logprob: float
     rank: int
     utf8: bytes | None
+
+    @property
+    def shown_bytes(self) -> bytes:
+        """Return the bytes of the token, or its id as text without a tokenizer."""
+        return f"token_id:{self.token_id}".encode() if self.utf8 is None else self.utf8
+
+    @property
+    def shown_text(self) -> str:
+        """Return the text of `shown_bytes`; parts of characters become U+FFFD."""
+        return self.shown_bytes.decode("utf-8", errors="replace")
+
+    @property
+    def shown_logprob(self) -> float:
+        """Return the log-probability as JSON can have it."""
+        return max(self.logprob, LOWEST_LOGPROB)
 
 
 class TokenEntry(msgspec.Struct, frozen=True, gc=False):

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import msgspec
+from pypto_serving.api.common.answers import Answer, TokenLogprob
 
 FinishReason = Literal["stop", "length", "tool_calls"]
-
-
-class Answer(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Base of all answers: no field goes undescribed."""
 
 
 class TokensByTier(Answer):
@@ -79,16 +75,6 @@ class Completion(Answer):
     service_tier: Literal["default"] | None = None
     system_fingerprint: None = None
     kv_transfer_params: None = None
-
-
-class TopLogprob(Answer):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(TopLogprob):
-    top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(Answer):
@@ -200,47 +186,6 @@ class ModelList(Answer):
     data: list[Model]
 
 
-class HealthState(Answer):
-    status: Literal["ready", "loading", "draining", "stalled", "silent", "dead"]
-    detail: str
-    last_step_age_s: float
-
-
-class Load(Answer):
-    """`server_load`: requests in the server. `kv_usage`: share of the blocks in use, of the fullest KV group."""
-
-    server_load: int
-    num_running: int
-    num_waiting: int
-    kv_usage: float
-
-
-class KVGroup(Answer):
-    name: str
-    block_size: int
-    num_blocks: int
-
-
-class ServerInfo(Answer):
-    version: str
-    served_model_names: list[str]
-    architecture: str
-    replicas: int
-    max_body_bytes: int
-    default_sampling: dict[str, float]
-    backend: str
-    dtype: str
-    max_model_len: int
-    vocab_size: int
-    max_num_seqs: int
-    max_queued_requests: int
-    kv_groups: list[KVGroup]
-
-
-class Version(Answer):
-    version: str
-
-
 class Tokenized(Answer):
     count: int
     max_model_len: int
@@ -262,33 +207,3 @@ class RenderedRequest(Answer):
     stream: bool
     cache_salt: str | None
     priority: int
-
-
-class ErrorDetails(Answer):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class Error(Answer):
-    """Every error, and the last event of a stream that fails."""
-
-    error: ErrorDetails
-
-
-ANSWERS: tuple[type[Answer], ...] = (
-    Completion,
-    ChatCompletion,
-    ChatCompletionChunk,
-    Model,
-    ModelList,
-    HealthState,
-    Load,
-    ServerInfo,
-    Version,
-    Tokenized,
-    Detokenized,
-    RenderedRequest,
-    Error,
-)

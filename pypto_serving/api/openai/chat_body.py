@@ -7,12 +7,10 @@ from typing import Any
 
 from pypto_serving.api.chat.messages import read_message
 from pypto_serving.api.chat.tools import read_tool_use
-from pypto_serving.api.common.body import ReadBody, parse_body, read_common
-from pypto_serving.api.common.fields import chat_rules
-from pypto_serving.api.common.params import sampling_params
-from pypto_serving.api.common.schemas import ChatBody, ChatMessage, ChatPromptBody
-from pypto_serving.api.common.shown import Shown
+from pypto_serving.api.common.body import ReadBody
 from pypto_serving.api.generation.chat_request import ChatRequest, fit_chat
+from pypto_serving.api.openai.params import parse_body, read_common, read_shown, sampling_params
+from pypto_serving.api.openai.schemas import ChatBody, ChatMessage, ChatPromptBody
 from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.prompting.template import RESERVED
 from pypto_serving.api.settings import ServingConfig
@@ -26,13 +24,13 @@ _ENCODED = ("add_generation_prompt", "continue_final_message", "chat_template", 
 def read_chat(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray) -> ReadBody:
     """Parse, check, render and encode. Raises RequestError that names the field at fault."""
     encoder = prompter.chat_encoder
-    body, ignored = parse_body(raw, ChatBody, chat_rules(encoder.request_fields))
+    body, ignored = parse_body(raw, ChatBody, encoder.request_fields)
     common = read_common(body, ignored, serving)
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked = getattr(body, field)
     check_max_tokens(asked, field, least=1)
     params = sampling_params(body, serving.default_sampling, asked, _num_logprobs(body))
-    shown = Shown.of(body, params)
+    shown = read_shown(body, params)
     tools = read_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
     chat = ChatRequest(
         messages=read_history(body.messages),

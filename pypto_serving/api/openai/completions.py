@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import uuid
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any, overload
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from pypto_serving.api.common.body import BodySource
-from pypto_serving.api.common.respond import respond
-from pypto_serving.api.common.sse import Head
-from pypto_serving.api.openai.completion_format import CompletionFormat
-from pypto_serving.api.openai.echo_format import EchoFormat
+from pypto_serving.api.common.respond import encode, respond
+from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage
+from pypto_serving.api.generation.logprobs import TokenEntry
+from pypto_serving.api.generation.prompt_scores import prompt_text, text_offsets
+from pypto_serving.api.openai.event_format import EventFormat, Head
 from pypto_serving.api.service import Service
 
 
@@ -24,3 +29,154 @@ async def create_completion(request: Request) -> Response:
     head = Head.of(service, wanted, body.model, body.shown)
     form = EchoFormat(head) if body.shown.echo else CompletionFormat(head)
     return await respond(request, wanted, form, stream=body.stream, headers=body.headers(), ping_s=body.ping_s)
+
+
+class CompletionFormat(EventFormat):
+    """Write `text_completion` objects."""
+
+    def __init__(self, head: Head) -> None:
+        super().__init__(head, "text_completion", "text_completion", b',"text":%b')
+        self._unbegun = set(range(head.num_choices)) if head.shown.token_ids else set[int]()
+
+    def rare_event(self, delta: Delta) -> bytes:
+        logprobs = completion_logprobs(delta.logprobs)
+        return self.text_event(delta.index, delta.text, logprobs, delta.finish_reason, self.details(delta))
+
+    def text_event(
+        self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None, details: bytes = b""
+    ) -> bytes:
+        """Write any event; with token ids shown, the first one of a choice has those of its prompt."""
+        if index in self._unbegun:
+            self._unbegun.remove(index)
+            details += b',"prompt_token_ids":' + encode(self.head.prompt_ids(index))
+        return self.choice(index, b',"text":' + encode(text), logprobs, finish_reason, details)
+
+    def response(self, outputs: list[ChoiceOutput], usage: TokenUsage) -> dict[str, Any]:
+        head = self.head
+        if len(outputs) > head.num_choices:
+            outputs = best(outputs, len(head.prompts), head.shown.n)
+        return super().response(outputs, usage)
+
+    def whole_choice(self, output: ChoiceOutput) -> dict[str, Any]:
+        head, index = self.head, output.index
+        return {
+            "index": index,
+            "text": output.text,
+            "logprobs": None if head.shown.logprobs is None else completion_logprobs(output.logprobs),
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+            "token_ids": output.token_ids if head.shown.token_ids else None,
+            "prompt_logprobs": head.prompt_logprobs(index),
+            "prompt_token_ids": head.prompt_ids(index) if head.shown.token_ids else None,
+        }
+
+
+@overload
+def completion_logprobs(entries: Iterable[TokenEntry], shift: int = 0) -> dict[str, list[Any]]: ...
+
+
+@overload
+def completion_logprobs(entries: None, shift: int = 0) -> None: ...
+
+
+def completion_logprobs(entries: Iterable[TokenEntry] | None, shift: int = 0) -> dict[str, list[Any]] | None:
+    """Write parallel lists with one entry per token; `top_logprobs` holds the chosen token too.
+
+    Offsets are moved by `shift`.
+    """
+    if entries is None:
+        return None
+    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for entry in entries:
+        found["tokens"].append(entry.chosen.shown_text)
+        found["token_logprobs"].append(entry.chosen.shown_logprob if entry.scored else None)
+        found["top_logprobs"].append(_top_by_text(entry) if entry.scored else None)
+        found["text_offset"].append(shift + entry.offset)
+    return found
+
+
+def _top_by_text(entry: TokenEntry) -> dict[str, float]:
+    """Of tokens with the same text, which are parts of characters, show the most likely one."""
+    found: dict[str, float] = {}
+    for token in [*entry.top, entry.chosen]:
+        found.setdefault(token.shown_text, token.shown_logprob)
+    return found
+
+
+class EchoFormat(CompletionFormat):
+    """Write completions whose text begins with the prompt, and whose logprobs, if asked for, with those of the prompt.
+
+    In a stream the first event of a choice has the prompt alone. Events wait until the log-probabilities of their
+    prompt are complete: the first choice of a prompt brings them.
+    """
+
+    def __init__(self, head: Head) -> None:
+        super().__init__(head)
+        self._echoes = [_Echo(head, place) for place in range(len(head.prompts))]
+        self._held: list[list[Delta]] = [[] for _ in head.prompts]
+        self._echoed: set[int] = set()
+
+    def rare_event(self, delta: Delta) -> bytes:
+        place = self.head.place(delta.index)
+        self._held[place].append(delta)
+        if not self._echoes[place].complete:
+            return b""
+        deltas, self._held[place] = self._held[place], []
+        return b"".join(map(self._events, deltas))
+
+    def _events(self, delta: Delta) -> bytes:
+        """Write the event of a delta, behind that of its prompt if it is the first of its choice."""
+        index, echo = delta.index, self._echoes[self.head.place(delta.index)]
+        first = b""
+        if index not in self._echoed:
+            self._echoed.add(index)
+            first = self.text_event(index, echo.text, echo.logprobs, None)
+        logprobs = completion_logprobs(delta.logprobs, len(echo.text))
+        return first + self.text_event(index, delta.text, logprobs, delta.finish_reason, self.details(delta))
+
+    def whole_choice(self, output: ChoiceOutput) -> dict[str, Any]:
+        echo, found = self._echoes[self.head.place(output.index)], super().whole_choice(output)
+        if echo.logprobs is not None:
+            more = completion_logprobs(output.logprobs or [], len(echo.text))
+            found["logprobs"] = {name: values + more[name] for name, values in echo.logprobs.items()}
+        return found | {"text": echo.text + output.text}
+
+
+class _Echo:
+    """The text of a prompt, and its log-probabilities in OpenAI's form once they are complete."""
+
+    def __init__(self, head: Head, place: int) -> None:
+        self._head, self._prompt = head, head.prompts[place]
+        self._scores = head.scores[place] if head.shown.logprobs is not None else None
+
+    @property
+    def complete(self) -> bool:
+        return self._scores is None or self._scores.complete
+
+    @cached_property
+    def text(self) -> str:
+        prompt = self._prompt
+        return prompt_text(prompt.token_ids, self._head.tokenizer) if prompt.text is None else prompt.text
+
+    @cached_property
+    def logprobs(self) -> dict[str, list[Any]] | None:
+        head, width = self._head, self._head.shown.logprobs
+        if self._scores is None or width is None:
+            return None
+        offsets = text_offsets(self._prompt.token_ids, self.text, head.tokenizer)
+        return completion_logprobs(self._scores.entries(width, head.names, offsets))
+
+
+def best(outputs: Sequence[ChoiceOutput], num_prompts: int, shown: int) -> list[ChoiceOutput]:
+    """Return the `shown` best choices of each prompt, best first, and number them anew."""
+    made = len(outputs) // num_prompts
+    groups = [outputs[start : start + made] for start in range(0, len(outputs), made)]
+    found = [output for group in groups for output in sorted(group, key=_mean_logprob, reverse=True)[:shown]]
+    for index, output in enumerate(found):
+        output.index = index
+    return found
+
+
+def _mean_logprob(output: ChoiceOutput) -> float:
+    values = [entry.chosen.logprob for entry in output.logprobs or ()]
+    return math.fsum(values) / len(values) if values else 0.0

@@ -10,13 +10,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pypto_serving.api.common.body import BodySource
-from pypto_serving.api.common.paging import read_page
+from pypto_serving.api.common.body import BodySource, read_page
 from pypto_serving.api.common.respond import respond
 from pypto_serving.api.http.keys import sent_key
 from pypto_serving.api.responses.answers import ResponseObject
 from pypto_serving.api.responses.format import ResponseFormat
-from pypto_serving.api.responses.responses_body import with_earlier
+from pypto_serving.api.responses.response_body import with_earlier
 from pypto_serving.api.responses.schemas import MAX_ID_CHARS
 from pypto_serving.api.responses.store import MAX_RESPONSE_BYTES, Kept, ResponseStore
 from pypto_serving.errors import RequestError

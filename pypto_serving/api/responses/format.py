@@ -11,13 +11,12 @@ import msgspec
 
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.output import Part, TextPart, ToolCallStart
-from pypto_serving.api.common.logprobs import chat_logprobs
-from pypto_serving.api.common.sse import PING, named
+from pypto_serving.api.common.answers import ResponseUsage, TokenLogprob, chat_logprobs
+from pypto_serving.api.common.respond import PING, named
 from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage
 from pypto_serving.api.generation.logprobs import TokenEntry
 from pypto_serving.api.http.errors import ApiError
-from pypto_serving.api.openai.answers import TokenLogprob
-from pypto_serving.api.responses import events
+from pypto_serving.api.responses import answers
 from pypto_serving.api.responses.answers import (
     CustomToolCallItem,
     FunctionCallItem,
@@ -32,10 +31,9 @@ from pypto_serving.api.responses.answers import (
     Status,
 )
 from pypto_serving.api.responses.tools import Called, callable_tools, input_of
-from pypto_serving.api.responses.usage import ResponseUsage
 
 Done = Callable[[ResponseObject], None]
-_ENDS = {"completed": events.ResponseCompleted, "incomplete": events.ResponseIncomplete}
+_ENDS = {"completed": answers.ResponseCompleted, "incomplete": answers.ResponseIncomplete}
 
 
 class ResponseFormat:
@@ -86,8 +84,8 @@ class ResponseFormat:
             return b""
         self._opened = True
         begun = self._object(None)
-        written = self._event(events.ResponseCreated(self._number, begun))
-        return written + self._event(events.ResponseInProgress(self._number, begun))
+        written = self._event(answers.ResponseCreated(self._number, begun))
+        return written + self._event(answers.ResponseInProgress(self._number, begun))
 
     def ping(self, usage: TokenUsage) -> bytes:
         """Write a comment."""
@@ -110,7 +108,7 @@ class ResponseFormat:
         self._status = "failed"
         failed = self._object(None)
         failed.error = ResponseFailure("server_error", error.message)
-        return opening + self._event(events.ResponseFailed(self._number, failed))
+        return opening + self._event(answers.ResponseFailed(self._number, failed))
 
     def _write(self, delta: Delta) -> bytes:
         ends = delta.finish_reason is not None
@@ -139,11 +137,11 @@ class ResponseFormat:
         item = self._new_item(part)
         self._output.append(item)
         self._texts, self._logprobs, self._open_kind = [], [], _kind(part)
-        written = self._event(events.OutputItemAdded(self._number, self._index, item))
+        written = self._event(answers.OutputItemAdded(self._number, self._index, item))
         if isinstance(item, OutputMessage):
-            written += self._event(events.ContentPartAdded(*self._place, 0, OutputText("", [], [])))
+            written += self._event(answers.ContentPartAdded(*self._place, 0, OutputText("", [], [])))
         elif isinstance(item, ReasoningItem):
-            written += self._event(events.ContentPartAdded(*self._place, 0, ReasoningText("")))
+            written += self._event(answers.ContentPartAdded(*self._place, 0, ReasoningText("")))
         return written
 
     def _new_item(self, part: Part) -> OutputItem:
@@ -166,11 +164,11 @@ class ResponseFormat:
             case OutputMessage():
                 scored = (chat_logprobs(entries) or {"content": []})["content"]
                 self._logprobs += scored
-                return self._event(events.OutputTextDelta(*self._place, 0, text, _without_bytes(scored)))
+                return self._event(answers.OutputTextDelta(*self._place, 0, text, _without_bytes(scored)))
             case ReasoningItem():
-                return self._event(events.ReasoningTextDelta(*self._place, 0, text))
+                return self._event(answers.ReasoningTextDelta(*self._place, 0, text))
             case FunctionCallItem():
-                return self._event(events.FunctionCallArgumentsDelta(*self._place, text))
+                return self._event(answers.FunctionCallArgumentsDelta(*self._place, text))
             case CustomToolCallItem():
                 return b""
 
@@ -184,20 +182,20 @@ class ResponseFormat:
             case OutputMessage():
                 item.status, item.content = status, [OutputText(text, [], [*self._logprobs])]
                 told = _without_bytes(self._logprobs)
-                written = self._event(events.OutputTextDone(*self._place, 0, text, told))
-                written += self._event(events.ContentPartDone(*self._place, 0, item.content[0]))
+                written = self._event(answers.OutputTextDone(*self._place, 0, text, told))
+                written += self._event(answers.ContentPartDone(*self._place, 0, item.content[0]))
             case ReasoningItem():
                 item.status, item.content = status, [ReasoningText(text)]
-                written = self._event(events.ReasoningTextDone(*self._place, 0, text))
-                written += self._event(events.ContentPartDone(*self._place, 0, item.content[0]))
+                written = self._event(answers.ReasoningTextDone(*self._place, 0, text))
+                written += self._event(answers.ContentPartDone(*self._place, 0, item.content[0]))
             case FunctionCallItem():
                 item.status, item.arguments = status, text or "{}"
-                written = self._event(events.FunctionCallArgumentsDone(*self._place, item.arguments))
+                written = self._event(answers.FunctionCallArgumentsDone(*self._place, item.arguments))
             case CustomToolCallItem():
                 item.input = input_of(text)
-                written = self._event(events.CustomToolCallInputDelta(*self._place, item.input))
-                written += self._event(events.CustomToolCallInputDone(*self._place, item.input))
-        return written + self._event(events.OutputItemDone(self._number, self._index, item))
+                written = self._event(answers.CustomToolCallInputDelta(*self._place, item.input))
+                written += self._event(answers.CustomToolCallInputDone(*self._place, item.input))
+        return written + self._event(answers.OutputItemDone(self._number, self._index, item))
 
     @property
     def _index(self) -> int:
@@ -208,7 +206,7 @@ class ResponseFormat:
         """Return the first fields of an event within the last item."""
         return self._number, self._output[-1].id, self._index
 
-    def _event(self, event: events.Event) -> bytes:
+    def _event(self, event: answers.Event) -> bytes:
         self._number += 1
         return named(event)
 
@@ -231,12 +229,12 @@ def _kind(part: Part) -> str:
     return "call"
 
 
-def _without_bytes(scored: Sequence[msgspec.Raw]) -> list[events.TextLogprobs]:
+def _without_bytes(scored: Sequence[msgspec.Raw]) -> list[answers.TextLogprobs]:
     """Return what events tell of tokens."""
     tokens = (msgspec.json.decode(token, type=TokenLogprob) for token in scored)
     return [
-        events.TextLogprobs(
-            token.token, token.logprob, [events.TextLogprob(one.token, one.logprob) for one in token.top_logprobs]
+        answers.TextLogprobs(
+            token.token, token.logprob, [answers.TextLogprob(one.token, one.logprob) for one in token.top_logprobs]
         )
         for token in tokens
     ]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pypto_serving.api.chat.tools import refuse, string_in
-from pypto_serving.api.common.schemas import MAX_MESSAGES
+from pypto_serving.api.common.body import MAX_MESSAGES
 from pypto_serving.api.responses.tools import arguments_of, full_name
 from pypto_serving.errors import RequestError
 from pypto_serving.util import brief

@@ -2,48 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from pypto_serving.api.common.body import FieldRules, StreamBody
 from pypto_serving.api.common.described import ABOVE_0_TO_1, number, whole
-from pypto_serving.api.common.fields import FieldRules
-from pypto_serving.api.common.schemas import StreamBody
 from pypto_serving.types.sampling import MAX_LOGPROBS
 
 MAX_ID_CHARS = 128
-RULES = FieldRules(
-    {
-        "background": (False,),
-        "background_options": (),
-        "context_management": ([],),
-        "conversation": (),
-        "image": (),
-        "max_tool_calls": (),
-        "moderation": (),
-        "multi_agent": (),
-        "prompt": (),
-        "truncation": ("disabled",),
-    },
-    frozenset(
-        {
-            "prompt_cache_key",
-            "prompt_cache_options",
-            "prompt_cache_retention",
-            "access_programs",
-            "client_metadata",
-            "safety_identifier",
-            "service_tier",
-            "stream_options",
-            "user",
-        }
-    ),
-)
-"""Nothing runs in the background, so a disconnect frees a request. No item is ever cut from the input."""
 
 
 class ResponsesBody(StreamBody):
     """The body of POST /v1/responses."""
+
+    rules: ClassVar[FieldRules] = FieldRules(
+        {
+            "background": (False,),
+            "background_options": (),
+            "context_management": ([],),
+            "conversation": (),
+            "image": (),
+            "max_tool_calls": (),
+            "moderation": (),
+            "multi_agent": (),
+            "prompt": (),
+            "truncation": ("disabled",),
+        },
+        frozenset(
+            {
+                "prompt_cache_key",
+                "prompt_cache_options",
+                "prompt_cache_retention",
+                "access_programs",
+                "client_metadata",
+                "safety_identifier",
+                "service_tier",
+                "stream_options",
+                "user",
+            }
+        ),
+    )
+    """Nothing runs in the background, so a disconnect frees a request. No item is ever cut from the input."""
 
     model: str | None = None
     input: Any = None

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pypto_serving.api.anthropic.answers import TokenCount
-from pypto_serving.api.anthropic.format import MessageFormat
+from pypto_serving.api.anthropic.messages import MessageFormat
 from pypto_serving.api.chat.formats import Calls, OutputFormat
 from pypto_serving.api.chat.parsers.thinking import Thinking
 from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage

@@ -9,8 +9,7 @@ import msgspec
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from pypto_serving.api.responses.answers import ResponseObject
-from pypto_serving.api.responses.events import ResponseEvent
+from pypto_serving.api.responses.answers import ResponseEvent, ResponseObject
 from tests.api.running import RunningServer
 
 PATH = "/v1/responses"

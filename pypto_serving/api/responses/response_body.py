@@ -8,13 +8,11 @@ import msgspec
 
 from pypto_serving.api.chat.effort import check_effort
 from pypto_serving.api.chat.tools import refuse
-from pypto_serving.api.common.body import ReadBody, Repeated, parse_json
-from pypto_serving.api.common.fields import IgnoredFields
-from pypto_serving.api.common.shown import Shown
+from pypto_serving.api.common.body import IgnoredFields, ReadBody, Repeated, Shown, parse_json
 from pypto_serving.api.generation.chat_request import ChatRequest, fit_chat
 from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.responses.history import read_history, read_items
-from pypto_serving.api.responses.schemas import RULES, ResponsesBody
+from pypto_serving.api.responses.schemas import ResponsesBody
 from pypto_serving.api.responses.tools import is_hosted, read_response_tools
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.types.sampling import SamplingParams, check_max_tokens
@@ -38,7 +36,7 @@ def read_response(prompter: Prompter, serving: ServingConfig, framed: bytes | by
     earlier = msgspec.json.decode(framed[start:end] or b"[]")
     body = parse_json(framed[end:], ResponsesBody)
     hosted = sorted({f"tools.{tool['type']}" for tool in body.tools or () if is_hosted(tool)})
-    ignored = IgnoredFields.of(RULES.screen(body.extra) + hosted)
+    ignored = IgnoredFields.of(body.unknown_fields() + hosted)
     _check_metadata(body.metadata or {})
     items = read_items(body.input)
     history = read_history(body.instructions, [*earlier, *items], len(earlier))

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pypto_serving.api.chat import Message
-from pypto_serving.api.common.body import ReadBody, parse_json
-from pypto_serving.api.common.fields import IgnoredFields
-from pypto_serving.api.common.shown import Shown
+from pypto_serving.api.common.body import IgnoredFields, ReadBody, Shown, parse_json
 from pypto_serving.api.decisions.inputs import read_input
 from pypto_serving.api.decisions.questions import Question, read_questions
-from pypto_serving.api.decisions.schemas import RULES, DecisionBody
+from pypto_serving.api.decisions.schemas import DecisionBody
 from pypto_serving.api.generation.labels import Asked, LabelTree, encode_labels
 from pypto_serving.api.generation.request import MAX_CHOICES, FittedPrompt, fit_params, fit_prompt
 from pypto_serving.api.prompting.prompts import Prompter
@@ -34,7 +32,7 @@ def read_decision(prompter: Prompter, serving: ServingConfig, raw: bytes | bytea
         model=serving.resolve_model(body.model),
         stream=False,
         ping_s=None,
-        ignored=IgnoredFields.of(RULES.screen(body.extra)),
+        ignored=IgnoredFields.of(body.unknown_fields()),
         shown=Shown(tokens_as_ids=True),
         prompts=prompts,
         params=fit_params(params, prompter),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
-from pypto_serving.api.common import described
-from pypto_serving.api.common.described import MAX_DOCUMENTS, number, text, whole
+from pypto_serving.api.common.body import MAX_MESSAGES, MAX_SALT_CHARS, Body, FieldRules, StreamBody
+from pypto_serving.api.common.described import ABOVE_0_TO_1, number, text, whole
 from pypto_serving.api.generation.request import MAX_TIMEOUT_S
+from pypto_serving.api.openai import described
+from pypto_serving.api.openai.described import MAX_DOCUMENTS
 from pypto_serving.types.sampling import (
     HIGHEST_REPETITION,
     INT32_MAX,
@@ -20,19 +22,34 @@ from pypto_serving.types.sampling import (
     MAX_STOP_IDS,
 )
 
-MAX_MESSAGES = 16_384
-MAX_PING_S, MAX_SALT_CHARS = 3600, 1024
-
-
-class Body(BaseModel):
-    """Base of all bodies and of objects in them."""
-
-    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
-
-    @property
-    def extra(self) -> dict[str, Any]:
-        """Return the fields that the schema lacks."""
-        return self.__pydantic_extra__ or {}
+_NEUTRAL_EVERYWHERE: dict[str, tuple[Any, ...]] = {
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "use_beam_search": (False,),
+    "json_schema": (),
+    "regex": ("",),
+    "ebnf": ("",),
+    "grammar": ("",),
+    "stop_regex": ("", []),
+    "no_stop_trim": (False,),
+    "kv_transfer_params": ({},),
+    "lora_path": (),
+    "mm_processor_kwargs": ({},),
+    "store": (False,),
+}
+_ACCEPTED_EVERYWHERE = frozenset(
+    {
+        "user",
+        "metadata",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "session_id",
+        "spaces_between_special_tokens",
+    }
+)
+"""`spaces_between_special_tokens`: the tokenizers of the served families put none there."""
 
 
 class PromptBody(Body):
@@ -44,20 +61,10 @@ class PromptBody(Body):
 
 
 class StreamOptions(Body):
+    rules: ClassVar[FieldRules] = FieldRules(accepted=frozenset({"include_obfuscation"}))
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-
-
-class StreamBody(Body):
-    """Fields of an answer that may be a stream."""
-
-    stream: bool | None = None
-    sse_ping_interval: int | None = Field(None, ge=-1, le=MAX_PING_S)
-
-    @property
-    def ping_s(self) -> float | None:
-        """Return after how many silent seconds a stream sends a comment; None for never."""
-        return self.sse_ping_interval if self.sse_ping_interval and self.sse_ping_interval > 0 else None
 
 
 class GenerationBody(PromptBody, StreamBody):
@@ -66,7 +73,7 @@ class GenerationBody(PromptBody, StreamBody):
     stream_options: StreamOptions | None = None
     n: Annotated[int | None, whole(1, MAX_N)] = None
     temperature: Annotated[float | None, number(0, 100)] = None
-    top_p: Annotated[float | None, described.ABOVE_0_TO_1] = None
+    top_p: Annotated[float | None, ABOVE_0_TO_1] = None
     top_k: Annotated[int | None, whole(-1)] = None
     min_p: Annotated[float | None, number(0, 1)] = None
     max_tokens: Annotated[int | None, whole(0)] = None
@@ -109,6 +116,9 @@ class CompletionBody(GenerationBody):
     """The body of POST /v1/completions."""
 
     model_config = ConfigDict(json_schema_extra={"required": ["prompt"]})
+    rules: ClassVar[FieldRules] = FieldRules(
+        {**_NEUTRAL_EVERYWHERE, "suffix": ("",), "prompt_embeds": ()}, _ACCEPTED_EVERYWHERE
+    )
 
     prompt: Annotated[Any, described.PROMPT] = None
     logprobs: Annotated[int | None, whole(0, MAX_LOGPROBS)] = None
@@ -139,6 +149,23 @@ class ChatPromptBody(PromptBody):
 class ChatBody(GenerationBody, ChatPromptBody):
     """The body of POST /v1/chat/completions."""
 
+    rules: ClassVar[FieldRules] = FieldRules(
+        {
+            **_NEUTRAL_EVERYWHERE,
+            "best_of": (1,),
+            "echo": (False,),
+            "functions": ([],),
+            "function_call": ("none", "auto"),
+            "verbosity": ("medium",),
+            "modalities": (["text"],),
+            "audio": (),
+            "moderation": (),
+            "prediction": (),
+            "web_search_options": (),
+        },
+        _ACCEPTED_EVERYWHERE,
+    )
+
     messages: list[ChatMessage] = Field(fail_fast=True, max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})
     max_tokens: Annotated[int | None, whole(1)] = None
     max_completion_tokens: Annotated[int | None, whole(1)] = None
@@ -153,6 +180,7 @@ class TokenizeBody(ChatPromptBody):
     """The body of POST /tokenize: a text, or a chat."""
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]})
+    rules: ClassVar[FieldRules] = FieldRules({"media_io_kwargs": ({},), "mm_processor_kwargs": ({},)})
 
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(

@@ -4,35 +4,20 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-import msgspec
-
-from pypto_serving.api.common.logprobs import prompt_logprobs
-from pypto_serving.api.common.shown import Shown
-from pypto_serving.api.common.usage import usage_object
+from pypto_serving.api.common.body import Shown
+from pypto_serving.api.common.respond import DONE, PING, encode, one_line
 from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage
+from pypto_serving.api.generation.logprobs import ScoredToken, TokenEntry
 from pypto_serving.api.generation.prompt_scores import PromptScores
 from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest
 from pypto_serving.api.http.errors import ApiError
 from pypto_serving.api.service import Service
 from pypto_serving.api.text.tokenizer import Tokenizer
-
-encode = msgspec.json.encode
-DONE, PING = b"data: [DONE]\n\n", b": ping\n\n"
-
-
-def one_line(event: bytes) -> bytes:
-    """Escape the characters beyond ASCII at which some clients split lines: U+0085, U+2028 and U+2029."""
-    event = event.replace(b"\xc2\x85", b"\\u0085")
-    return event.replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
-
-
-def named(event: msgspec.Struct) -> bytes:
-    """Write a server-sent event that is named by the type of its data."""
-    return f"event: {event.__struct_config__.tag}\ndata: ".encode() + one_line(encode(event)) + b"\n\n"
+from pypto_serving.types.tier import TIERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,3 +174,41 @@ class EventFormat(ABC):
     @abstractmethod
     def whole_choice(self, output: ChoiceOutput) -> dict[str, Any]:
         """Write one choice of a whole response."""
+
+
+def usage_object(usage: TokenUsage, num_cut: int | None = None) -> dict[str, Any]:
+    """Write token counts, the cached prompt tokens of each tier, the output tokens of reasoning, and drafts.
+
+    Accepted drafts are among the completion tokens, rejected ones are not. If given, `num_cut` says how many tokens of
+    the prompt were cut off.
+    """
+    truncated = {} if num_cut is None else {"truncated_tokens": num_cut}
+    return {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_output_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": usage.num_cached_tokens,
+            "cached_tokens_by_tier": dict(zip(TIERS, usage.cached_by_tier, strict=True)),
+            **truncated,
+        },
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.num_reasoning_tokens,
+            "accepted_prediction_tokens": usage.num_accepted_drafts,
+            "rejected_prediction_tokens": usage.num_rejected_drafts,
+        },
+    }
+
+
+def prompt_logprobs(entries: Iterable[TokenEntry]) -> list[dict[str, Any] | None]:
+    """Write vLLM's form: for each token of a prompt those of the token and of the most likely ones, by token id."""
+    return [_by_id(entry) if entry.scored else None for entry in entries]
+
+
+def _by_id(entry: TokenEntry) -> dict[str, Any]:
+    tokens = {token.token_id: token for token in (entry.chosen, *entry.top)}
+    return {str(token_id): _described(token) for token_id, token in tokens.items()}
+
+
+def _described(token: ScoredToken) -> dict[str, Any]:
+    return {"logprob": token.shown_logprob, "rank": token.rank, "decoded_token": token.shown_text}
