@@ -17,7 +17,7 @@ from pypto_serving.util import counted
 
 if TYPE_CHECKING:
     from pypto_serving.api.batch.lines import Limits
-    from pypto_serving.api.batch.running import Output
+    from pypto_serving.api.batch.running import AnswerFile
     from pypto_serving.api.settings import ServingConfig
     from pypto_serving.setup.resolver import Resolved
 
@@ -109,12 +109,12 @@ def _require_file(option: str, path: Path) -> None:
         raise ConfigError(f"{option} {path} is a pipe or a device, but must be a file; give another")
 
 
-def _open(path: Path) -> Output:
-    from pypto_serving.api.batch.running import Output
+def _open(path: Path) -> AnswerFile:
+    from pypto_serving.api.batch.running import AnswerFile
 
     _require_file("--output-file", path)
     try:
-        return Output(path)
+        return AnswerFile(path)
     except BlockingIOError as error:
         raise ConfigError(f"--output-file {path} is written by another run; wait for its end") from error
     except OSError as error:

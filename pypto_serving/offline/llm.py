@@ -21,7 +21,13 @@ from pypto_serving.api.chat.output import TextPart
 from pypto_serving.api.chat.tools import read_tool_use
 from pypto_serving.api.generation.choice import Delta, TokenUsage
 from pypto_serving.api.generation.generation import Generation
-from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, fit_params, fit_prompt, new_scores
+from pypto_serving.api.generation.request import (
+    FittedPrompt,
+    GenerationRequest,
+    fit_params,
+    fit_prompt,
+    new_prompt_logprobs,
+)
 from pypto_serving.api.grammars.chat_guide import with_chat_guide
 from pypto_serving.api.grammars.structured import checked
 from pypto_serving.api.service import Service
@@ -265,7 +271,7 @@ class LLM:
         made = [completion_output(output, job.new_parser) for output in outputs]
         ids, width, scored = list(job.prompt.token_ids), job.params.prompt_logprobs, None
         if width is not None:
-            scored = prompt_logprobs(generation.scores[0].entries(width, self._service.tokenizer))
+            scored = prompt_logprobs(generation.prompt_logprobs[0].entries(width, self._service.tokenizer))
         return GenerationOutput(choices[0].request_id, job.text, ids, made, choices[0].num_cached, scored)
 
     async def _stream(self, job: _Job, put: Put[TextPart]) -> TokenUsage:
@@ -289,8 +295,8 @@ class LLM:
     def _submit(self, job: _Job, keep_token_ids: bool) -> Generation:
         name = f"offline-{next(self._ids)}"
         prompts = [job.prompt]
-        scores = new_scores(prompts, job.params)
-        request = GenerationRequest(name, prompts, job.params, keep_token_ids=keep_token_ids, scores=scores)
+        collected = new_prompt_logprobs(prompts, job.params)
+        request = GenerationRequest(name, prompts, job.params, keep_token_ids=keep_token_ids, prompt_logprobs=collected)
         return Generation(self._service, request)
 
 

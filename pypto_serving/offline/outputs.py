@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pypto_serving.api.chat.output import NewParser, ToolCall, read_output
+from pypto_serving.api.chat.output import NewParser, ParsedCall, read_output
 from pypto_serving.api.generation.choice import ChoiceOutput
 from pypto_serving.api.generation.logprobs import ScoredToken, TokenEntry
 
@@ -33,7 +33,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None
     finish_reason: str
     reasoning: str = ""
-    tool_calls: Sequence[ToolCall] = ()
+    tool_calls: Sequence[ParsedCall] = ()
     stop_reason: str | int | None = None
 
 

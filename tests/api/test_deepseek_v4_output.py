@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from pypto_serving.api.chat.dsml import write_calls
 from pypto_serving.api.chat.formats import Calls, OutputFormat
-from pypto_serving.api.chat.output import AssistantMessage, ToolCall, ToolCallStart, read_output
-from pypto_serving.api.chat.parsers.tape import TapeParser
+from pypto_serving.api.chat.output import AssistantMessage, ParsedCall, ToolCallStart, read_output
+from pypto_serving.api.chat.parsers.scanner import ScannerParser
 from pypto_serving.api.chat.parsers.thinking import Thinking
 
 START, END = "\n\n<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>"
@@ -23,9 +23,9 @@ WEATHER = (
     '<｜DSML｜parameter name="days" string="false">[1, 2]</｜DSML｜parameter>\n'
     "</｜DSML｜invoke>\n"
 )
-WEATHER_CALL = ToolCall("get_weather", '{"city": "Hangzhou", "days": [1, 2]}')
+WEATHER_CALL = ParsedCall("get_weather", '{"city": "Hangzhou", "days": [1, 2]}')
 NOW = '<｜DSML｜invoke name="now">\n\n</｜DSML｜invoke>\n'
-NOW_CALL = ToolCall("now", "{}")
+NOW_CALL = ParsedCall("now", "{}")
 
 
 def parameter(value: str, is_string: str = "true", name: str = "x") -> str:
@@ -36,7 +36,7 @@ def invoke(*parameters: str) -> str:
     return f'<｜DSML｜invoke name="f">\n{"".join(parameters)}</｜DSML｜invoke>\n'
 
 
-def new_parser(thinks: bool, reads_calls: bool) -> TapeParser:
+def new_parser(thinks: bool, reads_calls: bool) -> ScannerParser:
     thinking = Thinking("<think>", "</think>", opened=True) if thinks else None
     return OutputFormat(thinking, Calls("deepseek_v4") if reads_calls else None)()
 
@@ -76,24 +76,24 @@ CALLS = [
     (f"a <｜DSML｜tool_calls>\n{NOW}{END}", "a ", [NOW_CALL]),
     (f"a{START}{NOW}{END} b{START}{WEATHER}{END}", "a b", [NOW_CALL, WEATHER_CALL]),
     (f"a{START}{END}b", "ab", []),
-    (f"{START}{invoke(parameter('1'))}{END}", "", [ToolCall("f", '{"x": "1"}')]),
-    (f"{START}{invoke(parameter('1', 'false'))}{END}", "", [ToolCall("f", '{"x": 1}')]),
-    (f"{START}{invoke(parameter('{bad', 'false'))}{END}", "", [ToolCall("f", '{"x": "{bad"}')]),
-    (START + invoke(parameter(MARKS, "false")) + END, "", [ToolCall("f", f'{{"x": {MARKS}}}')]),
-    (START + invoke(parameter(f'"{VALUE_END}"', "false")) + END, "", [ToolCall("f", f'{{"x": "{VALUE_END}"}}')]),
+    (f"{START}{invoke(parameter('1'))}{END}", "", [ParsedCall("f", '{"x": "1"}')]),
+    (f"{START}{invoke(parameter('1', 'false'))}{END}", "", [ParsedCall("f", '{"x": 1}')]),
+    (f"{START}{invoke(parameter('{bad', 'false'))}{END}", "", [ParsedCall("f", '{"x": "{bad"}')]),
+    (START + invoke(parameter(MARKS, "false")) + END, "", [ParsedCall("f", f'{{"x": {MARKS}}}')]),
+    (START + invoke(parameter(f'"{VALUE_END}"', "false")) + END, "", [ParsedCall("f", f'{{"x": "{VALUE_END}"}}')]),
     (
         START + invoke(parameter('"a', "false", "y"), parameter("NaN", "false")) + END,
         "",
-        [ToolCall("f", '{"y": "\\"a", "x": "NaN"}')],
+        [ParsedCall("f", '{"y": "\\"a", "x": "NaN"}')],
     ),
-    (f"{START}{invoke(parameter('1'), parameter('2'))}{END}", "", [ToolCall("f", '{"x": "2"}')]),
+    (f"{START}{invoke(parameter('1'), parameter('2'))}{END}", "", [ParsedCall("f", '{"x": "2"}')]),
     (f"{START}{invoke(parameter(f'<p>{NOW}{END}{START}'))}{END}", "", None),
-    (START + invoke(parameter('ü\n"')) + END, "", [ToolCall("f", '{"x": "ü\\n\\""}')]),
+    (START + invoke(parameter('ü\n"')) + END, "", [ParsedCall("f", '{"x": "ü\\n\\""}')]),
 ]
 
 
 @pytest.mark.parametrize(("text", "content", "calls"), CALLS)
-def test_calls(text: str, content: str, calls: list[ToolCall] | None) -> None:
+def test_calls(text: str, content: str, calls: list[ParsedCall] | None) -> None:
     message = read(text)
     assert message.content == content
     if calls is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pypto_serving.api.generation import prompt_scores
+from pypto_serving.api.generation import prompt_logprobs as collected_logprobs
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.types.request import EngineRequest
 from pypto_serving.types.tokens import unpack_ids
@@ -70,11 +70,11 @@ def test_echoed_logprobs_cover_prompt_and_text(server: RunningServer, tokenizer:
 
 def test_offsets_leave_out_special_tokens_that_the_text_lacks(tokenizer: Tokenizer) -> None:
     ids = [tokenizer.raw.token_to_id("<|im_start|>"), *tokenizer.encode("the fox")]
-    with_special = prompt_scores.text_offsets(ids, "<|im_start|>the fox", tokenizer)
-    without = prompt_scores.text_offsets(ids, "the fox", tokenizer)
+    with_special = collected_logprobs.text_offsets(ids, "<|im_start|>the fox", tokenizer)
+    without = collected_logprobs.text_offsets(ids, "the fox", tokenizer)
     assert (with_special[:2], without[:2]) == ([0, len("<|im_start|>")], [0, 0])
     assert [offset - len("<|im_start|>") for offset in with_special[1:]] == without[1:]
-    assert max(prompt_scores.text_offsets(ids, "t", tokenizer)) == 1
+    assert max(collected_logprobs.text_offsets(ids, "t", tokenizer)) == 1
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -160,9 +160,9 @@ def test_prompt_logprobs_have_bounds(server: RunningServer, monkeypatch: pytest.
         assert refusal(server, path, prompt_logprobs=1, stream=True)[0] == "prompt_logprobs"
         assert refusal(server, path, prompt_logprobs="1")[0] == "prompt_logprobs"
     body = {"prompt": [[5] * 100] * 4, "max_tokens": 1, "echo": True, "logprobs": 4, "n": 2}
-    monkeypatch.setattr(prompt_scores, "MAX_SCORES", 4 * 100 * 2 * 5)
+    monkeypatch.setattr(collected_logprobs, "MAX_ANSWER_PROMPT_LOGPROBS", 4 * 100 * 2 * 5)
     assert server.post(PATH, body).status_code == 200
-    monkeypatch.setattr(prompt_scores, "MAX_SCORES", 4 * 100 * 2 * 5 - 1)
+    monkeypatch.setattr(collected_logprobs, "MAX_ANSWER_PROMPT_LOGPROBS", 4 * 100 * 2 * 5 - 1)
     param, message = refusal(server, PATH, **body)
     assert param == "prompt_logprobs" and "400 prompt tokens in 2 choices" in message
 

@@ -13,7 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pypto_serving.api.chat.formats import Calls, OutputFormat
-from pypto_serving.api.chat.output import AssistantMessage, Part, TextPart, ToolCall, ToolCallStart, read_output
+from pypto_serving.api.chat.output import (
+    AssistantMessage,
+    Call,
+    OutputPart,
+    TextPart,
+    ToolCallStart,
+    read_output,
+)
 from pypto_serving.api.chat.parsers.families import FAMILIES
 from pypto_serving.api.chat.parsers.thinking import Thinking
 from pypto_serving.setup.rules import TOOL_CALL_PARSERS
@@ -36,13 +43,13 @@ from tests.api.tool_samples import (
 
 BIG = "9" * 4400
 """More digits than Python converts."""
-UNUSUAL = [ToolCall("f", '{"a": true, "e\u0301": null}'), ToolCall("\ufb01.x", '{"\ufb01": 1}')]
+UNUSUAL = [Call("f", '{"a": true, "e\u0301": null}'), Call("\ufb01.x", '{"\ufb01": 1}')]
 """Calls with names that Python would normalize."""
 FOLDER = r'{"path": "C:\\", "deep": "a\\\"}"}'
 """Texts that end behind an escaped backslash and hold an escaped quote."""
 V3_BEGIN = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
-FOLDER_CALL = ToolCall("now", FOLDER)
-CALLS: list[tuple[str, str, str, list[ToolCall]]] = [
+FOLDER_CALL = Call("now", FOLDER)
+CALLS: list[tuple[str, str, str, list[Call]]] = [
     ("hermes", f'<tool_call>{{"name": "now", "arguments": {FOLDER}}}</tool_call>', "", [FOLDER_CALL]),
     ("llama3_json", f'{{"name": "now", "parameters": {FOLDER}}}', "", [FOLDER_CALL]),
     ("mistral", f"[TOOL_CALLS]now{FOLDER}", "", [FOLDER_CALL]),
@@ -62,21 +69,21 @@ CALLS: list[tuple[str, str, str, list[ToolCall]]] = [
     ("qwen3_coder", CODER, "", [CODER_CALL]),
     ("qwen3_coder", f"I will.\n\n{CODER}\n{CODER_NOW}", "I will.", [CODER_CALL, NOW]),
     ("qwen3_coder", "<function=now>\n</function>", "", [NOW]),
-    ("qwen3_coder", "<tool_call><function=f><parameter=x>1</parameter></tool_call>", "", [ToolCall("f", '{"x": "1"}')]),
+    ("qwen3_coder", "<tool_call><function=f><parameter=x>1</parameter></tool_call>", "", [Call("f", '{"x": "1"}')]),
     (
         "qwen3_coder",
         "<function=get_weather><parameter=days>three</parameter><parameter=where>null</parameter></function>",
         "",
-        [ToolCall("get_weather", '{"days": "three", "where": null}')],
+        [Call("get_weather", '{"days": "three", "where": null}')],
     ),
     (
         "qwen3_coder",
         '<function=get_weather><parameter=where>\n{"a": "</parameter></function>"}\n</parameter></function>',
         "",
-        [ToolCall("get_weather", '{"where": {"a": "</parameter></function>"}}')],
+        [Call("get_weather", '{"where": {"a": "</parameter></function>"}}')],
     ),
     ("qwen3_coder", f"<function=get_weather><parameter=days>{BIG}</parameter></function>", "", [
-        ToolCall("get_weather", f'{{"days": {BIG}}}')
+        Call("get_weather", f'{{"days": {BIG}}}')
     ]),
     ("llama3_json", PARAMETERS, "", [WEATHER]),
     ("llama3_json", f"<|python_tag|>{PARAMETERS}; {PARAMETERS}", "", [WEATHER, WEATHER]),
@@ -85,11 +92,11 @@ CALLS: list[tuple[str, str, str, list[ToolCall]]] = [
     ("pythonic", '[get_weather(city="Paris \\"é\\" {"), now()]', "", [WEATHER, NOW]),
     ("pythonic", "<|python_start|>[now()]<|python_end|>", "", [NOW]),
     ("pythonic", "Sure.\n<|python_start|>[ now( ) ]", "Sure.", [NOW]),
-    ("pythonic", "[a.b(x=-1, y=[True, null], z={'k': (1.5,)})]", "", [ToolCall("a.b", LITERALS)]),
-    ("pythonic", f"[f(a={BIG}, from=[true,1e999]),]", "", [ToolCall("f", f'{{"a": {BIG}, "from": [true,1e999]}}')]),
-    ("pythonic", '[f(a="\\/", b={"\\"": "\\n"})]', "", [ToolCall("f", '{"a": "\\/", "b": {"\\"": "\\n"}}')]),
-    ("pythonic", "[f(a='1', b=True,)]", "", [ToolCall("f", '{"a": "1", "b": true}')]),
-    ("pythonic", "[f(e\u0301=1, class={})]", "", [ToolCall("f", '{"e\u0301": 1, "class": {}}')]),
+    ("pythonic", "[a.b(x=-1, y=[True, null], z={'k': (1.5,)})]", "", [Call("a.b", LITERALS)]),
+    ("pythonic", f"[f(a={BIG}, from=[true,1e999]),]", "", [Call("f", f'{{"a": {BIG}, "from": [true,1e999]}}')]),
+    ("pythonic", '[f(a="\\/", b={"\\"": "\\n"})]', "", [Call("f", '{"a": "\\/", "b": {"\\"": "\\n"}}')]),
+    ("pythonic", "[f(a='1', b=True,)]", "", [Call("f", '{"a": "1", "b": true}')]),
+    ("pythonic", "[f(e\u0301=1, class={})]", "", [Call("f", '{"e\u0301": 1, "class": {}}')]),
     ("pythonic", "[f(a=True,\r\n e\u0301=None), \ufb01.x(\ufb01=1)]", "", UNUSUAL),
     ("mistral", f"[TOOL_CALLS][{ARGUMENTS}]", "", [WEATHER]),
     ("mistral", f'[TOOL_CALLS] [{ARGUMENTS}, {{"name": "now", "arguments": {{}}, "id": "A3"}}]', "", [WEATHER, NOW]),
@@ -143,39 +150,41 @@ BROKEN: list[tuple[str, str, AssistantMessage]] = [
     (
         "qwen3_coder",
         '<function=get_weather><parameter=where>{"a": "b</parameter><parameter=days>1</parameter></function>',
-        AssistantMessage("", "", [ToolCall("get_weather", '{"where": "{\\"a\\": \\"b", "days": 1}')]),
+        AssistantMessage("", "", [Call("get_weather", '{"where": "{\\"a\\": \\"b", "days": 1}')]),
     ),
     (
         "hermes",
         HERMES[: HERMES.index('\\" {')],
-        AssistantMessage("", "", [ToolCall("get_weather", '{"city": "Paris \\"é')]),
+        AssistantMessage("", "", [Call("get_weather", '{"city": "Paris \\"é')]),
     ),
     (
         "hermes",
         '<tool_call>{"name": "f", "arguments": {"a": 1 </tool_call>b',
-        AssistantMessage("", "b", [ToolCall("f", '{"a": 1 ')]),
+        AssistantMessage("", "b", [Call("f", '{"a": 1 ')]),
     ),
     (
         "hermes",
         '<tool_call>{"name": "f", "arguments": {}, "x": 1}</tool_call>',
-        AssistantMessage("", ', "x": 1}</tool_call>', [ToolCall("f", "{}")]),
+        AssistantMessage("", ', "x": 1}</tool_call>', [Call("f", "{}")]),
     ),
     (
         "qwen3_coder",
         CODER[: CODER.index('\n"é"')],
-        AssistantMessage("", "", [ToolCall("get_weather", '{"city": "Paris')]),
+        AssistantMessage("", "", [Call("get_weather", '{"city": "Paris')]),
     ),
     (
         "qwen3_coder",
         "<tool_call><function=f><parameter=x>1</parameter> what? </tool_call>",
-        AssistantMessage("", " what? </tool_call>", [ToolCall("f", '{"x": "1"')]),
+        AssistantMessage("", " what? </tool_call>", [Call("f", '{"x": "1"')]),
     ),
     ("mistral", f"[TOOL_CALLS][{ARGUMENTS}, 1]", AssistantMessage("", ", 1]", [WEATHER])),
     ("llama3_json", f"{PARAMETERS}; and", AssistantMessage("", "; and", [WEATHER])),
 ]
 
 
-def parts_of(family: str, pieces: Sequence[str], one: bool = False, thinking: Thinking | None = None) -> list[Part]:
+def parts_of(
+    family: str, pieces: Sequence[str], one: bool = False, thinking: Thinking | None = None
+) -> list[OutputPart]:
     parser = OutputFormat(thinking, Calls(family, TYPES, one))()
     return [part for piece in pieces for part in parser.push(piece)] + parser.finish()
 
@@ -187,7 +196,7 @@ def read(family: str, *pieces: str, **options: Any) -> AssistantMessage:
 
 
 @pytest.mark.parametrize(("family", "text", "content", "calls"), CALLS)
-def test_calls(family: str, text: str, content: str, calls: list[ToolCall]) -> None:
+def test_calls(family: str, text: str, content: str, calls: list[Call]) -> None:
     message = read(family, text)
     assert message == AssistantMessage("", content, calls)
     assert all(isinstance(json.loads(call.arguments, parse_int=float), dict) for call in message.tool_calls)

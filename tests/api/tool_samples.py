@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pypto_serving.api.chat.output import ToolCall
+from pypto_serving.api.chat.output import ParsedCall
 
 HELLO = {"role": "user", "content": "hello"}
 _KINDS = {"city": "string", "days": "integer", "where": "object", "exact": "boolean"}
@@ -26,7 +26,7 @@ CODER = (
     "<parameter=exact>\nTrue\n</parameter>\n</function>\n</tool_call>"
 )
 CODER_NOW = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
-CODER_CALL = ToolCall("get_weather", '{"city": "Paris\\n\\"é\\" {", "days": 3, "where": {"a": [1]}, "exact": true}')
+CODER_CALL = ParsedCall("get_weather", '{"city": "Paris\\n\\"é\\" {", "days": 3, "where": {"a": [1]}, "exact": true}')
 V3 = (
     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
     f"```json\n{CITY}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{{}}\n```"
@@ -37,7 +37,7 @@ V31 = (
     "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 )
 LITERALS = '{"x": -1, "y": [true, null], "z": {"k": [1.5]}}'
-WEATHER = ToolCall("get_weather", CITY)
-NOW = ToolCall("now", "{}")
+WEATHER = ParsedCall("get_weather", CITY)
+NOW = ParsedCall("now", "{}")
 PARAMETERS = f'{{"name": "get_weather", "parameters": {CITY}}}'
 ARGUMENTS = f'{{"name": "get_weather", "arguments": {CITY}}}'

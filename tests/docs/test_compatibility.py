@@ -13,22 +13,19 @@ from openai.types import decision_create_params as decisions
 from openai.types.chat import completion_create_params as chats
 from openai.types.responses import response_create_params as responses
 
-from pypto_serving.api.anthropic.schemas import RULES as MESSAGES_RULES
 from pypto_serving.api.anthropic.schemas import MessagesBody
-from pypto_serving.api.common.body import Body, FieldRules
-from pypto_serving.api.decisions.schemas import RULES as DECISION_RULES
+from pypto_serving.api.common.body import Body
 from pypto_serving.api.decisions.schemas import DecisionBody
-from pypto_serving.api.openai.schemas import CHAT_RULES, COMPLETION_RULES, ChatBody, CompletionBody
-from pypto_serving.api.responses.schemas import RULES as RESPONSES_RULES
+from pypto_serving.api.openai.schemas import ChatBody, CompletionBody
 from pypto_serving.api.responses.schemas import ResponsesBody
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
-ENDPOINTS = {
-    "Completions": (CompletionBody, COMPLETION_RULES, completions.CompletionCreateParamsBase),
-    "Chat completions": (ChatBody, CHAT_RULES, chats.CompletionCreateParamsBase),
-    "Decisions": (DecisionBody, DECISION_RULES, decisions.DecisionCreateParams),
-    "Messages": (MessagesBody, MESSAGES_RULES, messages.MessageCreateParamsBase),
-    "Responses": (ResponsesBody, RESPONSES_RULES, responses.ResponseCreateParamsBase),
+ENDPOINTS: dict[str, tuple[type[Body], type]] = {
+    "Completions": (CompletionBody, completions.CompletionCreateParamsBase),
+    "Chat completions": (ChatBody, chats.CompletionCreateParamsBase),
+    "Decisions": (DecisionBody, decisions.DecisionCreateParams),
+    "Messages": (MessagesBody, messages.MessageCreateParamsBase),
+    "Responses": (ResponsesBody, responses.ResponseCreateParamsBase),
 }
 Row = tuple[str, str]
 
@@ -42,20 +39,21 @@ def rows_of(section: str) -> dict[str, Row]:
     return rows
 
 
-def expected(name: str, schema: type[Body], rules: FieldRules) -> str:
+def expected(name: str, schema: type[Body]) -> str:
     if name in schema.model_fields:
         return "yes"
-    return "no" if name in rules.neutral else "ignored"
+    return "no" if name in schema.rules.neutral else "ignored"
 
 
 @pytest.mark.parametrize("section", ENDPOINTS)
 def test_every_field_is_described_as_it_is_handled(section: str) -> None:
-    schema, rules, official = ENDPOINTS[section]
+    schema, official = ENDPOINTS[section]
+    rules = schema.rules
     rows = rows_of(section)
     known = {*schema.model_fields, *rules.neutral, *rules.accepted, *official.__annotations__, "stream"}
     assert sorted(known - rows.keys()) == []
     for name, (here, note) in rows.items():
-        assert here == expected(name, schema, rules), name
+        assert here == expected(name, schema), name
         assert (note == "unknown") == (here == "ignored" and name not in rules.accepted), name
         if here == "no":
             values = [json.dumps(value) for value in rules.neutral[name]]

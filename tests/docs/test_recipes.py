@@ -37,5 +37,5 @@ def test_there_are_recipes() -> None:
 
 
 def test_what_a_name_is() -> None:
-    text = '`ROUTES` `self._add("x")` `read(tape, tools)` `make check` `--flag` `rules.py` `a.b.State` `name`'
+    text = '`ROUTES` `self._add("x")` `read(scanner, tools)` `make check` `--flag` `rules.py` `a.b.State` `name`'
     assert names_in(text) == {"ROUTES", "_add", "read", "State"}

@@ -15,7 +15,7 @@ import openai
 import psutil
 import pytest
 
-from pypto_serving.api.batch.running import Output
+from pypto_serving.api.batch.running import AnswerFile
 from tests.e2e.server import Server
 
 pytestmark = pytest.mark.e2e
@@ -135,7 +135,7 @@ def test_pipes_and_devices_are_no_files(tmp_path: Path) -> None:
 
 def test_an_output_has_one_run(tmp_path: Path) -> None:
     source, target = write_requests(tmp_path / "in.jsonl", 1), tmp_path / "out.jsonl"
-    output = Output(target)
+    output = AnswerFile(target)
     try:
         code, said = finish(source, target, "--backend", "null")
         assert (code, said) == (2, f"error: --output-file {target} is written by another run; wait for its end\n")

@@ -185,6 +185,22 @@ def test_the_rules_themselves(module: str, source: str, allowed: bool) -> None:
     assert (violations(module, source) == []) is allowed
 
 
+FAMILIES = ("openai", "responses", "anthropic", "decisions")
+COMPOSITION = ("routes", "openapi", "server", "reading")
+"""What knows all families of endpoints: who puts the server together, and who reads all bodies."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_family_of_endpoints_imports_another(family: str) -> None:
+    """What several need is in `api/common/`."""
+    inside = f"pypto_serving.api.{family}."
+    allowed = tuple(f"pypto_serving.api.{name}" for name in (family, *COMPOSITION))
+    importers = [
+        module_of(path) for path in FILES if any(f"{name}.".startswith(inside) for name in imports_of(path.read_text()))
+    ]
+    assert importers and [module for module in importers if not module.startswith(allowed)] == []
+
+
 def test_no_test_imports_another() -> None:
     """Shared helpers have modules of their own."""
     for path in (ROOT / "tests").rglob("*.py"):

@@ -8,18 +8,7 @@ from collections import defaultdict
 from tests.layers.modules import FILES, PACKAGE
 
 TWICE = {
-    "Admission",
-    "Answer",
-    "File",
-    "KVGroup",
-    "Output",
-    "Request",
-    "Shown",
-    "Store",
-    "ToolCall",
     "Turns",
-    "Usage",
-    "_History",
 }
 """Names that several classes still have."""
 

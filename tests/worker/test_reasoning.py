@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pypto_serving.api.chat.parsers.tape import Tape
+from pypto_serving.api.chat.parsers.scanner import OutputScanner
 from pypto_serving.api.chat.parsers.thinking import Thinking, read_reasoning
 from pypto_serving.types.guide import Reasoning
 from pypto_serving.worker.reasoning import ReasoningState, TokenTexts
@@ -41,20 +41,20 @@ def test_guide_and_parser_agree(pieces: list[str], opened: bool, seed: int) -> N
     """After every token of any text, cut anywhere."""
     tokens = cut("".join(pieces), random.Random(seed))
     state = ReasoningState(reasoning("" if opened else BEGIN), None, TokenTexts(tokens))
-    tape = Tape()
-    reader = read_reasoning(tape, Thinking(BEGIN, END, opened, (CALL,)))
-    done = next(reader, tape) is tape
+    scanner = OutputScanner()
+    reader = read_reasoning(scanner, Thinking(BEGIN, END, opened, (CALL,)))
+    done = next(reader, scanner) is scanner
     decoder = codecs.getincrementaldecoder("utf-8")()
     for i, token in enumerate(tokens):
         state.push(i)
-        tape.text += decoder.decode(token)
-        done = done or next(reader, tape) is tape
+        scanner.text += decoder.decode(token)
+        done = done or next(reader, scanner) is scanner
         assert done == (state.stage == "content"), tokens[: i + 1]
         if not opened and not done:
-            assert tape.inside == (state.stage == "reasoning"), tokens[: i + 1]
+            assert scanner.inside == (state.stage == "reasoning"), tokens[: i + 1]
         if done:
             content = b"".join(tokens[j] for j in state.content_ids).decode(errors="replace")
-            assert tape.text in content if state.content_ids else not tape.text.startswith(CALL)
+            assert scanner.text in content if state.content_ids else not scanner.text.startswith(CALL)
             return
 
 

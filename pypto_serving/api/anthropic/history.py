@@ -22,7 +22,7 @@ def read_history(system: Any, messages: Sequence[Any]) -> list[dict[str, Any]]:
     Blocks of text are joined by line breaks. Results of tools become messages of their own. Messages of one role that
     follow each other become one.
     """
-    history = _History()
+    history = _MessageHistory()
     words = [text for text in _texts(system or "", "system") if text and not text.startswith(BILLING)]
     if words:
         history.add("system", "\n".join(words))
@@ -31,7 +31,7 @@ def read_history(system: Any, messages: Sequence[Any]) -> list[dict[str, Any]]:
     return history.messages
 
 
-class _History:
+class _MessageHistory:
     """Collect messages; remember the calls so far."""
 
     def __init__(self) -> None:

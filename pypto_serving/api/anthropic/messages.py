@@ -28,7 +28,7 @@ from pypto_serving.api.anthropic.answers import (
     ToolUseBlock,
 )
 from pypto_serving.api.chat.formats import OutputFormat
-from pypto_serving.api.chat.output import Part, TextPart, ToolCallStart
+from pypto_serving.api.chat.output import OutputPart, TextPart, ToolCallStart
 from pypto_serving.api.common.body import BodySource, answer_read
 from pypto_serving.api.common.respond import encode, named, one_line, respond
 from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage
@@ -137,11 +137,11 @@ class MessageFormat:
             self._finish(delta.finish_reason, delta.stop_reason)
         return written
 
-    def _parts(self, texts: Iterable[str], ends: bool) -> list[Part]:
+    def _parts(self, texts: Iterable[str], ends: bool) -> list[OutputPart]:
         parts = [part for text in texts for part in self._parser.push(text)]
         return parts + self._parser.finish() if ends else parts
 
-    def _part_events(self, part: Part) -> bytes:
+    def _part_events(self, part: OutputPart) -> bytes:
         change = b""
         if self._begins(part):
             change = self._close()
@@ -157,10 +157,10 @@ class MessageFormat:
             % (self._index, fields, one_line(encode(text)))
         )
 
-    def _begins(self, part: Part) -> bool:
+    def _begins(self, part: OutputPart) -> bool:
         return isinstance(part, ToolCallStart) or _kind(part) != self._kind
 
-    def _begin(self, part: Part) -> ContentBlock:
+    def _begin(self, part: OutputPart) -> ContentBlock:
         """Begin a block; return it without its text."""
         self._kind = _kind(part)
         self._index += 1
@@ -211,7 +211,7 @@ def usage_object(usage: TokenUsage) -> MessageUsage:
     )
 
 
-def _kind(part: Part) -> str:
+def _kind(part: OutputPart) -> str:
     if isinstance(part, TextPart):
         return "thinking" if part.kind == "reasoning" else "text"
     return "tool_use"

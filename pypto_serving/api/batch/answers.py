@@ -12,11 +12,11 @@ Status = Literal["validating", "failed", "in_progress", "finalizing", "completed
 FINAL: tuple[Status, ...] = ("failed", "completed", "cancelled")
 
 
-class Shown(Answer, omit_defaults=False):
+class WholeAnswer(Answer, omit_defaults=False):
     """Base of answers that show every field."""
 
 
-class File(Shown):
+class File(WholeAnswer):
     """A file of requests or answers."""
 
     id: str
@@ -28,7 +28,7 @@ class File(Shown):
     status: Literal["processed"] = "processed"
 
 
-class FileList(Shown):
+class FileList(WholeAnswer):
     data: list[File]
     has_more: bool
     first_id: str | None
@@ -36,13 +36,13 @@ class FileList(Shown):
     object: Literal["list"] = "list"
 
 
-class DeletedFile(Shown):
+class DeletedFile(WholeAnswer):
     id: str
     object: Literal["file"] = "file"
     deleted: Literal[True] = True
 
 
-class BatchError(Shown):
+class BatchError(WholeAnswer):
     """Why a line of the input cannot be a request, or why the server gave up the batch."""
 
     message: str
@@ -51,18 +51,18 @@ class BatchError(Shown):
     param: None = None
 
 
-class BatchErrors(Shown):
+class BatchErrors(WholeAnswer):
     data: list[BatchError]
     object: Literal["list"] = "list"
 
 
-class RequestCounts(Shown):
+class RequestCounts(WholeAnswer):
     total: int = 0
     completed: int = 0
     failed: int = 0
 
 
-class Batch(Shown):
+class Batch(WholeAnswer):
     """Requests of a file that are answered one by one; times are in seconds since the epoch."""
 
     id: str
@@ -87,7 +87,7 @@ class Batch(Shown):
     object: Literal["batch"] = "batch"
 
 
-class BatchList(Shown):
+class BatchList(WholeAnswer):
     data: list[Batch]
     has_more: bool
     first_id: str | None

@@ -16,9 +16,9 @@ from msgspec.structs import replace
 from pypto_serving.api.batch.answers import FINAL, Batch, BatchError, BatchErrors, RequestCounts
 from pypto_serving.api.batch.direct import Direct
 from pypto_serving.api.batch.lines import Found, Limits, check, read
-from pypto_serving.api.batch.running import Output, Run
+from pypto_serving.api.batch.running import AnswerFile, Run
 from pypto_serving.api.batch.schemas import BatchBody
-from pypto_serving.api.batch.store import MAX_BATCHES, Store, occupy
+from pypto_serving.api.batch.store import MAX_BATCHES, KeyStore, occupy
 from pypto_serving.errors import ConfigError, RequestError
 from pypto_serving.util import brief, one_of
 
@@ -39,8 +39,8 @@ class Batches:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = occupy(folder)
-            Store.of(b"", folder)
-            for store in Store.of_all(folder):
+            KeyStore.of(b"", folder)
+            for store in KeyStore.of_all(folder):
                 store.clear_up()
         except OSError as error:
             raise ConfigError(f"the folder of batches {folder} cannot be used: {error.strerror}") from error
@@ -48,18 +48,18 @@ class Batches:
         self._direct = direct
         self._max_line_bytes = max_line_bytes
         self._width = width
-        self._waiting: deque[tuple[Store, str]] = deque()
+        self._waiting: deque[tuple[KeyStore, str]] = deque()
         self._arrived = asyncio.Event()
-        self._running: tuple[str, Run, Output] | None = None
+        self._running: tuple[str, Run, AnswerFile] | None = None
         self._task: asyncio.Task[None] | None = None
 
-    def store(self, key: bytes) -> Store:
+    def store(self, key: bytes) -> KeyStore:
         """Return what the holder of an API key stored."""
-        return Store.of(key, self._folder)
+        return KeyStore.of(key, self._folder)
 
     def start(self) -> None:
         """Go on with unfinished batches, and wait for others."""
-        for store in Store.of_all(self._folder):
+        for store in KeyStore.of_all(self._folder):
             for batch in reversed(store.batches()):
                 if batch.status not in FINAL:
                     self._waiting.append((store, batch.id))
@@ -75,7 +75,7 @@ class Batches:
             await asyncio.gather(self._task, return_exceptions=True)
         self._lock.close()
 
-    def create(self, store: Store, body: BatchBody) -> Batch:
+    def create(self, store: KeyStore, body: BatchBody) -> Batch:
         """Store a batch, to be run in its turn. Raises RequestError."""
         if body.endpoint not in self._direct.paths:
             message = f"endpoint is {brief(body.endpoint)}, but must be {one_of(sorted(self._direct.paths))}"
@@ -96,7 +96,7 @@ class Batches:
         self._arrived.set()
         return batch
 
-    def _make_room(self, store: Store) -> None:
+    def _make_room(self, store: KeyStore) -> None:
         """Forget the oldest batches that have ended if there are too many. Raises RequestError if none has."""
         batches = store.batches()
         for batch in reversed(batches):
@@ -108,7 +108,7 @@ class Batches:
         if len(batches) >= MAX_BATCHES:
             raise RequestError(f"{MAX_BATCHES} batches have not ended; cancel some", code="too_many_batches")
 
-    def cancel(self, store: Store, batch_id: str) -> Batch:
+    def cancel(self, store: KeyStore, batch_id: str) -> Batch:
         """End a batch; what it answered stays. Raises LostError, RequestError if it has ended already."""
         batch = self.shown(store.batch(batch_id))
         if batch.status in FINAL:
@@ -121,7 +121,7 @@ class Batches:
         store.save(batch)
         return batch
 
-    def needs(self, store: Store, file_id: str) -> bool:
+    def needs(self, store: KeyStore, file_id: str) -> bool:
         """Return whether a batch that has not ended reads or writes a file."""
         running = [batch for batch in store.batches() if batch.status not in FINAL]
         return any(file_id in (batch.input_file_id, batch.output_file_id) for batch in running)
@@ -145,7 +145,7 @@ class Batches:
             self._arrived.clear()
             await self._arrived.wait()
 
-    async def _run(self, store: Store, batch_id: str) -> None:
+    async def _run(self, store: KeyStore, batch_id: str) -> None:
         batch = store.batch(batch_id)
         if batch.status == "cancelling":  # when a server was killed
             store.save(replace(batch, status="cancelled", cancelled_at=_now()))
@@ -155,7 +155,7 @@ class Batches:
             found = await asyncio.to_thread(check, source, limits)
             batch = _begun(store, store.batch(batch_id), found)
         if batch.status == "in_progress" and batch.output_file_id is not None:
-            output = await asyncio.to_thread(Output, store.content(batch.output_file_id))
+            output = await asyncio.to_thread(AnswerFile, store.content(batch.output_file_id))
             run = Run(self._direct, output, self._width, owner=store.owner)
             self._running = batch_id, run, output
             try:
@@ -167,7 +167,7 @@ class Batches:
             _end(store, store.batch(batch_id), output)
 
 
-def _begun(store: Store, batch: Batch, found: Found) -> Batch:
+def _begun(store: KeyStore, batch: Batch, found: Found) -> Batch:
     """Begin a batch with the requests that were `found`, or end it if there are others; it may be cancelled already."""
     if batch.status in FINAL:
         return batch
@@ -190,7 +190,7 @@ def _given_up(batch: Batch, error: Exception) -> Batch:
     return replace(batch, status="failed", failed_at=_now(), errors=errors)
 
 
-def _end(store: Store, batch: Batch, output: Output) -> None:
+def _end(store: KeyStore, batch: Batch, output: AnswerFile) -> None:
     """End a batch that is cancelled or has all answers; otherwise the server ends, and the next one goes on."""
     batch = replace(batch, request_counts=_counts(batch.request_counts.total, output))
     if batch.status == "cancelling":
@@ -200,7 +200,7 @@ def _end(store: Store, batch: Batch, output: Output) -> None:
     store.save(batch)
 
 
-def _counts(total: int, output: Output) -> RequestCounts:
+def _counts(total: int, output: AnswerFile) -> RequestCounts:
     return RequestCounts(total, len(output.answered) - output.num_failed, output.num_failed)
 
 

@@ -18,7 +18,7 @@ from pypto_serving.logs import REQUEST_ID
 NOT_FOR_BATCHES = (f"{VERSION}/files", f"{VERSION}/batches")
 
 
-class Answer(NamedTuple):
+class DirectAnswer(NamedTuple):
     """The answer to a request. `request_id` names it in the log."""
 
     status: int
@@ -47,7 +47,7 @@ class Direct:
         }
         self._handle = bare.build_middleware_stack()
 
-    async def post(self, path: str, body: bytes | memoryview, left: asyncio.Event, owner: bytes = b"") -> Answer:
+    async def post(self, path: str, body: bytes | memoryview, left: asyncio.Event, owner: bytes = b"") -> DirectAnswer:
         """Return the answer to a request of `owner`, which stands for a key that the application does not check.
 
         Once `left` is set, the request ends like one whose client left.
@@ -85,4 +85,4 @@ class Direct:
             await self._handle(scope, receive, send)
         finally:
             REQUEST_ID.reset(named)
-        return Answer(status, request_id, bytes(written))
+        return DirectAnswer(status, request_id, bytes(written))

@@ -17,7 +17,7 @@ from pypto_serving.api.batch.answers import Batch, BatchList, DeletedFile, File,
 from pypto_serving.api.batch.batches import Batches
 from pypto_serving.api.batch.multipart import read_form
 from pypto_serving.api.batch.schemas import MAX_METADATA_CHARS, BatchBody
-from pypto_serving.api.batch.store import StorageError, Store
+from pypto_serving.api.batch.store import KeyStore, StorageError
 from pypto_serving.api.common.body import parse_json, read_body, read_page, require_json, telling_when_parsed
 from pypto_serving.api.http.keys import sent_key
 from pypto_serving.api.service import Service
@@ -124,7 +124,7 @@ def _batches(request: Request) -> Batches:
     return batches
 
 
-def _store(request: Request) -> Store:
+def _store(request: Request) -> KeyStore:
     """Return what the client's API key stored; without keys all clients are one."""
     service: Service = request.app.state.service
     key = sent_key(request.scope["headers"]) if service.keys else None

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pypto_serving.api.batch.direct import Answer
+from pypto_serving.api.batch.direct import DirectAnswer
 from pypto_serving.util import brief, one_of
 
 MAX_ID_CHARS = 512
@@ -21,7 +21,7 @@ BLANKS = 2
 """Lines that a file may have for each request that it may have."""
 
 
-class Request(msgspec.Struct):
+class BatchRequest(msgspec.Struct):
     """One line of a file."""
 
     custom_id: str
@@ -61,7 +61,7 @@ class _Body(msgspec.Struct):
     stream: bool | None = None
 
 
-_REQUEST, _BODY = msgspec.json.Decoder(Request), msgspec.json.Decoder(_Body)
+_REQUEST, _BODY = msgspec.json.Decoder(BatchRequest), msgspec.json.Decoder(_Body)
 
 
 def key_of(custom_id: str) -> bytes:
@@ -86,14 +86,14 @@ def check(path: Path, limits: Limits) -> Found:
     return Found(len(seen), problems)
 
 
-def read(path: Path, limits: Limits) -> Iterator[Request]:
+def read(path: Path, limits: Limits) -> Iterator[BatchRequest]:
     """Iterate over the requests of a file that `check` found nothing wrong with."""
     for _, line in _lines(path, limits.max_line_bytes):
         if line:
             yield _REQUEST.decode(line)
 
 
-def write(request: Request, answer: Answer) -> bytes:
+def write(request: BatchRequest, answer: DirectAnswer) -> bytes:
     """Write the line of an answer."""
     response = {"status_code": answer.status, "request_id": answer.request_id, "body": msgspec.Raw(answer.body)}
     line = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": request.custom_id, "response": response, "error": None}

@@ -13,7 +13,7 @@ MAX_PARTS, MAX_HEAD_BYTES, MAX_FIELD_BYTES = 16, 4096, 4096
 _PARAMETER = re.compile(r""";\s*([^\s;="]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s;"]*))""", re.DOTALL)
 
 
-class Form(NamedTuple):
+class UploadForm(NamedTuple):
     """An uploaded file, and the other fields. `data` is a view of the body."""
 
     filename: str
@@ -21,7 +21,7 @@ class Form(NamedTuple):
     fields: dict[str, str]
 
 
-def read_form(content_type: str, body: bytes | bytearray) -> Form:
+def read_form(content_type: str, body: bytes | bytearray) -> UploadForm:
     """Return the form in a body, which is not copied: it may be long. Raises RequestError."""
     boundary = _parameters(content_type).get("boundary")
     if not content_type.lower().startswith("multipart/form-data") or not boundary:
@@ -39,7 +39,7 @@ def read_form(content_type: str, body: bytes | bytearray) -> Form:
             fields[name] = str(content, errors="replace")
     if data is None:
         raise RequestError("file is missing; send a file of requests", param="file", code="missing_field")
-    return Form(filename[:255], data, fields)
+    return UploadForm(filename[:255], data, fields)
 
 
 def _parts(body: bytes | bytearray, delimiter: bytes) -> Iterator[tuple[int, int]]:

@@ -12,7 +12,7 @@ from typing import BinaryIO
 import msgspec
 
 from pypto_serving.api.batch.direct import Direct
-from pypto_serving.api.batch.lines import Request, key_of, require_beginning, write
+from pypto_serving.api.batch.lines import BatchRequest, key_of, require_beginning, write
 from pypto_serving.api.batch.store import lock
 from pypto_serving.api.common.respond import CLIENT_CLOSED_REQUEST
 
@@ -25,15 +25,15 @@ class _Status(msgspec.Struct):
     status_code: int
 
 
-class _Line(msgspec.Struct):
+class _AnswerLine(msgspec.Struct):
     custom_id: str
     response: _Status
 
 
-_LINE = msgspec.json.Decoder(_Line)
+_LINE = msgspec.json.Decoder(_AnswerLine)
 
 
-class Output:
+class AnswerFile:
     """Owns a file of answers. A process that is killed leaves whole lines, and maybe the beginning of one.
 
     `answered` are the keys of the requests that have an answer, `num_failed` how many of these are errors.
@@ -60,17 +60,17 @@ class Output:
                 end += len(line)
         self._file.truncate(end)
 
-    def add(self, request: Request, answer: bytes, status: int) -> None:
+    def add(self, request: BatchRequest, answer: bytes, status: int) -> None:
         """Append an answer; it is in the file when this returns, even if this process is killed then."""
         left = memoryview(answer)
         while left:
             left = left[self._file.write(left) or 0 :]
-        self._note(_Line(request.custom_id, _Status(status)))
+        self._note(_AnswerLine(request.custom_id, _Status(status)))
 
     def close(self) -> None:
         self._file.close()
 
-    def _note(self, line: _Line) -> None:
+    def _note(self, line: _AnswerLine) -> None:
         self.answered.add(key_of(line.custom_id))
         self.num_failed += line.response.status_code >= HTTPStatus.BAD_REQUEST
 
@@ -81,7 +81,7 @@ class Run:
     def __init__(
         self,
         direct: Direct,
-        output: Output,
+        output: AnswerFile,
         width: int,
         on_answer: Callable[[], None] = lambda: None,
         owner: bytes = b"",
@@ -93,7 +93,7 @@ class Run:
         self._on_answer = on_answer
         self._owner = owner
 
-    async def answer(self, requests: Iterable[Request]) -> None:
+    async def answer(self, requests: Iterable[BatchRequest]) -> None:
         """Return when all requests have answers, or `left` is set. Those that the server is too busy for wait.
 
         A thread iterates over the requests: their lines may be long.
@@ -116,7 +116,7 @@ class Run:
             self.left.set()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def _answer(self, request: Request) -> None:
+    async def _answer(self, request: BatchRequest) -> None:
         while not self.left.is_set():
             answer = await self._direct.post(request.url, memoryview(request.body), self.left, self._owner)
             if answer.status == CLIENT_CLOSED_REQUEST:

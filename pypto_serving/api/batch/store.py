@@ -41,21 +41,21 @@ class LostError(RequestError):
     code = "not_found"
 
 
-class Store:
+class KeyStore:
     """Owns what one API key stored, in a folder of its own. Every change is whole on disk when its call returns."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     @classmethod
-    def of(cls, key: bytes, folder: Path) -> Store:
+    def of(cls, key: bytes, folder: Path) -> KeyStore:
         """Return the store of a key. Nobody sees those of others, since its name is a salted hash of the key."""
         own = folder / hashlib.blake2b(key, key=_salt(folder), digest_size=16).hexdigest()
         own.mkdir(mode=0o700, parents=True, exist_ok=True)
         return cls(own)
 
     @classmethod
-    def of_all(cls, folder: Path) -> list[Store]:
+    def of_all(cls, folder: Path) -> list[KeyStore]:
         """Return the stores of all keys."""
         return [cls(path) for path in sorted(folder.iterdir()) if path.is_dir()]
 

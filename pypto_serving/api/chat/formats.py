@@ -7,7 +7,7 @@ import uuid
 import msgspec
 
 from pypto_serving.api.chat.parsers.families import FAMILIES
-from pypto_serving.api.chat.parsers.tape import Steps, Tape, TapeParser
+from pypto_serving.api.chat.parsers.scanner import OutputScanner, ScannerParser, Steps
 from pypto_serving.api.chat.parsers.thinking import Thinking, read_reasoning
 
 SHORT_ID = 9
@@ -37,10 +37,10 @@ class OutputFormat(msgspec.Struct, frozen=True):
     shows_special: bool = False
     hides_reasoning: bool = False
 
-    def __call__(self) -> TapeParser:
+    def __call__(self) -> ScannerParser:
         one_call = self.calls is not None and self.calls.one
-        tape = Tape(one_call, self.hides_reasoning)
-        return TapeParser(tape, _read(tape, self))
+        scanner = OutputScanner(one_call, self.hides_reasoning)
+        return ScannerParser(scanner, _read(scanner, self))
 
     def new_call_id(self, prefix: str) -> str:
         """Make the id of a call, for Mistral's templates as short as they take it."""
@@ -49,11 +49,11 @@ class OutputFormat(msgspec.Struct, frozen=True):
         return made[:SHORT_ID] if short else prefix + made
 
 
-def _read(tape: Tape, form: OutputFormat) -> Steps[None]:
+def _read(scanner: OutputScanner, form: OutputFormat) -> Steps[None]:
     if form.thinking is not None:
-        yield from read_reasoning(tape, form.thinking)
+        yield from read_reasoning(scanner, form.thinking)
     if form.calls is not None:
-        yield from FAMILIES[form.calls.family].read(tape, form.calls.types)
-    while not tape.ended:
-        tape.say(len(tape.text))
+        yield from FAMILIES[form.calls.family].read(scanner, form.calls.types)
+    while not scanner.ended:
+        scanner.say(len(scanner.text))
         yield

@@ -29,10 +29,10 @@ class ToolCallArguments(msgspec.Struct, frozen=True):
     text: str
 
 
-Part = TextPart | ToolCallStart | ToolCallArguments
+OutputPart = TextPart | ToolCallStart | ToolCallArguments
 
 
-class ToolCall(msgspec.Struct, frozen=True):
+class ParsedCall(msgspec.Struct, frozen=True):
     """One whole tool call. `arguments` is a JSON object, as text; cut or wrong where the model wrote it so."""
 
     name: str
@@ -45,10 +45,10 @@ class OutputParser(Protocol):
     A parser never fails: text that is not valid syntax of its family is content.
     """
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[OutputPart]:
         """Add text; return the parts that became certain."""
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[OutputPart]:
         """End the output; return the parts held back."""
 
 
@@ -61,7 +61,7 @@ class AssistantMessage(msgspec.Struct):
 
     reasoning: str = ""
     content: str = ""
-    tool_calls: list[ToolCall] = []
+    tool_calls: list[ParsedCall] = []
 
 
 def read_output(parser: OutputParser, texts: Iterable[str]) -> AssistantMessage:
@@ -69,7 +69,7 @@ def read_output(parser: OutputParser, texts: Iterable[str]) -> AssistantMessage:
     return join_parts([part for text in texts for part in parser.push(text)] + parser.finish())
 
 
-def join_parts(parts: Iterable[Part]) -> AssistantMessage:
+def join_parts(parts: Iterable[OutputPart]) -> AssistantMessage:
     """Join all parts of one output."""
     texts: dict[TextKind, list[str]] = {"reasoning": [], "content": []}
     calls: list[tuple[str, list[str]]] = []
@@ -80,5 +80,5 @@ def join_parts(parts: Iterable[Part]) -> AssistantMessage:
             calls.append((part.name, []))
         else:
             calls[-1][1].append(part.text)
-    whole = [ToolCall(name, "".join(pieces)) for name, pieces in calls]
+    whole = [ParsedCall(name, "".join(pieces)) for name, pieces in calls]
     return AssistantMessage("".join(texts["reasoning"]), "".join(texts["content"]), whole)

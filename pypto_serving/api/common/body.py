@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.generation.labels import Asked
-from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, new_scores
+from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, new_prompt_logprobs
 from pypto_serving.api.http.errors import (
     MAX_DROPPED_BODIES,
     BodyTooLargeError,
@@ -147,7 +147,7 @@ class ReadBody(msgspec.Struct, frozen=True, tag="read", kw_only=True):
             timeout_s=self.timeout_s,
             keep_token_ids=self.shown.token_ids or self.shown.usage_so_far,
             tokens_as_ids=self.shown.tokens_as_ids,
-            scores=new_scores(self.prompts, self.params),
+            prompt_logprobs=new_prompt_logprobs(self.prompts, self.params),
             thinking=None if self.new_parser is None else self.new_parser.thinking,
         )
 

@@ -88,7 +88,7 @@ async def respond_whole(
     try:
         outputs = await until_disconnect(request.receive, generation.collect())
         write = partial(_content, make, outputs, generation.usage())
-        content = await asyncio.to_thread(write) if wanted.scores else write()
+        content = await asyncio.to_thread(write) if wanted.prompt_logprobs else write()
         return Response(content, 200, headers, "application/json")
     except ClientDisconnect:
         return nobody_listens()
@@ -128,7 +128,7 @@ class EventStream(Response):
             "x-accel-buffering": "no",
         }
         self.init_headers(fixed | headers)
-        self._scores = bool(wanted.scores)
+        self._has_prompt_logprobs = bool(wanted.prompt_logprobs)
         self._generation = Generation(service, wanted)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -160,13 +160,13 @@ class EventStream(Response):
         """
         event = self._form.writer
 
-        async def pass_on_scored(deltas: list[Delta]) -> None:
+        async def pass_on_in_thread(deltas: list[Delta]) -> None:
             body = await asyncio.to_thread(lambda: b"".join(map(event, deltas)))
             if body:
                 await write({"type": "http.response.body", "body": body, "more_body": True})
 
-        if self._scores:
-            return pass_on_scored
+        if self._has_prompt_logprobs:
+            return pass_on_in_thread
 
         opened = False
 

@@ -12,7 +12,7 @@ from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.tools import ToolUse
 from pypto_serving.api.generation.request import (
     FittedPrompt,
-    check_scores,
+    check_prompt_logprobs,
     fit_num_logprobs,
     fit_params,
     fit_prompt,
@@ -88,7 +88,7 @@ def fit_chat(prompter: Prompter, chat: ChatRequest) -> FittedChat:
         prompt_field=chat.messages_field,
         truncate_to=params.truncate_prompt_tokens,
     )
-    check_scores([prompt], params)
+    check_prompt_logprobs([prompt], params)
     if not chat.stream:
         (prompt,) = fit_num_logprobs([prompt], params, chat.max_tokens)
     guided = with_chat_guide(params, prompter, form, chat.tools, chat.thinking_budget)

@@ -32,8 +32,8 @@ class Generation:
     """Run the choices of one request. Owned by its maker, which must call `close`.
 
     Making one submits the request. Raises QueueFullError or UnavailableError if it is not admitted,
-    RequestError if it has more choices than the server can ever hold. `scores` are those of the request; they are
-    filled before the first delta of a prompt's first choice.
+    RequestError if it has more choices than the server can ever hold. `prompt_logprobs` are those of the request;
+    they are filled before the first delta of a prompt's first choice.
     """
 
     __slots__ = (
@@ -48,7 +48,7 @@ class Generation:
         "_request",
         "_service",
         "id",
-        "scores",
+        "prompt_logprobs",
     )
 
     def __init__(self, service: Service, request: GenerationRequest) -> None:
@@ -61,7 +61,7 @@ class Generation:
         check_num_choices(request.num_choices, len(request.prompts), service.engine.config)
         requests = engine_requests(request, service.seeds, service.eos_token_ids, self._arrival_s)
         self._choices = _new_choices(request, requests, service.tokenizer)
-        self.scores = request.scores
+        self.prompt_logprobs = request.prompt_logprobs
         service.admission.enter()
         try:
             self._outputs = service.engine.submit(requests)
@@ -114,7 +114,7 @@ class Generation:
                     choice.begin(output)
                 choice.last_s = now_s
             elif output.prompt_logprobs is not None:
-                self.scores[choice.prompt].add(output.prompt_logprobs)
+                self.prompt_logprobs[choice.prompt].add(output.prompt_logprobs)
                 continue
             delta = choice.take(output)
             if delta is None:

@@ -10,7 +10,7 @@ import msgspec
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.parsers.thinking import Thinking
 from pypto_serving.api.generation.logprobs import MAX_LOGPROBS_OF_ANSWER
-from pypto_serving.api.generation.prompt_scores import PromptScores, check_num_scores
+from pypto_serving.api.generation.prompt_logprobs import CollectedPromptLogprobs, check_num_prompt_logprobs
 from pypto_serving.api.grammars.structured import with_guide
 from pypto_serving.api.http.tracing import RequestTrace
 from pypto_serving.api.prompting.prompts import Prompter
@@ -53,7 +53,7 @@ class GenerationRequest:
     choices of each prompt. Lower `priority` is served earlier. Prefixes are shared within one `cache_salt`.
     `timeout_s` is what the client gave, `deadline_s` the monotonic time at which what is unfinished ends.
     `http_id` names the HTTP request in logs; `trace` is told how the request ended.
-    `keep_token_ids`, `tokens_as_ids`, `thinking`: see Choice. `scores` are those of `new_scores`.
+    `keep_token_ids`, `tokens_as_ids`, `thinking`: see Choice. `prompt_logprobs` are those of `new_prompt_logprobs`.
     """
 
     id: str
@@ -63,7 +63,7 @@ class GenerationRequest:
     cache_salt: str = ""
     keep_token_ids: bool = False
     tokens_as_ids: bool = False
-    scores: Sequence[PromptScores] = ()
+    prompt_logprobs: Sequence[CollectedPromptLogprobs] = ()
     thinking: Thinking | None = None
     timeout_s: float | None = None
     deadline_s: float | None = None
@@ -121,11 +121,11 @@ def fit_prompt(
     return FittedPrompt(pack_ids(token_ids), fitting, num_cut, None if num_cut else text)
 
 
-def check_scores(prompts: Sequence[FittedPrompt], params: SamplingParams) -> None:
+def check_prompt_logprobs(prompts: Sequence[FittedPrompt], params: SamplingParams) -> None:
     """Raise RequestError if the log-probabilities of the prompts are too many for one answer."""
     if params.prompt_logprobs is not None:
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        check_num_scores(num_tokens, params.n, params.prompt_logprobs)
+        check_num_prompt_logprobs(num_tokens, params.n, params.prompt_logprobs)
 
 
 def fit_num_logprobs(prompts: Sequence[FittedPrompt], params: SamplingParams, asked: int | None) -> list[FittedPrompt]:
@@ -147,9 +147,9 @@ def fit_num_logprobs(prompts: Sequence[FittedPrompt], params: SamplingParams, as
     return list(prompts)
 
 
-def new_scores(prompts: Sequence[FittedPrompt], params: SamplingParams) -> Sequence[PromptScores]:
+def new_prompt_logprobs(prompts: Sequence[FittedPrompt], params: SamplingParams) -> Sequence[CollectedPromptLogprobs]:
     """Make what collects the log-probabilities of each prompt; () if `params` ask for none."""
-    return () if params.prompt_logprobs is None else [PromptScores(prompt.token_ids) for prompt in prompts]
+    return () if params.prompt_logprobs is None else [CollectedPromptLogprobs(prompt.token_ids) for prompt in prompts]
 
 
 def engine_requests(

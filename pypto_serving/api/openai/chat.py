@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pypto_serving.api.chat.formats import OutputFormat
-from pypto_serving.api.chat.output import Part, TextPart, ToolCallStart, read_output
+from pypto_serving.api.chat.output import OutputPart, TextPart, ToolCallStart, read_output
 from pypto_serving.api.common.answers import chat_logprobs
 from pypto_serving.api.common.body import BodySource
 from pypto_serving.api.common.respond import encode, respond
@@ -56,7 +56,7 @@ class ChatFormat(EventFormat):
 
     def response(self, outputs: list[ChoiceOutput], usage: TokenUsage) -> dict[str, Any]:
         prompt = {
-            "prompt_logprobs": self.head.prompt_logprobs(0),
+            "prompt_logprobs": self.head.write_prompt_logprobs(0),
             "prompt_token_ids": self.head.prompt_ids(0) if self.head.shown.token_ids else None,
         }
         return super().response(outputs, usage) | prompt
@@ -100,7 +100,7 @@ class ParsedChatFormat(ChatFormat):
 
     rare_event = event
 
-    def _delta(self, index: int, part: Part) -> dict[str, Any]:
+    def _delta(self, index: int, part: OutputPart) -> dict[str, Any]:
         if isinstance(part, TextPart):
             if part.kind == "reasoning":
                 return {"reasoning_content": part.text, "reasoning": part.text}

@@ -10,7 +10,7 @@ import msgspec
 from pypto_serving.api.common.body import ReadBody, Shown
 from pypto_serving.api.generation.request import (
     check_num_choices,
-    check_scores,
+    check_prompt_logprobs,
     fit_num_logprobs,
     fit_params,
     fit_prompt,
@@ -45,7 +45,7 @@ def read_completion(prompter: Prompter, serving: ServingConfig, raw: bytes | byt
         )
         for ids, text in encode_prompts(prompter, body.prompt, params.n, body.add_special_tokens is not False)
     ]
-    check_scores(prompts, params)
+    check_prompt_logprobs(prompts, params)
     if not body.stream:
         prompts = fit_num_logprobs(prompts, params, body.max_tokens)
     return ReadBody(prompts=prompts, params=params, shown=shown, **common)

@@ -15,7 +15,7 @@ from pypto_serving.api.common.body import BodySource
 from pypto_serving.api.common.respond import encode, respond
 from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage
 from pypto_serving.api.generation.logprobs import TokenEntry
-from pypto_serving.api.generation.prompt_scores import prompt_text, text_offsets
+from pypto_serving.api.generation.prompt_logprobs import prompt_text, text_offsets
 from pypto_serving.api.openai.event_format import EventFormat, Head
 from pypto_serving.api.service import Service
 
@@ -66,7 +66,7 @@ class CompletionFormat(EventFormat):
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
             "token_ids": output.token_ids if head.shown.token_ids else None,
-            "prompt_logprobs": head.prompt_logprobs(index),
+            "prompt_logprobs": head.write_prompt_logprobs(index),
             "prompt_token_ids": head.prompt_ids(index) if head.shown.token_ids else None,
         }
 
@@ -147,11 +147,11 @@ class _Echo:
 
     def __init__(self, head: Head, place: int) -> None:
         self._head, self._prompt = head, head.prompts[place]
-        self._scores = head.scores[place] if head.shown.logprobs is not None else None
+        self._prompt_logprobs = head.prompt_logprobs[place] if head.shown.logprobs is not None else None
 
     @property
     def complete(self) -> bool:
-        return self._scores is None or self._scores.complete
+        return self._prompt_logprobs is None or self._prompt_logprobs.complete
 
     @cached_property
     def text(self) -> str:
@@ -161,10 +161,10 @@ class _Echo:
     @cached_property
     def logprobs(self) -> dict[str, list[Any]] | None:
         head, width = self._head, self._head.shown.logprobs
-        if self._scores is None or width is None:
+        if self._prompt_logprobs is None or width is None:
             return None
         offsets = text_offsets(self._prompt.token_ids, self.text, head.tokenizer)
-        return completion_logprobs(self._scores.entries(width, head.names, offsets))
+        return completion_logprobs(self._prompt_logprobs.entries(width, head.names, offsets))
 
 
 def best(outputs: Sequence[ChoiceOutput], num_prompts: int, shown: int) -> list[ChoiceOutput]:

@@ -12,7 +12,7 @@ from pypto_serving.api.common.body import Shown
 from pypto_serving.api.common.respond import DONE, PING, encode, one_line
 from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage
 from pypto_serving.api.generation.logprobs import ScoredToken, TokenEntry
-from pypto_serving.api.generation.prompt_scores import PromptScores
+from pypto_serving.api.generation.prompt_logprobs import CollectedPromptLogprobs
 from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest
 from pypto_serving.api.http.errors import ApiError
 from pypto_serving.api.service import Service
@@ -24,7 +24,7 @@ from pypto_serving.types.tier import TIERS
 class Head:
     """What all objects of one response share: fields, what they show, and the prompts.
 
-    `created` is in seconds since the epoch. `scores` are those of each prompt, or () if nobody asked.
+    `created` is in seconds since the epoch. `prompt_logprobs` are those of each prompt, or () if nobody asked.
     """
 
     id: str
@@ -32,14 +32,14 @@ class Head:
     model: str
     shown: Shown
     prompts: Sequence[FittedPrompt]
-    scores: Sequence[PromptScores]
+    prompt_logprobs: Sequence[CollectedPromptLogprobs]
     tokenizer: Tokenizer | None
 
     @classmethod
     def of(cls, service: Service, wanted: GenerationRequest, model: str, shown: Shown) -> Self:
         kind, _, own = wanted.id.partition("-")
         shown_id = f"{kind}-{shown.request_id or own}"
-        return cls(shown_id, int(time.time()), model, shown, wanted.prompts, wanted.scores, service.tokenizer)
+        return cls(shown_id, int(time.time()), model, shown, wanted.prompts, wanted.prompt_logprobs, service.tokenizer)
 
     @property
     def num_choices(self) -> int:
@@ -58,10 +58,14 @@ class Head:
         """Return the token ids of a choice's prompt."""
         return list(self.prompts[self.place(index)].token_ids)
 
-    def prompt_logprobs(self, index: int) -> list[dict[str, Any] | None] | None:
+    def write_prompt_logprobs(self, index: int) -> list[dict[str, Any] | None] | None:
         """Write the log-probabilities of a choice's prompt in vLLM's form; None if they are not to be shown."""
         width = self.shown.prompt_logprobs
-        return None if width is None else prompt_logprobs(self.scores[self.place(index)].entries(width, self.names))
+        return (
+            None
+            if width is None
+            else prompt_logprobs(self.prompt_logprobs[self.place(index)].entries(width, self.names))
+        )
 
 
 class EventFormat(ABC):

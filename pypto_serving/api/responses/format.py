@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from pypto_serving.api.chat.formats import OutputFormat
-from pypto_serving.api.chat.output import Part, TextPart, ToolCallStart
+from pypto_serving.api.chat.output import OutputPart, TextPart, ToolCallStart
 from pypto_serving.api.common.answers import ResponseUsage, TokenLogprob, chat_logprobs
 from pypto_serving.api.common.respond import PING, named
 from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage
@@ -120,11 +120,11 @@ class ResponseFormat:
             written += self._close(self._status)
         return written
 
-    def _parts(self, text: str, ends: bool) -> Sequence[Part]:
+    def _parts(self, text: str, ends: bool) -> Sequence[OutputPart]:
         parts = self._parser.push(text)
         return parts + self._parser.finish() if ends else parts
 
-    def _part_events(self, part: Part) -> bytes:
+    def _part_events(self, part: OutputPart) -> bytes:
         written = b""
         if isinstance(part, ToolCallStart) or _kind(part) != self._open_kind:
             written = self._close("completed") + self._begin(part)
@@ -133,7 +133,7 @@ class ResponseFormat:
             return written
         return written + self._add(part.text)
 
-    def _begin(self, part: Part) -> bytes:
+    def _begin(self, part: OutputPart) -> bytes:
         item = self._new_item(part)
         self._output.append(item)
         self._texts, self._logprobs, self._open_kind = [], [], _kind(part)
@@ -144,7 +144,7 @@ class ResponseFormat:
             written += self._event(answers.ContentPartAdded(*self._place, 0, ReasoningText("")))
         return written
 
-    def _new_item(self, part: Part) -> OutputItem:
+    def _new_item(self, part: OutputPart) -> OutputItem:
         kind, made = _kind(part), uuid.uuid4().hex
         if kind == "message":
             return OutputMessage(f"msg_{made}", "in_progress", "assistant", [])
@@ -223,7 +223,7 @@ class ResponseFormat:
         )
 
 
-def _kind(part: Part) -> str:
+def _kind(part: OutputPart) -> str:
     if isinstance(part, TextPart):
         return "reasoning" if part.kind == "reasoning" else "message"
     return "call"

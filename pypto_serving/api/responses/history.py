@@ -41,7 +41,7 @@ def read_history(instructions: str | None, items: Sequence[Item], num_earlier: i
 
     The first `num_earlier` items are those of earlier responses.
     """
-    history = _History()
+    history = _ItemHistory()
     if instructions:
         history.messages.append({"role": "system", "content": instructions})
     for i, item in enumerate(items, -num_earlier):
@@ -49,7 +49,7 @@ def read_history(instructions: str | None, items: Sequence[Item], num_earlier: i
     return history.messages
 
 
-class _History:
+class _ItemHistory:
     """Collect messages; remember the calls so far."""
 
     def __init__(self) -> None:

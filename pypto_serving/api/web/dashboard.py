@@ -48,7 +48,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: int
 
 
-class Part(msgspec.Struct, frozen=True):
+class MemoryPart(msgspec.Struct, frozen=True):
     """Part of the memory plan of a replica; `tier` is where it lies, `free` is what the plan leaves."""
 
     name: str
@@ -81,7 +81,7 @@ class Dashboard(msgspec.Struct, frozen=True, kw_only=True):
     used_tiers: tuple[str, ...]
     step_parts: tuple[str, ...]
     num_drafts: int
-    memory: list[Part]
+    memory: list[MemoryPart]
     first_token_bounds_s: list[float]
     next_token_bounds_s: list[float]
     seen: Seen
@@ -169,11 +169,11 @@ def _groups(config: EngineConfig) -> list[Group]:
     ]
 
 
-def _parts(memory: MemoryPlan) -> list[Part]:
+def _parts(memory: MemoryPlan) -> list[MemoryPart]:
     parts = [
-        Part("weights", "device", memory.weight_bytes),
-        Part("workspace", "device", memory.workspace_bytes),
-        *(Part(f"KV {group.name}", group.tier, group.total_bytes) for group in (*memory.groups, *memory.lower)),
-        Part("free", "device", memory.available_bytes - memory.total_bytes),
+        MemoryPart("weights", "device", memory.weight_bytes),
+        MemoryPart("workspace", "device", memory.workspace_bytes),
+        *(MemoryPart(f"KV {group.name}", group.tier, group.total_bytes) for group in (*memory.groups, *memory.lower)),
+        MemoryPart("free", "device", memory.available_bytes - memory.total_bytes),
     ]
     return [part for part in parts if part.num_bytes > 0]

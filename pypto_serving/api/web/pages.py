@@ -44,7 +44,7 @@ _HEADERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class PageFile:
     """One file as it is sent."""
 
     content: bytes
@@ -54,15 +54,15 @@ class File:
 
 
 @cache
-def files() -> dict[str, File]:
+def files() -> dict[str, PageFile]:
     """Read all files by name, at the first request for one."""
     return {path.name: _read(path) for path in FOLDER.iterdir() if path.suffix in _TYPES}
 
 
-def _read(path: Path) -> File:
+def _read(path: Path) -> PageFile:
     content = path.read_bytes()
     tag = f'"{hashlib.blake2b(content, digest_size=8).hexdigest()}"'
-    return File(content, gzip.compress(content, mtime=0), f"{_TYPES[path.suffix]}; charset=utf-8", tag)
+    return PageFile(content, gzip.compress(content, mtime=0), f"{_TYPES[path.suffix]}; charset=utf-8", tag)
 
 
 def is_page(path: str) -> bool:

@@ -20,9 +20,9 @@ import pytest
 
 from pypto_serving.api.batch import batches, lines, store
 from pypto_serving.api.batch.direct import Direct
-from pypto_serving.api.batch.lines import Limits, Request
+from pypto_serving.api.batch.lines import BatchRequest, Limits
 from pypto_serving.api.batch.multipart import read_form
-from pypto_serving.api.batch.running import Output
+from pypto_serving.api.batch.running import AnswerFile
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ConfigError
 from tests.api.documented import schema_of
@@ -137,7 +137,7 @@ def test_lines_are_read_beside_the_event_loop(start: Start, tmp_path: Path, monk
     """One of 60 MB takes long, and the server answers others meanwhile."""
     readers: list[threading.Thread] = []
 
-    def read(path: Path, limits: Limits) -> Iterator[Request]:
+    def read(path: Path, limits: Limits) -> Iterator[BatchRequest]:
         for request in lines.read(path, limits):
             readers.append(threading.current_thread())
             yield request
@@ -208,7 +208,7 @@ def test_files_come_and_go(start: Start, tmp_path: Path) -> None:
 
 
 def test_files_may_go_while_they_are_listed(tmp_path: Path) -> None:
-    kept = store.Store.of(b"", tmp_path)
+    kept = store.KeyStore.of(b"", tmp_path)
     gone, left = (kept.new_file("in.jsonl", "batch", 1, b"{}").id for _ in range(2))
     kept.content(gone).unlink()
     assert [file.id for file in kept.files()] == [left]
@@ -320,13 +320,13 @@ def test_a_batch_is_cancelled_while_its_output_is_read(
 ) -> None:
     reads, goes_on = threading.Event(), threading.Event()
 
-    class SlowOutput(Output):
+    class SlowOutput(AnswerFile):
         def __init__(self, path: Path) -> None:
             super().__init__(path)
             reads.set()
             goes_on.wait(WAIT_S)
 
-    monkeypatch.setattr(batches, "Output", SlowOutput)
+    monkeypatch.setattr(batches, "AnswerFile", SlowOutput)
     server = start(batch_dir=str(tmp_path))
     client = server.openai()
     batch_id = create(client, [line("a")])
@@ -345,12 +345,12 @@ def test_a_file_that_grows_is_sent_as_it_was(start: Start, tmp_path: Path, monke
     path = server.app.state.batches.store(b"").content(file_id)
     whole = path.read_bytes()
 
-    def grow(self: store.Store, file: store.File) -> Iterator[bytes]:
+    def grow(self: store.KeyStore, file: store.File) -> Iterator[bytes]:
         path.write_bytes(whole + b"more")
         return read(self, file)
 
-    read = store.Store.read
-    monkeypatch.setattr(store.Store, "read", grow)
+    read = store.KeyStore.read
+    monkeypatch.setattr(store.KeyStore, "read", grow)
     assert server.http.get(f"/v1/files/{file_id}/content").content == whole
     path.unlink()
     assert server.http.get(f"/v1/files/{file_id}/content").status_code == 404
@@ -373,11 +373,11 @@ def test_damaged_records_are_left_out(start: Start, tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from pypto_serving.api.batch.store import Store
+from pypto_serving.api.batch.store import KeyStore
 
 path = Path(sys.argv[1])
 type(path).replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-Store.of(b"", path).new_file("in.jsonl", "batch", 1, b"{}")
+KeyStore.of(b"", path).new_file("in.jsonl", "batch", 1, b"{}")
 """
 
 
@@ -408,7 +408,7 @@ def test_a_folder_that_takes_nothing(start: Start, tmp_path: Path, monkeypatch: 
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as full:
-        full.setattr(store.Store, "save", refuse)
+        full.setattr(store.KeyStore, "save", refuse)
         for attempt in (
             lambda: upload(client, [line("a")]),
             lambda: client.batches.create(input_file_id=file_id, endpoint=COMPLETIONS, completion_window="24h"),
@@ -418,7 +418,7 @@ def test_a_folder_that_takes_nothing(start: Start, tmp_path: Path, monkeypatch: 
             assert refused.value.status_code == 507
     assert len(list(tmp_path.rglob("*"))) == count, "nothing is left of what was refused"
     with monkeypatch.context() as full:
-        full.setattr(Output, "add", refuse)
+        full.setattr(AnswerFile, "add", refuse)
         batch_id = create(client, [line("a")])
         wait(server, batch_id, "failed")
     errors = client.batches.retrieve(batch_id).errors

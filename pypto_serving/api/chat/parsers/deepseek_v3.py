@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from pypto_serving.api.chat.parsers.json_calls import read_head, stream_arguments
-from pypto_serving.api.chat.parsers.tape import Steps, Tape, Tools, drop_if, end_calls, seek, with_gaps
+from pypto_serving.api.chat.parsers.scanner import OutputScanner, Steps, Tools, drop_if, end_calls, seek, with_gaps
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -21,18 +21,18 @@ _HEAD = re.compile(rf"(?:function{SEPARATOR}([^\n<]+)\n{FENCE}\s*|([^\n<]+){SEPA
 _MAX_HEAD = 512
 
 
-def read(tape: Tape, tools: Tools) -> Steps[None]:
+def read(scanner: OutputScanner, tools: Tools) -> Steps[None]:
     """Read content and calls."""
-    while mark := (yield from seek(tape, _SOUGHT, tape.say)):
-        head = yield from read_head(tape, len(mark), _HEAD, "{", _MAX_HEAD)
+    while mark := (yield from seek(scanner, _SOUGHT, scanner.say)):
+        head = yield from read_head(scanner, len(mark), _HEAD, "{", _MAX_HEAD)
         if head is None:
-            tape.say(len(mark))
+            scanner.say(len(mark))
             continue
-        tape.call(head[1] or head[2])
-        tape.drop(head.end())
-        yield from stream_arguments(tape)
+        scanner.call(head[1] or head[2])
+        scanner.drop(head.end())
+        yield from stream_arguments(scanner)
         if head[1] is not None:
-            yield from drop_if(tape, FENCE_END)
-        yield from drop_if(tape, CALL_END)
-        yield from drop_if(tape, CALLS_END)
-        yield from end_calls(tape, CALL, CALLS)
+            yield from drop_if(scanner, FENCE_END)
+        yield from drop_if(scanner, CALL_END)
+        yield from drop_if(scanner, CALLS_END)
+        yield from end_calls(scanner, CALL, CALLS)

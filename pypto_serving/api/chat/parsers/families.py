@@ -17,9 +17,9 @@ from pypto_serving.api.chat.parsers import (
     pythonic,
     qwen3_coder,
 )
-from pypto_serving.api.chat.parsers.tape import Steps, Tape, Tools
+from pypto_serving.api.chat.parsers.scanner import OutputScanner, Steps, Tools
 
-Read = Callable[[Tape, Tools], Steps[None]]
+Read = Callable[[OutputScanner, Tools], Steps[None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

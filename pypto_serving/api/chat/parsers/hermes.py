@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from pypto_serving.api.chat.parsers.json_calls import read_calls
-from pypto_serving.api.chat.parsers.tape import Steps, Tape, Tools, drop_if, end_calls, seek, with_gaps
+from pypto_serving.api.chat.parsers.scanner import OutputScanner, Steps, Tools, drop_if, end_calls, seek, with_gaps
 
 START, END = "<tool_call>", "</tool_call>"
 STARTS = (START,)
 _SOUGHT = with_gaps(STARTS)
 
 
-def read(tape: Tape, tools: Tools) -> Steps[None]:
+def read(scanner: OutputScanner, tools: Tools) -> Steps[None]:
     """Read content and calls."""
-    while mark := (yield from seek(tape, _SOUGHT, tape.say)):
-        if (yield from read_calls(tape, len(mark))):
-            yield from drop_if(tape, END)
-            yield from end_calls(tape, START)
+    while mark := (yield from seek(scanner, _SOUGHT, scanner.say)):
+        if (yield from read_calls(scanner, len(mark))):
+            yield from drop_if(scanner, END)
+            yield from end_calls(scanner, START)
         else:
-            tape.say(len(mark))
+            scanner.say(len(mark))

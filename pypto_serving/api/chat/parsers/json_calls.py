@@ -7,8 +7,8 @@ import re
 from collections.abc import Collection
 from typing import Any, NoReturn
 
-from pypto_serving.api.chat.parsers.scan import BracketScan
-from pypto_serving.api.chat.parsers.tape import Steps, Tape, find, meets, past_space, to_json
+from pypto_serving.api.chat.parsers.brackets import BracketScanner
+from pypto_serving.api.chat.parsers.scanner import OutputScanner, Steps, find, meets, past_space, to_json
 
 MAX_HEAD, MAX_TAIL = 4096, 256
 """Characters of a call before and after its arguments."""
@@ -30,88 +30,90 @@ Names = Collection[str] | None
 """The tools that a call may name; None for any."""
 
 
-def read_call(tape: Tape, at: int, names: Names = None) -> Steps[bool]:
+def read_call(scanner: OutputScanner, at: int, names: Names = None) -> Steps[bool]:
     """Read the call at `at`, and consume all up to its end; without a call there, consume nothing and return False.
 
     Arguments are given out as they come if the name stands before them, else once the call is complete.
     """
-    scan = BracketScan(at)
+    brackets = BracketScanner(at)
     while True:
-        head = _HEAD.match(tape.text, at, at + MAX_HEAD)
+        head = _HEAD.match(scanner.text, at, at + MAX_HEAD)
         if head is not None:
             name = _unquoted(head[1])
             if name is None or not _may_call(name, names):
                 return False
-            tape.call(name)
-            tape.drop(head.end())
-            yield from stream_arguments(tape)
-            yield from _end_call(tape)
+            scanner.call(name)
+            scanner.drop(head.end())
+            yield from stream_arguments(scanner)
+            yield from _end_call(scanner)
             return True
-        if not _may_begin(tape.text, at):
+        if not _may_begin(scanner.text, at):
             return False
-        if scan.advance(tape.text):
-            return not scan.broken and _whole_call(tape, at, scan.at, names)
-        if tape.ended:
+        if brackets.advance(scanner.text):
+            return not brackets.broken and _whole_call(scanner, at, brackets.at, names)
+        if scanner.ended:
             return False
         yield
 
 
-def read_calls(tape: Tape, at: int, names: Names = None, separator: str = "") -> Steps[bool]:
+def read_calls(scanner: OutputScanner, at: int, names: Names = None, separator: str = "") -> Steps[bool]:
     """Read one call after the other, with white space and maybe a `separator` between them; tell if there was one."""
     found = False
     while True:
-        at = yield from past_space(tape, at)
-        if found and separator and tape.text.startswith(separator, at):
-            at = yield from past_space(tape, at + len(separator))
-        if not (yield from read_call(tape, at, names)):
+        at = yield from past_space(scanner, at)
+        if found and separator and scanner.text.startswith(separator, at):
+            at = yield from past_space(scanner, at + len(separator))
+        if not (yield from read_call(scanner, at, names)):
             return found
         found, at = True, 0
 
 
-def read_array(tape: Tape, at: int, names: Names = None) -> Steps[bool]:
+def read_array(scanner: OutputScanner, at: int, names: Names = None) -> Steps[bool]:
     """Read a JSON array of calls, or a call alone, like `read_calls`."""
-    at = yield from past_space(tape, at)
-    in_array = tape.text.startswith("[", at)
-    if not (yield from read_calls(tape, at + in_array, names, ",")):
+    at = yield from past_space(scanner, at)
+    in_array = scanner.text.startswith("[", at)
+    if not (yield from read_calls(scanner, at + in_array, names, ",")):
         return False
-    at = yield from past_space(tape)
-    if in_array and tape.text.startswith("]", at):
-        tape.drop(at + 1)
+    at = yield from past_space(scanner)
+    if in_array and scanner.text.startswith("]", at):
+        scanner.drop(at + 1)
     return True
 
 
-def stream_arguments(tape: Tape) -> Steps[None]:
-    """Give out the JSON value at the beginning of the tape as arguments, as it comes."""
-    scan = BracketScan()
-    while not scan.advance(tape.text) and not tape.ended:
-        tape.argue(scan.at)
-        scan.at = 0
+def stream_arguments(scanner: OutputScanner) -> Steps[None]:
+    """Give out the JSON value at the beginning of the scanner as arguments, as it comes."""
+    brackets = BracketScanner()
+    while not brackets.advance(scanner.text) and not scanner.ended:
+        scanner.argue(brackets.at)
+        brackets.at = 0
         yield
-    tape.argue(scan.at if scan.done else len(tape.text))
+    scanner.argue(brackets.at if brackets.done else len(scanner.text))
 
 
-def read_head(tape: Tape, at: int, pattern: re.Pattern[str], until: str, most: int) -> Steps[re.Match[str] | None]:
+def read_head(
+    scanner: OutputScanner, at: int, pattern: re.Pattern[str], until: str, most: int
+) -> Steps[re.Match[str] | None]:
     """Match `pattern` at `at` once `until` is there, within `most` characters."""
-    while until not in tape.text[at : at + most] and len(tape.text) < at + most and not tape.ended:
+    while until not in scanner.text[at : at + most] and len(scanner.text) < at + most and not scanner.ended:
         yield
-    return pattern.match(tape.text, at, at + most)
+    return pattern.match(scanner.text, at, at + most)
 
 
-def end_of_value(tape: Tape, mark: str, at: int, opens: str) -> Steps[int]:
+def end_of_value(scanner: OutputScanner, mark: str, at: int, opens: str) -> Steps[int]:
     """Return where `mark` ends the value at `at`; -1 if nowhere.
 
     JSON that begins with one of the characters `opens` may hold the mark in its strings; other text may not.
     """
-    begin = yield from past_space(tape, at)
-    if begin < len(tape.text) and tape.text[begin] in opens:
-        scan = BracketScan(begin)
-        while not scan.advance(tape.text) and not tape.ended:
+    begin = yield from past_space(scanner, at)
+    if begin < len(scanner.text) and scanner.text[begin] in opens:
+        brackets = BracketScanner(begin)
+        while not brackets.advance(scanner.text) and not scanner.ended:
             yield
-        if scan.done and is_json(tape.text[begin : scan.at]):
-            end = yield from past_space(tape, scan.at)
-            if (yield from meets(tape, end, mark)):
+        if brackets.done and is_json(scanner.text[begin : brackets.at]):
+            end = yield from past_space(scanner, brackets.at)
+            if (yield from meets(scanner, end, mark)):
                 return end
-    return (yield from find(tape, mark, at))
+    return (yield from find(scanner, mark, at))
 
 
 def is_json(text: str) -> bool:
@@ -155,9 +157,9 @@ def _may_call(name: str, names: Names) -> bool:
     return bool(name) and name.isprintable() and (names is None or name in names)
 
 
-def _whole_call(tape: Tape, at: int, end: int, names: Names) -> bool:
+def _whole_call(scanner: OutputScanner, at: int, end: int, names: Names) -> bool:
     """Read a complete object whose arguments come before its name, are text, or are missing."""
-    value = load_json(tape.text[at:end])
+    value = load_json(scanner.text[at:end])
     if not isinstance(value, dict) or not _KEYS.issuperset(value):
         return False
     name, given = value.get("name"), [value[key] for key in _ARGUMENTS if key in value]
@@ -166,21 +168,21 @@ def _whole_call(tape: Tape, at: int, end: int, names: Names) -> bool:
         arguments = load_json(arguments)
     if not isinstance(name, str) or not _may_call(name, names) or not isinstance(arguments, dict):
         return False
-    tape.call(name)
-    tape.arguments(to_json(arguments))
-    tape.drop(end)
+    scanner.call(name)
+    scanner.arguments(to_json(arguments))
+    scanner.drop(end)
     return True
 
 
-def _end_call(tape: Tape) -> Steps[None]:
+def _end_call(scanner: OutputScanner) -> Steps[None]:
     """Consume the rest of a call whose arguments were given out. What does not belong there stays."""
-    scan = BracketScan(depth=1)
-    while not scan.advance(tape.text):
-        if tape.ended or len(tape.text) > MAX_TAIL:
+    brackets = BracketScanner(depth=1)
+    while not brackets.advance(scanner.text):
+        if scanner.ended or len(scanner.text) > MAX_TAIL:
             return
         yield
-    if scan.at <= MAX_TAIL and _TAIL.fullmatch(tape.text, 0, scan.at):
-        tape.drop(scan.at)
+    if brackets.at <= MAX_TAIL and _TAIL.fullmatch(scanner.text, 0, brackets.at):
+        scanner.drop(brackets.at)
 
 
 def _unquoted(text: str) -> str | None:

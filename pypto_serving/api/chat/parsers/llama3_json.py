@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pypto_serving.api.chat.parsers.json_calls import FIRST_KEY, SPACE, read_calls
-from pypto_serving.api.chat.parsers.tape import Steps, Tape, Tools, end_calls, seek, with_gaps
+from pypto_serving.api.chat.parsers.scanner import OutputScanner, Steps, Tools, end_calls, seek, with_gaps
 
 TAG = "<|python_tag|>"
 STARTS = (TAG,)
@@ -13,12 +13,12 @@ GOES_ON = rf"{SPACE}{SEPARATOR}?{OPENS}"
 _SOUGHT = with_gaps(STARTS)
 
 
-def read(tape: Tape, tools: Tools) -> Steps[None]:
+def read(scanner: OutputScanner, tools: Tools) -> Steps[None]:
     """Read content and calls. Without the tag a call must name one of `tools`: the content may be JSON, too."""
-    if (yield from read_calls(tape, 0, tools, SEPARATOR)):
-        yield from end_calls(tape, TAG)
-    while mark := (yield from seek(tape, _SOUGHT, tape.say)):
-        if (yield from read_calls(tape, len(mark), separator=SEPARATOR)):
-            yield from end_calls(tape, TAG)
+    if (yield from read_calls(scanner, 0, tools, SEPARATOR)):
+        yield from end_calls(scanner, TAG)
+    while mark := (yield from seek(scanner, _SOUGHT, scanner.say)):
+        if (yield from read_calls(scanner, len(mark), separator=SEPARATOR)):
+            yield from end_calls(scanner, TAG)
         else:
-            tape.say(len(mark))
+            scanner.say(len(mark))

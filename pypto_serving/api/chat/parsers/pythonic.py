@@ -8,11 +8,11 @@ import re
 import unicodedata
 from typing import Any
 
+from pypto_serving.api.chat.parsers.brackets import BracketScanner
 from pypto_serving.api.chat.parsers.json_calls import SPACE, refuse_constant
-from pypto_serving.api.chat.parsers.scan import BracketScan
-from pypto_serving.api.chat.parsers.tape import (
+from pypto_serving.api.chat.parsers.scanner import (
+    OutputScanner,
     Steps,
-    Tape,
     Tools,
     drop_if,
     end_calls,
@@ -39,39 +39,39 @@ _DECODER = json.JSONDecoder(parse_int=lambda digits: 0, parse_constant=refuse_co
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
-def read(tape: Tape, tools: Tools) -> Steps[None]:
+def read(scanner: OutputScanner, tools: Tools) -> Steps[None]:
     """Read content and calls; a list without marks counts only where the output begins with it."""
-    at = yield from past_space(tape)
-    if (yield from _read_list(tape, at)):
-        yield from end_calls(tape, START)
-    while mark := (yield from seek(tape, _SOUGHT, tape.say)):
-        at = yield from past_space(tape, len(mark))
-        if (yield from _read_list(tape, at)):
-            yield from drop_if(tape, END)
-            yield from end_calls(tape, START)
+    at = yield from past_space(scanner)
+    if (yield from _read_list(scanner, at)):
+        yield from end_calls(scanner, START)
+    while mark := (yield from seek(scanner, _SOUGHT, scanner.say)):
+        at = yield from past_space(scanner, len(mark))
+        if (yield from _read_list(scanner, at)):
+            yield from drop_if(scanner, END)
+            yield from end_calls(scanner, START)
         else:
-            tape.say(len(mark))
+            scanner.say(len(mark))
 
 
-def _read_list(tape: Tape, at: int) -> Steps[bool]:
+def _read_list(scanner: OutputScanner, at: int) -> Steps[bool]:
     """Read the list at `at`, and give out its calls once it is complete; consume nothing if it is none."""
-    while not _OPENING.match(tape.text, at, at + _MAX_NAME):
-        begun = _BEGINNING.match(tape.text, at, at + _MAX_NAME)
-        if begun is None or begun.end() < len(tape.text) or tape.ended:
+    while not _OPENING.match(scanner.text, at, at + _MAX_NAME):
+        begun = _BEGINNING.match(scanner.text, at, at + _MAX_NAME)
+        if begun is None or begun.end() < len(scanner.text) or scanner.ended:
             return False
         yield
-    scan = BracketScan(at, python=True)
-    while not scan.advance(tape.text):
-        if tape.ended:
+    brackets = BracketScanner(at, python=True)
+    while not brackets.advance(scanner.text):
+        if scanner.ended:
             return False
         yield
-    text = tape.text[at : scan.at]
+    text = scanner.text[at : brackets.at]
     calls = _parse_json(text) or _parse_python(text)
     for name, arguments in calls:
-        tape.call(name)
-        tape.arguments(arguments)
+        scanner.call(name)
+        scanner.arguments(arguments)
     if calls:
-        tape.drop(scan.at)
+        scanner.drop(brackets.at)
     return bool(calls)
 
 

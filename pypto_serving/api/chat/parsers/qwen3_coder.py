@@ -9,9 +9,9 @@ import re
 from collections.abc import Mapping, Sequence
 
 from pypto_serving.api.chat.parsers.json_calls import end_of_value, json_type, read_head
-from pypto_serving.api.chat.parsers.tape import (
+from pypto_serving.api.chat.parsers.scanner import (
+    OutputScanner,
     Steps,
-    Tape,
     Tools,
     drop_if,
     end_calls,
@@ -35,59 +35,59 @@ _NAME = re.compile(rf"({NAME.pattern})>")
 _MAX_NAME = 256
 
 
-def read(tape: Tape, tools: Tools) -> Steps[None]:
+def read(scanner: OutputScanner, tools: Tools) -> Steps[None]:
     """Read content and calls. A function without START must be one of `tools`: the content may be markup, too."""
-    while mark := (yield from seek(tape, _SOUGHT, tape.say)):
+    while mark := (yield from seek(scanner, _SOUGHT, scanner.say)):
         at = len(mark)
         if mark.endswith(START):
-            at = yield from past_space(tape, at)
-            at = at + len(FUNCTION) if (yield from meets(tape, at, FUNCTION)) else -1
-        name = None if at < 0 else (yield from read_head(tape, at, _NAME, ">", _MAX_NAME))
+            at = yield from past_space(scanner, at)
+            at = at + len(FUNCTION) if (yield from meets(scanner, at, FUNCTION)) else -1
+        name = None if at < 0 else (yield from read_head(scanner, at, _NAME, ">", _MAX_NAME))
         if name is None or (mark.endswith(FUNCTION) and name[1] not in tools):
-            tape.say(len(mark))
+            scanner.say(len(mark))
             continue
-        tape.call(name[1])
-        tape.drop(name.end())
-        yield from _read_arguments(tape, tools.get(name[1], {}))
-        yield from drop_if(tape, END)
-        yield from end_calls(tape, START, FUNCTION)
+        scanner.call(name[1])
+        scanner.drop(name.end())
+        yield from _read_arguments(scanner, tools.get(name[1], {}))
+        yield from drop_if(scanner, END)
+        yield from end_calls(scanner, START, FUNCTION)
 
 
-def _read_arguments(tape: Tape, types: Mapping[str, Sequence[str]]) -> Steps[None]:
+def _read_arguments(scanner: OutputScanner, types: Mapping[str, Sequence[str]]) -> Steps[None]:
     """Read parameters up to the end of the function; without one the arguments stay open, as the model left them."""
-    tape.arguments("{")
+    scanner.arguments("{")
     separator = ""
     while True:
-        at = yield from past_space(tape)
+        at = yield from past_space(scanner)
         name = None
-        if (yield from meets(tape, at, PARAMETER)):
-            name = yield from read_head(tape, at + len(PARAMETER), _NAME, ">", _MAX_NAME)
+        if (yield from meets(scanner, at, PARAMETER)):
+            name = yield from read_head(scanner, at + len(PARAMETER), _NAME, ">", _MAX_NAME)
         if name is None:
             break
-        tape.arguments(f"{separator}{to_json(name[1])}: ")
-        tape.drop(name.end())
-        yield from _read_value(tape, types.get(name[1], ()))
+        scanner.arguments(f"{separator}{to_json(name[1])}: ")
+        scanner.drop(name.end())
+        yield from _read_value(scanner, types.get(name[1], ()))
         separator = ", "
-    if (yield from drop_if(tape, FUNCTION_END)) or (yield from meets(tape, at, END)):
-        tape.arguments("}")
+    if (yield from drop_if(scanner, FUNCTION_END)) or (yield from meets(scanner, at, END)):
+        scanner.arguments("}")
 
 
-def _read_value(tape: Tape, types: Sequence[str]) -> Steps[None]:
-    if (yield from meets(tape, 0, "\n")):
-        tape.drop(1)
+def _read_value(scanner: OutputScanner, types: Sequence[str]) -> Steps[None]:
+    if (yield from meets(scanner, 0, "\n")):
+        scanner.drop(1)
     if all(kind == "string" for kind in types):
-        tape.arguments('"')
-        if mark := (yield from seek(tape, _VALUE_ENDS, tape.quote)):
-            tape.drop(len(mark))
-            tape.arguments('"')
+        scanner.arguments('"')
+        if mark := (yield from seek(scanner, _VALUE_ENDS, scanner.quote)):
+            scanner.drop(len(mark))
+            scanner.arguments('"')
         return
     opens = "{" * ("object" in types) + "[" * ("array" in types)
-    end = yield from end_of_value(tape, PARAMETER_END, 0, opens)
+    end = yield from end_of_value(scanner, PARAMETER_END, 0, opens)
     if end < 0:
-        tape.argue(len(tape.text))
+        scanner.argue(len(scanner.text))
         return
-    tape.arguments(as_json(tape.text[:end].removesuffix("\n"), types))
-    tape.drop(end + len(PARAMETER_END))
+    scanner.arguments(as_json(scanner.text[:end].removesuffix("\n"), types))
+    scanner.drop(end + len(PARAMETER_END))
 
 
 def as_json(text: str, types: Sequence[str]) -> str:

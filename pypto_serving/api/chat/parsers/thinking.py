@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pypto_serving.api.chat.parsers.tape import Steps, Tape, meets, past_space, seek
+from pypto_serving.api.chat.parsers.scanner import OutputScanner, Steps, meets, past_space, seek
 
 
 class Thinking(msgspec.Struct, frozen=True):
@@ -20,35 +20,35 @@ class Thinking(msgspec.Struct, frozen=True):
     calls: tuple[str, ...] = ()
 
 
-def read_reasoning(tape: Tape, thinking: Thinking) -> Steps[None]:
+def read_reasoning(scanner: OutputScanner, thinking: Thinking) -> Steps[None]:
     """Read the reasoning, if there is any. Without an end all of the output is reasoning."""
-    at = yield from past_space(tape)
-    starts = yield from meets(tape, at, thinking.start)
+    at = yield from past_space(scanner)
+    starts = yield from meets(scanner, at, thinking.start)
     if starts:
-        tape.drop(at + len(thinking.start))
+        scanner.drop(at + len(thinking.start))
     if starts or thinking.opened:
-        tape.inside = True
-        mark = yield from seek(tape, (thinking.end, *thinking.calls), tape.think)
-        tape.inside = False
+        scanner.inside = True
+        mark = yield from seek(scanner, (thinking.end, *thinking.calls), scanner.think)
+        scanner.inside = False
         if mark == thinking.end:
-            tape.drop(len(mark))
+            scanner.drop(len(mark))
 
 
 class ReasoningCount:
     """Count the tokens of the reasoning of one output, without its marks where they are whole tokens."""
 
-    __slots__ = ("_reader", "_tape", "done", "num_tokens")
+    __slots__ = ("_reader", "_scanner", "done", "num_tokens")
 
     def __init__(self, thinking: Thinking) -> None:
-        self._tape = Tape(hides_reasoning=True)
-        self._tape.inside = thinking.opened
-        self._reader = read_reasoning(self._tape, thinking)
+        self._scanner = OutputScanner(hides_reasoning=True)
+        self._scanner.inside = thinking.opened
+        self._reader = read_reasoning(self._scanner, thinking)
         self.num_tokens = 0
         self.done = False
 
     def push(self, text: str) -> None:
         """Add one token with its `text`; sets `done` once all later tokens are content."""
-        before = self._tape.inside
-        self._tape.text += text
+        before = self._scanner.inside
+        self._scanner.text += text
         self.done = next(self._reader, self) is self
-        self.num_tokens += before and self._tape.inside
+        self.num_tokens += before and self._scanner.inside

@@ -9,7 +9,7 @@ _JSON = re.compile(r'["{}\[\]]|[^\s\w:,.+\-]')
 _PYTHON = re.compile(r"""["'(){}\[\]]""")
 
 
-class BracketScan:
+class BracketScanner:
     """Find the end of a value that begins with a bracket, counting brackets outside of strings.
 
     `at` is how far the text was read: with `done` the end of the value, else everything before it is certain. `depth`

@@ -13,19 +13,19 @@ from pypto_serving.errors import RequestError
 from pypto_serving.types.logprobs import PromptLogprobs
 from pypto_serving.types.sampler import Logprobs
 
-MAX_SCORES = 2**18
+MAX_ANSWER_PROMPT_LOGPROBS = 2**18
 """Bounds the log-probabilities of prompts in one answer, over all choices: they take about 60 bytes each."""
 
 
-def check_num_scores(num_tokens: int, num_choices: int, width: int) -> None:
+def check_num_prompt_logprobs(num_tokens: int, num_choices: int, width: int) -> None:
     """Raise RequestError if `width` + 1 log-probabilities of so many prompt tokens are too many for one answer."""
-    if num_tokens * num_choices * (1 + width) > MAX_SCORES:
+    if num_tokens * num_choices * (1 + width) > MAX_ANSWER_PROMPT_LOGPROBS:
         problem = f"{num_tokens} prompt tokens in {num_choices} choices with the {width} most likely tokens of each"
-        message = f"log-probabilities of {problem} are more than {MAX_SCORES}; send several requests, or ask for fewer"
-        raise RequestError(message, param="prompt_logprobs")
+        message = f"log-probabilities of {problem} are more than {MAX_ANSWER_PROMPT_LOGPROBS}"
+        raise RequestError(f"{message}; send several requests, or ask for fewer", param="prompt_logprobs")
 
 
-class PromptScores:
+class CollectedPromptLogprobs:
     """The log-probabilities of one prompt's tokens, for all of its choices. Filled by the Generation.
 
     Of n tokens all but the first have some.

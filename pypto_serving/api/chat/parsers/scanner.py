@@ -1,6 +1,6 @@
 """Read an output that comes in pieces, in the order of its grammar.
 
-A reader is a generator over a tape. It pauses where it needs more text and returns what it found. What it decides
+A reader is a generator over a scanner. It pauses where it needs more text and returns what it found. What it decides
 depends on the text alone, never on where the text was cut.
 """
 
@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from pypto_serving.api.chat.output import Part, TextKind, TextPart, ToolCallArguments, ToolCallStart
+from pypto_serving.api.chat.output import OutputPart, TextKind, TextPart, ToolCallArguments, ToolCallStart
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -18,7 +18,7 @@ Tools = Mapping[str, Mapping[str, Sequence[str]]]
 """The JSON types of each tool's parameters, by the names of tool and parameter; none are known for some."""
 
 
-class Tape:
+class OutputScanner:
     """The text of one output, and the parts read from it. Owned by one parser; changed by its readers.
 
     - `text` is what readers have not consumed yet; no more is added once `ended`.
@@ -35,7 +35,7 @@ class Tape:
         self.num_calls = 0
         self.one_call = one_call
         self.hides_reasoning = hides_reasoning
-        self.parts: list[Part] = []
+        self.parts: list[OutputPart] = []
 
     def drop(self, count: int) -> None:
         """Consume `count` characters of markup."""
@@ -85,27 +85,27 @@ class Tape:
         self.drop(count)
 
 
-class TapeParser:
+class ScannerParser:
     """Run one reader over one output. See OutputParser."""
 
-    def __init__(self, tape: Tape, reader: Steps[None]) -> None:
-        self._tape = tape
+    def __init__(self, scanner: OutputScanner, reader: Steps[None]) -> None:
+        self._scanner = scanner
         self._reader = reader
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[OutputPart]:
         """Add text; return the parts that became certain."""
-        self._tape.text += text
+        self._scanner.text += text
         return self._run()
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[OutputPart]:
         """End the output; return the parts held back."""
-        self._tape.ended = True
+        self._scanner.ended = True
         return self._run()
 
-    def _run(self) -> list[Part]:
+    def _run(self) -> list[OutputPart]:
         next(self._reader, None)
-        self._tape.say(len(self._tape.text) if self._tape.ended else 0)
-        parts, self._tape.parts = self._tape.parts, []
+        self._scanner.say(len(self._scanner.text) if self._scanner.ended else 0)
+        parts, self._scanner.parts = self._scanner.parts, []
         return parts
 
 
@@ -124,20 +124,20 @@ def with_gaps(marks: Sequence[str]) -> tuple[str, ...]:
     return tuple(gap + mark for mark in marks for gap in ("\n\n", "\n", ""))
 
 
-def seek(tape: Tape, marks: Sequence[str], give: Callable[[int], None]) -> Steps[str]:
-    """`give` the text up to the first of `marks`, which stays on the tape; return it, "" if the output ends before.
+def seek(scanner: OutputScanner, marks: Sequence[str], give: Callable[[int], None]) -> Steps[str]:
+    """`give` the text up to the first of `marks`, which stays on the scanner; return it, "" if the output ends before.
 
     A mark may contain another at its end only.
     """
     while True:
-        text = tape.text
+        text = scanner.text
         places = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
         if places:
             at, found = min(places, key=lambda place: place[0])
             give(at)
             return found
-        give(len(text) - (0 if tape.ended else max(overlap(text, mark) for mark in marks)))
-        if tape.ended:
+        give(len(text) - (0 if scanner.ended else max(overlap(text, mark) for mark in marks)))
+        if scanner.ended:
             return ""
         yield
 
@@ -150,45 +150,45 @@ def overlap(text: str, mark: str) -> int:
     return 0 if at < 0 else len(text) - at
 
 
-def past_space(tape: Tape, at: int = 0) -> Steps[int]:
+def past_space(scanner: OutputScanner, at: int = 0) -> Steps[int]:
     """Return where the first character from `at` on stands that is no white space; the end if there is none."""
     while True:
-        at = len(tape.text) - len(tape.text[at:].lstrip())
-        if at < len(tape.text) or tape.ended:
+        at = len(scanner.text) - len(scanner.text[at:].lstrip())
+        if at < len(scanner.text) or scanner.ended:
             return at
         yield
 
 
-def meets(tape: Tape, at: int, mark: str) -> Steps[bool]:
+def meets(scanner: OutputScanner, at: int, mark: str) -> Steps[bool]:
     """Tell whether `mark` stands at `at`."""
-    while not tape.ended and len(tape.text) < at + len(mark) and mark.startswith(tape.text[at:]):
+    while not scanner.ended and len(scanner.text) < at + len(mark) and mark.startswith(scanner.text[at:]):
         yield
-    return tape.text.startswith(mark, at)
+    return scanner.text.startswith(mark, at)
 
 
-def find(tape: Tape, mark: str, at: int = 0) -> Steps[int]:
+def find(scanner: OutputScanner, mark: str, at: int = 0) -> Steps[int]:
     """Return where `mark` begins, from `at` on; -1 if nowhere."""
-    while (found := tape.text.find(mark, at)) < 0 and not tape.ended:
-        at = max(at, len(tape.text) - len(mark) + 1)
+    while (found := scanner.text.find(mark, at)) < 0 and not scanner.ended:
+        at = max(at, len(scanner.text) - len(mark) + 1)
         yield
     return found
 
 
-def drop_if(tape: Tape, mark: str) -> Steps[bool]:
+def drop_if(scanner: OutputScanner, mark: str) -> Steps[bool]:
     """Consume white space and `mark` if they come next; tell whether they did."""
-    at = yield from past_space(tape)
-    found = yield from meets(tape, at, mark)
+    at = yield from past_space(scanner)
+    found = yield from meets(scanner, at, mark)
     if found:
-        tape.drop(at + len(mark))
+        scanner.drop(at + len(mark))
     return found
 
 
-def end_calls(tape: Tape, *marks: str) -> Steps[None]:
+def end_calls(scanner: OutputScanner, *marks: str) -> Steps[None]:
     """Consume the white space after a call if one of `marks` or the end of the output follows."""
-    at = yield from past_space(tape)
+    at = yield from past_space(scanner)
     for mark in marks:
-        if (yield from meets(tape, at, mark)):
-            tape.drop(at)
+        if (yield from meets(scanner, at, mark)):
+            scanner.drop(at)
             return
-    if at == len(tape.text):
-        tape.drop(at)
+    if at == len(scanner.text):
+        scanner.drop(at)
