@@ -101,3 +101,6 @@ class EngineDeadError(PyptoError):
     def __init__(self, message: str, exit_code: int = EXIT_ENGINE) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+SHUTTING_DOWN = "the server is shutting down and takes no new requests; send it elsewhere"

@@ -7,7 +7,6 @@ import logging
 import random
 import time
 
-from pypto_serving.api.http.errors import SHUTTING_DOWN
 from pypto_serving.api.http.keys import ApiKeys
 from pypto_serving.api.http.tracing import open_tracing
 from pypto_serving.api.prompting.prompts import Prompter
@@ -15,7 +14,7 @@ from pypto_serving.api.settings import ServingConfig
 from pypto_serving.engine.client import EngineClient, Health
 from pypto_serving.engine.history import History
 from pypto_serving.engine.metrics import ServerMetrics
-from pypto_serving.errors import UnavailableError
+from pypto_serving.errors import SHUTTING_DOWN, UnavailableError
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.stats import StepStats
 from pypto_serving.util import counted

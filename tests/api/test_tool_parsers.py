@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from pypto_serving.api.chat.formats import Calls, OutputFormat
 from pypto_serving.api.chat.output import (
     AssistantMessage,
-    Call,
     OutputPart,
     TextPart,
     ToolCallStart,
     read_output,
+)
+from pypto_serving.api.chat.output import (
+    ParsedCall as Call,
 )
 from pypto_serving.api.chat.parsers.families import FAMILIES
 from pypto_serving.api.chat.parsers.thinking import Thinking

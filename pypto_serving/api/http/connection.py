@@ -14,16 +14,10 @@ from starlette.types import Message, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from pypto_serving.api.http.errors import (
-    MAX_DROPPED_BODIES,
-    RETRY_UNAVAILABLE_S,
-    SHUTTING_DOWN,
-    ApiError,
-    BodyTooLargeError,
-    describe,
-)
+from pypto_serving.api.http.errors import MAX_DROPPED_BODIES, RETRY_UNAVAILABLE_S, ApiError, BodyTooLargeError, describe
 from pypto_serving.api.http.gate import NO_MEMORY, NO_PLACE, Gate
 from pypto_serving.api.http.middleware import ANSWERED, BODY_PARSED, WRITE_PART, request_id_of
+from pypto_serving.errors import SHUTTING_DOWN
 
 MAX_HEAD_BYTES, MAX_HEADERS = 64 << 10, 128
 """Largest head of a request (its first line, headers and trailers), and most headers."""

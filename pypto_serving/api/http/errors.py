@@ -12,7 +12,6 @@ from starlette.types import Receive, Scope, Send
 from pypto_serving.errors import PyptoError, RequestError
 from pypto_serving.util import cut
 
-SHUTTING_DOWN = "the server is shutting down and takes no new requests; send it elsewhere"
 RETRY_UNAVAILABLE_S = 5
 MAX_DROPPED_BODIES = 4
 """A body is read up to this multiple of its limit, and dropped, since a client reads no answer while it sends."""

@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pypto_serving.api.http.errors import SHUTTING_DOWN, AuthenticationError, OriginError, describe, internal_error
+from pypto_serving.api.http.errors import AuthenticationError, OriginError, describe, internal_error
 from pypto_serving.api.http.keys import ApiKeys, sent_key
 from pypto_serving.api.http.tracing import Tracing
-from pypto_serving.errors import UnavailableError
+from pypto_serving.errors import SHUTTING_DOWN, UnavailableError
 from pypto_serving.logs import REQUEST_ID, with_fields
 from pypto_serving.util import brief
 
