@@ -108,7 +108,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         self._coerce()
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
-            _require(value is None or low <= value <= high, name, value, _ALLOWED[name])
+            if value is not None and not low <= value <= high:
+                raise _refusal(name, value, _ALLOWED[name])
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         limit = self.max_tokens if self.max_tokens is not None else 2**31
         _require(0 <= self.min_tokens <= limit, "min_tokens", self.min_tokens, "between 0 and max_tokens")
@@ -144,8 +145,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """Make plain values of what users may write: lists, numbers of numpy, one string. Raises RequestError."""
         for name, (plain, read) in _READERS.items():
             value = getattr(self, name)
-            is_plain = type(value) is plain and not (value and plain in (tuple, dict))
-            if not is_plain and (value is not None or name not in _OPTIONAL):
+            if type(value) is plain and (plain not in _CONTAINERS or not value):
+                continue
+            if value is not None or name not in _OPTIONAL:
                 msgspec.structs.force_setattr(self, name, read(name, value))
 
 
@@ -319,6 +321,7 @@ _READERS: dict[str, tuple[type, Callable[[str, Any], Any]]] = {
     for name in names
 }
 """The plain type of each field, and what makes it of other values."""
+_CONTAINERS = {tuple, dict}
 _OPTIONAL = {name for name in _READERS if SamplingParams.__annotations__[name].endswith("None")}
 
 
