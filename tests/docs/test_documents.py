@@ -94,6 +94,8 @@ def test_names_are_words_of_the_code(name: str) -> None:
     names = set(re.findall(r"`([A-Za-z_][\w.]*)(?:\([^`\n]*\))?`", text)) - named_paths(text)
     words = {part for found in names if not PATH.fullmatch(found) for part in found.split(".")}
     assert sorted(words - set(re.findall(r"\w+", code)) - OTHER_WORDS) == []
+    classes = set(re.findall(r"^\s*class (\w+)", code, re.MULTILINE))
+    assert sorted(word for word in words if re.fullmatch(r"[A-Z][a-z]\w*", word) and word not in classes) == []
 
 
 def test_every_folder_of_the_package_is_in_the_overview() -> None:
