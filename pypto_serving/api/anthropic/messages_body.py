@@ -11,8 +11,7 @@ from pypto_serving.api.anthropic.answers import TokenCount
 from pypto_serving.api.anthropic.history import read_history
 from pypto_serving.api.anthropic.schemas import CountTokensBody, MessagesBody
 from pypto_serving.api.anthropic.tools import read_tool_use
-from pypto_serving.api.chat.effort import check_effort
-from pypto_serving.api.chat.tools import refuse
+from pypto_serving.api.chat.tools import check_effort, refuse
 from pypto_serving.api.common.body import Answered, IgnoredFields, ReadBody, Shown, parse_json
 from pypto_serving.api.generation.chat_request import ChatRequest, encode_chat, fit_chat
 from pypto_serving.api.prompting.prompts import Prompter

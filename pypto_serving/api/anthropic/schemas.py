@@ -6,8 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, WithJsonSchema
 
-from pypto_serving.api.chat.effort import EFFORTS
-from pypto_serving.api.chat.tools import MAX_NAME_CHARS, MAX_TOOLS, NAME
+from pypto_serving.api.chat.tools import EFFORTS, MAX_NAME_CHARS, MAX_TOOLS, NAME
 from pypto_serving.api.common.body import MAX_MESSAGES, Body, FieldRules
 from pypto_serving.api.common.described import (
     ABOVE_0_TO_1,

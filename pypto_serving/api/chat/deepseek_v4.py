@@ -14,10 +14,9 @@ from typing import Any
 from pypto_serving.api.chat import ChatOrigin, EncodedChat
 from pypto_serving.api.chat.deepseek_v4_turns import Turn, read_turns, with_request
 from pypto_serving.api.chat.dsml import MARK, to_json, write_calls, write_tools
-from pypto_serving.api.chat.effort import check_effort
 from pypto_serving.api.chat.formats import Calls, OutputFormat
 from pypto_serving.api.chat.parsers.thinking import Thinking
-from pypto_serving.api.chat.tools import parameter_types, read_tools, refuse
+from pypto_serving.api.chat.tools import check_effort, parameter_types, read_tools, refuse
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ConfigError, ModelError, RequestError

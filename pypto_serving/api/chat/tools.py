@@ -220,3 +220,10 @@ _TYPE_OF: Mapping[type, str] = {
     list: "array",
     type(None): "null",
 }
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+def check_effort(effort: Any, field: str) -> None:
+    """Raise RequestError, about a client's field, unless it is null or one of EFFORTS."""
+    if effort is not None and effort not in EFFORTS:
+        refuse(field, f"is {brief(effort)}, but must be one of {', '.join(EFFORTS)}")

@@ -6,9 +6,8 @@ from typing import Any
 
 from pydantic import WithJsonSchema
 
-from pypto_serving.api.chat.effort import EFFORTS
 from pypto_serving.api.chat.messages import MAY_LACK_CONTENT
-from pypto_serving.api.chat.tools import MAX_NAME_CHARS, MAX_TOOLS, MODES, NAME
+from pypto_serving.api.chat.tools import EFFORTS, MAX_NAME_CHARS, MAX_TOOLS, MODES, NAME
 from pypto_serving.api.common.described import (
     FLAG,
     MAY_TEXT,

@@ -11,13 +11,12 @@ from typing import Any
 import jinja2
 
 from pypto_serving.api.chat import ChatOrigin, EncodedChat
-from pypto_serving.api.chat.effort import check_effort
 from pypto_serving.api.chat.formats import Calls, OutputFormat
+from pypto_serving.api.chat.messages import template_messages
 from pypto_serving.api.chat.parsers.choose import HABITS, Habit, choose_family, choose_habit, takes_tools
 from pypto_serving.api.chat.parsers.families import FAMILIES
 from pypto_serving.api.chat.parsers.thinking import Thinking
-from pypto_serving.api.chat.tools import parameter_types, read_tools, refuse
-from pypto_serving.api.prompting.history import template_messages
+from pypto_serving.api.chat.tools import check_effort, parameter_types, read_tools, refuse
 from pypto_serving.api.prompting.jinja import compile_template, render
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.api.text.files import load_special_tokens, read_optional_json

@@ -6,8 +6,7 @@ from typing import Any
 
 import msgspec
 
-from pypto_serving.api.chat.effort import check_effort
-from pypto_serving.api.chat.tools import refuse
+from pypto_serving.api.chat.tools import check_effort, refuse
 from pypto_serving.api.common.body import IgnoredFields, ReadBody, Repeated, Shown, parse_json
 from pypto_serving.api.generation.chat_request import ChatRequest, fit_chat
 from pypto_serving.api.prompting.prompts import Prompter
