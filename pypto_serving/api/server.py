@@ -26,7 +26,7 @@ from pypto_serving.api.http.middleware import (
     RequestScope,
     Traced,
 )
-from pypto_serving.api.reading.reader import BodyReader
+from pypto_serving.api.reading.body_reader import BodyReader
 from pypto_serving.api.reading.reading import Reading
 from pypto_serving.api.responses.store import ResponseStore
 from pypto_serving.api.routes import BATCH_ROUTES, ROUTES

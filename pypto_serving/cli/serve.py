@@ -23,7 +23,7 @@ import typer
 from pypto_serving.cli import STARTED_S
 from pypto_serving.cli.help import HelpCommand
 from pypto_serving.cli.options import ALL_PANELS, takes_options
-from pypto_serving.errors import EXIT_OK, ConfigError, UnavailableError
+from pypto_serving.errors import EXIT_OK, ConfigError
 from pypto_serving.logs import configure as configure_logs
 from pypto_serving.logs import with_fields, writes_json
 from pypto_serving.setup.options import Options
@@ -32,7 +32,6 @@ from pypto_serving.setup.settings import Setting
 from pypto_serving.types.config import ServerConfig
 
 if TYPE_CHECKING:
-    from pypto_serving.api.reading.reading import Reading
     from pypto_serving.api.settings import ServingConfig
     from pypto_serving.cli.progress import LoadProgress
     from pypto_serving.engine.async_engine import AsyncEngine
@@ -174,7 +173,7 @@ async def _serve_http(
     app = create_app(engine, serving, resolved.memory)
     http = asyncio.create_task(listen(app, server, bound.set_result))
     dead = asyncio.create_task(engine.wait_dead())
-    ready = asyncio.create_task(_announce(server, bound, engine, progress, app.state.reading))
+    ready = asyncio.create_task(_announce(server, bound, engine, progress))
     watchdog = asyncio.create_task(pet_watchdog(engine.health))
     try:
         await asyncio.wait({http, dead}, return_when=asyncio.FIRST_COMPLETED)
@@ -202,9 +201,8 @@ async def _announce(
     bound: asyncio.Future[int],
     engine: AsyncEngine | Replicas,
     progress: LoadProgress,
-    reading: Reading,
 ) -> None:
-    """Print the line on stdout once the port is open and the worker is ready; then start the first reader of bodies."""
+    """Print the line on stdout once the port is open and the worker is ready."""
     from pypto_serving.api.http.service_manager import tell
 
     port = await bound
@@ -225,8 +223,6 @@ async def _announce(
     except OSError as error:
         logger.warning("the ready line cannot be written to stdout: %s", os.strerror(error.errno or 0).lower())
     tell("READY=1")
-    with suppress(UnavailableError):  # it is tried again when a body needs it
-        await reading.start()
 
 
 def where(server: ServerConfig, port: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 from pypto_serving.api import run
 from pypto_serving.api.http import gate
 from pypto_serving.api.http.gate import QUIET_S, ConnectionPlaces, Gate, RefusalLog
+from pypto_serving.api.reading.process import MAX_COPIES
 from tests.api.running import RunningServer
 from tests.api.scripted_engine import WAIT_S, Script
 from tests.api.sockets import BODY, HEAD, LENGTH, answer, dialled, held, padded
@@ -134,13 +135,13 @@ def unread(start: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(gate, "MIN_HELD_BYTES", 0)
     monkeypatch.setattr(run, "CLOSE_TIMEOUT_S", 0.1)
     server = start(max_body_bytes=100_000)
-    turns = [reader.turns for reader in (server.app.state.reading._quick, server.app.state.reading._slow)]
-    for turn in turns:
-        asyncio.run_coroutine_threadsafe(turn.take(0), server.loop).result(WAIT_S)
+    queue = server.app.state.reading._reader.queue
+    for _ in range(MAX_COPIES):
+        asyncio.run_coroutine_threadsafe(queue.take_turn("busy"), server.loop).result(WAIT_S)
     yield server
-    for turn in turns:
+    for _ in range(MAX_COPIES):
         if server.thread.is_alive():
-            server.call(turn.end)
+            server.call(lambda: queue.end_turn("busy", 0.0))
 
 
 def test_a_body_counts_until_it_is_parsed_also_if_it_came_at_once(unread: RunningServer) -> None:

@@ -6,10 +6,12 @@ import asyncio
 import itertools
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,22 +19,22 @@ import msgspec
 import psutil
 import pytest
 
-from pypto_serving.api.reading import grammars, known, lane, process
-from pypto_serving.api.reading.bodies import BodyProcess
-from pypto_serving.api.reading.grammars import COMPILE_S, LANES_S, Grammars
-from pypto_serving.api.reading.lane import Client, Lane
-from pypto_serving.api.reading.loop import apart
-from pypto_serving.api.reading.process import ReaderProcess
-from pypto_serving.api.reading.wire import Busy, Compiles, Ended
+from pypto_serving import limits
+from pypto_serving.api.reading import process, reading, verdicts
+from pypto_serving.api.reading.__main__ import serve, start_job
+from pypto_serving.api.reading.process import MAX_COPIES, Reader
+from pypto_serving.api.reading.reading import SMALL_BYTES, Reading
+from pypto_serving.api.reading.wire import END, HEAD, JOB, KINDS, JobKind
 from pypto_serving.api.settings import load_serving_config
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import RequestError
+from pypto_serving.processes import Copy
 from pypto_serving.types.guide import Grammar, Guide
 from tests.api.bad_bodies import HELLO
 from tests.api.checkpoint import CHATML, write_checkpoint
 from tests.api.conftest import new_engine
 from tests.api.running import CHAT, COMPLETIONS, RunningServer
-from tests.api.scripted_engine import WAIT_S, Script
+from tests.api.scripted_engine import WAIT_S, Script, engine_config
 
 SLOW = {"type": "integer", "multipleOf": 9_999_991}
 NUM_SLOW = 6
@@ -55,28 +57,28 @@ def guided(server: RunningServer, **fields: Any) -> httpx.Response:
     return server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, **fields})
 
 
-def lanes_of(server: RunningServer) -> list[Lane]:
-    found: list[Lane] = server.app.state.reading._grammars.lanes
+def reader_of(server: RunningServer) -> Reader:
+    found: Reader = server.app.state.reading._reader
     return found
 
 
 @contextmanager
-def stopped(process: ReaderProcess[Any]) -> Iterator[None]:
+def stopped(reader: Reader) -> Iterator[None]:
     """A reader that stands still."""
-    assert process._child is not None
-    os.kill(process._child.pid, signal.SIGSTOP)
+    assert reader.child is not None
+    os.kill(reader.child.pid, signal.SIGSTOP)
     yield
-    os.kill(process._child.pid, signal.SIGCONT)
+    os.kill(reader.child.pid, signal.SIGCONT)
 
 
 def test_chats_are_answered_while_grammars_compile(server: RunningServer) -> None:
     """However long a grammar takes: the reader stands still until all chats are answered."""
-    quick = lanes_of(server)[0]
+    reader = reader_of(server)
     assert guided(server, guided_regex="first").status_code == 200
     with ThreadPoolExecutor(NUM_SLOW) as others:
-        with stopped(quick.process):
+        with stopped(reader):
             slow = [others.submit(guided, server, guided_regex=f"a{i}") for i in range(NUM_SLOW)]
-            server.wait_for(lambda: quick.turns.num_waiting == NUM_SLOW - 1)
+            server.wait_for(lambda: len(reader.queue) == NUM_SLOW - MAX_COPIES)
             for _ in range(3):
                 for path, body in ((CHAT, {"messages": [HELLO]}), (COMPLETIONS, {"prompt": "a"})):
                     assert server.post(path, {**body, "max_tokens": 1}).status_code == 200
@@ -85,37 +87,36 @@ def test_chats_are_answered_while_grammars_compile(server: RunningServer) -> Non
         assert [each.result(WAIT_S).status_code for each in slow] == [200] * NUM_SLOW
 
 
-def test_grammars_that_take_long_hold_up_none_that_do_not(
+def test_a_grammar_that_takes_long_holds_up_none_that_does_not(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those come from the same host, and the last reader stands still until all others are answered."""
-    last = lanes_of(server)[-1]
-    monkeypatch.setattr(last, "allowed_s", 0.25)
-    assert guided(server, guided_json=slow_schema(0)).status_code == 400
-    with ThreadPoolExecutor(NUM_SLOW) as others:
-        with stopped(last.process):
-            slow = [others.submit(guided, server, guided_json=slow_schema(1 + i)) for i in range(3)]
-            server.wait_for(lambda: last.turns.taken)
-            for i in range(3):
-                assert guided(server, guided_regex=f"quick{i}").status_code == 200
-            server.wait_for(lambda: last.turns.num_waiting == 2)
-            assert guided(server, guided_regex="quick").status_code == 200
-            for process in (lane.process for lane in lanes_of(server)[:-1]):
-                assert process._child is not None and process._child.process.poll() is None, "only copies end"
-            assert not any(each.done() for each in slow)
-        assert {each.result(WAIT_S).status_code for each in slow} == {400}
+    """It comes from the same host, and has not ended when others are answered."""
+    monkeypatch.setattr(limits, "CPU_S", 20.0)
+    assert guided(server, guided_regex="first").status_code == 200
+    child = reader_of(server).child
+    with ThreadPoolExecutor(1) as others:
+        slow = others.submit(guided, server, guided_json=slow_schema(0))
+        server.wait_for(lambda: reader_of(server).queue.num_running)
+        for i in range(3):
+            assert guided(server, guided_regex=f"quick{i}").status_code == 200
+        assert not slow.done()
+        assert child is not None
+        for copy in psutil.Process(child.pid).children():
+            copy.send_signal(signal.SIGPROF)
+        assert slow.result(WAIT_S).status_code == 400
+    assert reader_of(server).child is child and child.process.poll() is None, "only copies end"
 
 
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Grammar]:
-    """The grammars that are compiled from now on, once for each lane."""
+    """The grammars that are compiled from now on."""
     found: list[Grammar] = []
-    compile = Lane.compile
+    ask = Reader.ask
 
-    async def counting(self: Lane, grammar: Grammar, client: Client) -> Compiles:
-        found.append(grammar)
-        return await compile(self, grammar, client)
+    async def counting(self: Reader, kind: JobKind, raw: bytes, host: str = "") -> process.Answer:
+        found.append(msgspec.msgpack.decode(raw, type=Grammar))
+        return await ask(self, kind, raw, host)
 
-    monkeypatch.setattr(Lane, "compile", counting)
+    monkeypatch.setattr(Reader, "ask", counting)
     return found
 
 
@@ -129,14 +130,15 @@ FIELDS = {
 def test_a_grammar_that_takes_too_long_is_named_and_remembered(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lanes_of(server)[-1], "allowed_s", 0.25)
+    monkeypatch.setattr(limits, "CPU_S", 0.25)
+    monkeypatch.setattr(reading, "CPU_S", 0.25)
     compiled = asked(monkeypatch)
     for field, fields in FIELDS.items():
         response = guided(server, **fields)
         error = response.json()["error"]
         assert (response.status_code, error["param"], error["code"]) == (400, field, "reading_timeout")
         assert error["message"].startswith(f"{field}: it took more than 0.25 s of CPU time to compile")
-        assert len(compiled) == len(LANES_S), "a repeat is not compiled"
+        assert len(compiled) == 1, "a repeat is not compiled"
     assert guided(server, guided_regex="b").status_code == 200
 
 
@@ -144,17 +146,13 @@ def test_a_busy_machine_is_not_the_fault_of_a_grammar_or_body(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Readers that stand still get no CPU time. The same requests are good when they come again."""
-    quick: BodyProcess = server.app.state.reading._quick
-    requests = [
-        (lanes_of(server)[0].process, COMPLETIONS, {"prompt": "a", "max_tokens": 1, "guided_regex": "busy"}),
-        (quick.process, CHAT, {"messages": [HELLO], "max_tokens": 1}),
-    ]
-    assert guided(server, guided_regex="idle").status_code == 200
-    for reader, path, body in requests:
-        assert reader._child is not None
-        at_work = psutil.Process(reader._child.pid)
-        for each in (at_work, *at_work.children()):
-            each.suspend()
+    padded = {"messages": [HELLO], "max_tokens": 1, "user": "x" * SMALL_BYTES}
+    requests = [(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "guided_regex": "busy"}), (CHAT, padded)]
+    for path, body in requests:
+        assert guided(server, guided_regex=f"idle{path}").status_code == 200
+        reader = reader_of(server)
+        assert reader.child is not None
+        psutil.Process(reader.child.pid).suspend()
         with monkeypatch.context() as impatient:
             impatient.setattr(process, "PATIENCE", 0)
             impatient.setattr(process, "PATIENCE_S", 0.05)
@@ -165,71 +163,37 @@ def test_a_busy_machine_is_not_the_fault_of_a_grammar_or_body(
         assert server.post(path, body).status_code == 200
 
 
-def integer(number: int) -> Guide:
-    return Guide(Grammar("json_schema", f'{{"type": "integer", "multipleOf": {number}}}'))
+def reading_of(checkpoint: Path) -> Reading:
+    """What reads bodies and checks grammars, without a server."""
+    service = SimpleNamespace(config=engine_config(500))
+    reader: Any = SimpleNamespace(prompter=service, serving=load_serving_config(checkpoint))
+    return Reading(reader, lambda count: None, lambda names: None)
 
 
-def test_turns_go_to_hosts_and_connections_that_had_the_least_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "LANES_S", (COMPILE_S,))
-
-    async def scenario() -> list[str]:
-        reader = Grammars(99)
-        order = list[str]()
-
-        async def check(name: str, number: int, client: tuple[str, int]) -> None:
-            await reader.check(integer(number), client)
-            order.append(name)
-
-        busy = [check(f"busy {i}", 1001 + 2 * i, ("10.0.0.1", 1)) for i in range(3)]
-        others = [check("its neighbour", 2001, ("10.0.0.1", 2)), check("other host", 3001, ("10.0.0.2", 1))]
-        await asyncio.gather(*busy, *others)
-        await reader.close()
-        return order
-
-    assert asyncio.run(scenario()) == ["busy 0", "other host", "its neighbour", "busy 1", "busy 2"]
-
-
-def test_few_hosts_and_connections_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many clients wait at once."""
-    monkeypatch.setattr(grammars, "LANES_S", (COMPILE_S,))
-    monkeypatch.setattr(lane, "MAX_ACCOUNTS", 4)
-
-    async def scenario() -> int:
-        reader, most = Grammars(99), 0
-
-        async def check(number: int) -> None:
-            nonlocal most
-            await reader.check(Guide(Grammar("regex", f"a{number}")), (f"10.0.0.{number}", 1))
-            most = max(most, len(reader.lanes[0]._spent))
-
-        await asyncio.gather(*map(check, range(12)))
-        await reader.close()
-        return most
-
-    assert 4 < asyncio.run(scenario()) <= 6
-
-
-def test_few_grammars_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known, "REMEMBERED", 4)
-    monkeypatch.setattr(known, "KEPT_CHARS", 100)
+def test_few_grammars_are_remembered(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdicts, "MAX_VERDICTS", 4)
+    monkeypatch.setattr(verdicts, "MAX_CHARS", 100)
     compiled = asked(monkeypatch)
     gbnf = [Guide(Grammar("gbnf", f'root ::= "{"a" * 30}{i}"')) for i in range(4)]
 
     async def scenario() -> None:
-        reader = Grammars(99)
+        reader = reading_of(checkpoint)
         for i in range(8):
             good, bad = (Guide(Grammar("regex", f"{text}{i}"), field="x") for text in ("a", "(a"))
-            assert (await reader.check(good, None)).grammar == good.grammar
-            with pytest.raises(RequestError, match=r"x: .*unclosed"):
-                await reader.check(bad, None)
-        assert (len(reader._known._compiling), len(reader._known._refused)) == (4, 4)
+            assert (await reader.check_guide(good)).grammar == good.grammar
+            for _ in range(2):
+                compiled.clear()
+                with pytest.raises(RequestError, match=r"x: .*unclosed"):
+                    await reader.check_guide(bad)
+            assert not compiled, "what was refused is known"
+        assert len(reader._verdicts) == 4
         for guide in gbnf:
-            lark = await reader.check(guide, None)
+            lark = await reader.check_guide(guide)
             compiled.clear()
             assert lark.grammar is not None and lark.grammar.syntax == "lark"
-            assert await reader.check(guide, None) == lark and not compiled, "what it was translated to is known"
-        assert reader._known._num_chars <= 100
-        await reader.check(gbnf[0], None)
+            assert await reader.check_guide(guide) == lark and not compiled, "what it was translated to is known"
+        assert reader._verdicts._num_chars <= 100
+        await reader.check_guide(gbnf[0])
         assert compiled == [gbnf[0].grammar], "only so many characters are kept"
         await reader.close()
 
@@ -237,44 +201,63 @@ def test_few_grammars_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ENDS = {
-    "takes too long": (lambda kind, raw: next(_ for _ in itertools.count() if _ < 0), -signal.SIGPROF),
-    "is killed": (lambda kind, raw: os.kill(os.getpid(), signal.SIGKILL), -signal.SIGKILL),
-    "exits": (lambda kind, raw: os._exit(3), 3),
+    "takes too long": (lambda raw: next(_ for _ in itertools.count() if _ < 0), -signal.SIGPROF),
+    "is killed": (lambda raw: os.kill(os.getpid(), signal.SIGKILL), -signal.SIGKILL),
+    "exits": (lambda raw: os._exit(3), 3),
 }
 
 
+@pytest.fixture
+def control() -> Iterator[socket.socket]:
+    """The API process's end of a reader that runs here, in a process of its own."""
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    ours.settimeout(WAIT_S)
+
+    def run() -> None:
+        ours.close()
+        serve(theirs, SimpleNamespace(prepared=lambda kind: ENDS[list(ENDS)[KINDS.index(kind)]][0]))
+
+    copy = Copy(run)
+    theirs.close()
+    yield ours
+    ours.close()
+    assert copy.wait(WAIT_S) == 0
+
+
 @pytest.mark.parametrize("name", ENDS)
-def test_a_copy_that_ends_says_how(name: str) -> None:
-    answer, code = ENDS[name]
-    assert msgspec.msgpack.decode(apart(answer, 0, b"", 0.05), type=Ended) == Ended(code)
+def test_a_copy_that_ends_says_how(name: str, control: socket.socket) -> None:
+    job, end = socket.socketpair()
+    with job, end:
+        socket.send_fds(control, [JOB.pack(7, list(ENDS).index(name))], [end.fileno()])
+        job.sendall(HEAD.pack(0, 0.05))
+        number, code, used_s = END.unpack(control.recv(END.size))
+    assert (number, code) == (7, ENDS[name][1]) and used_s >= (0.05 if name == "takes too long" else 0.0)
 
 
-@pytest.mark.parametrize("name", ["pipe", "fork"])
-def test_too_few_processes_or_files_for_a_copy_are_no_fault_of_the_grammar(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_few_processes_or_files_for_a_copy_are_no_fault_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(os, name, fail)
+    monkeypatch.setattr(os, "fork", fail)
     before = psutil.Process().num_fds()
-    said = msgspec.msgpack.decode(apart(ENDS["exits"][0], 0, b"", 0.05), type=Busy)
-    assert "Resource temporarily unavailable" in said.reason
+    job, end = socket.socketpair()
+    with job, pytest.raises(OSError, match="Resource temporarily unavailable"):
+        start_job([end.detach()], ENDS["exits"][0])
     assert psutil.Process().num_fds() == before
+    with pytest.raises(OSError, match="too many files"):
+        start_job([], ENDS["exits"][0])
 
 
-def test_a_grammar_without_a_copy_gets_a_503_and_is_good_when_it_comes_again(
-    server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_grammar_without_a_copy_gets_a_503_and_is_good_when_it_comes_again(server: RunningServer) -> None:
     assert guided(server, guided_regex="idle").status_code == 200
-    quick = lanes_of(server)[0].process
-    assert quick._child is not None
-    reader = psutil.Process(quick._child.pid)
-    limits = reader.rlimit(psutil.RLIMIT_NOFILE)
-    reader.rlimit(psutil.RLIMIT_NOFILE, (3, limits[1]))
+    child = reader_of(server).child
+    assert child is not None
+    reader = psutil.Process(child.pid)
+    limited = reader.rlimit(psutil.RLIMIT_NOFILE)
+    reader.rlimit(psutil.RLIMIT_NOFILE, (3, limited[1]))
     response = guided(server, guided_regex="no copy")
     assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable"), response.text
-    reader.rlimit(psutil.RLIMIT_NOFILE, limits)
+    reader.rlimit(psutil.RLIMIT_NOFILE, limited)
     assert guided(server, guided_regex="no copy").status_code == 200
 
 
@@ -285,12 +268,12 @@ def test_a_server_that_ends_waits_for_no_grammar(
     """Nor does one that is told to end now, while it drains."""
     server = RunningServer(new_engine(Tokenizer.load(checkpoint)), load_serving_config(checkpoint), 1000.0)
     assert guided(server, guided_regex="first").status_code == 200
-    quick = lanes_of(server)[0]
-    assert quick.process._child is not None
-    os.kill(quick.process._child.pid, signal.SIGSTOP)
+    reader = reader_of(server)
+    assert reader.child is not None
+    os.kill(reader.child.pid, signal.SIGSTOP)
     with ThreadPoolExecutor(2) as others:
         waits = others.submit(guided, server, guided_regex="a")
-        server.wait_for(lambda: quick.turns.taken)
+        server.wait_for(lambda: reader.queue.num_running)
         if is_busy:
             server.engine.script = lambda request: Script([5], hang=True)
             others.submit(server.post, "/v1/completions", {"prompt": "hello"})
@@ -303,14 +286,15 @@ def test_a_server_that_ends_waits_for_no_grammar(
     assert not [each for each in caplog.records if each.levelname == "ERROR"]
 
 
-def test_a_reader_that_makes_copies_has_no_threads() -> None:
+def test_a_reader_that_makes_copies_has_no_threads(checkpoint: Path) -> None:
     """Not even those that numpy starts when it is imported, and that end with the first copy."""
 
     async def scenario() -> None:
-        reader = Lane(COMPILE_S, 99).process
-        await reader.ensure()
-        assert reader._child is not None
-        assert psutil.Process(reader._child.pid).num_threads() == 1
+        reader = Reader(engine_config(500), load_serving_config(checkpoint))
+        await reader.ask("grammar", msgspec.msgpack.encode(Grammar("regex", "a")))
+        await reader.ask("completions", b'{"prompt": [1]}')
+        assert reader.child is not None
+        assert psutil.Process(reader.child.pid).num_threads() == 1
         await reader.close()
 
     asyncio.run(scenario())

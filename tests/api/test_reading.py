@@ -12,8 +12,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,19 +21,15 @@ import msgspec
 import psutil
 import pytest
 
-from pypto_serving.api.common.body import MAX_MESSAGES, Endpoint, ReadBody
-from pypto_serving.api.reading import bodies, loop
-from pypto_serving.api.reading.__main__ import answer
-from pypto_serving.api.reading.bodies import BodyProcess
-from pypto_serving.api.reading.loop import guarded
-from pypto_serving.api.reading.reader import BodyReader
-from pypto_serving.api.reading.reading import QUICK_BYTES, SMALL_BYTES, is_small
-from pypto_serving.api.reading.turns import OLDEST_EVERY, Turns
-from pypto_serving.api.reading.wire import Fault
+from pypto_serving import fair_queue, limits
+from pypto_serving.api.common.body import MAX_MESSAGES, ReadBody
+from pypto_serving.api.reading.__main__ import Jobs, guarded, serve
+from pypto_serving.api.reading.process import MAX_COPIES, Reader, ReaderQueue
+from pypto_serving.api.reading.reading import SMALL_BYTES, is_small
+from pypto_serving.api.reading.wire import JOB, ReaderFault, ReaderStart
 from pypto_serving.api.settings import load_serving_config
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import QueueFullError, RequestError, UnavailableError
-from pypto_serving.processes import Child
 from tests.api.bad_bodies import BAD_CHATS, BAD_COMPLETIONS, HELLO
 from tests.api.checkpoint import CHATML, write_checkpoint
 from tests.api.conftest import new_engine
@@ -69,7 +65,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
     yield server
     with ThreadPoolExecutor(1) as other:
         last = other.submit(server.post, CHAT, chat("loops"))
-        server.wait_for(lambda: server.app.state.reading._quick.turns.taken)
+        server.wait_for(lambda: server.app.state.reading._reader._ends)
         server.stop()
         last.cancel()
         assert isinstance(last.exception(WAIT_S), httpx.HTTPError) or last.result().status_code >= 400
@@ -80,39 +76,60 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
 def test_a_template_that_does_not_end_costs_its_own_chat_only(
     hostile: RunningServer, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bodies, "QUICK_S", 0.2)
-    monkeypatch.setattr(bodies, "READ_S", 0.3)
+    assert hostile.post(CHAT, chat("hello")).status_code == 200, "the reader has started, if it is ever needed"
+    monkeypatch.setattr(limits, "CPU_S", 0.5)
     with ThreadPoolExecutor(1) as other:
         slow = other.submit(hostile.post, CHAT, chat(name))
         assert is_served_until(hostile, slow)
         response = slow.result()
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] in ("messages", None)
-    monkeypatch.setattr(bodies, "QUICK_S", 20.0)
     assert hostile.post(CHAT, chat("hello")).status_code == 200
 
 
-def test_a_chat_that_takes_long_does_not_hold_up_others(hostile: RunningServer) -> None:
-    """They wait until the quick reader gives it up, but for no start of a process."""
-    quick, slow = hostile.app.state.reading._quick, hostile.app.state.reading._slow
-    assert hostile.post(CHAT, chat("hello")).status_code == 200
-    reader = quick.process._child
-    with ThreadPoolExecutor(2) as others:
+def test_small_chats_are_read_without_a_reader(checkpoint: Path, tokenizer: Tokenizer) -> None:
+    """It starts with the first body that may take long, and ends when it was idle for long."""
+    server = RunningServer(new_engine(tokenizer), load_serving_config(checkpoint))
+    reader = server.app.state.reading._reader
+    assert server.post(CHAT, chat("hello")).status_code == 200
+    assert reader.child is None
+    padded = json.dumps(chat("hello")).encode() + b" " * SMALL_BYTES
+    assert server.http.post(CHAT, content=padded).status_code == 200
+    child = reader.child
+    assert child is not None
+    server.call(reader._end_idle)
+    server.wait_for(lambda: child.process.returncode is not None)
+    assert server.http.post(CHAT, content=padded).status_code == 200
+    server.stop()
+
+
+def test_a_chat_that_takes_long_does_not_hold_up_others(
+    hostile: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is done by a copy of the reader, which ends alone; one that is killed is started once more."""
+    monkeypatch.setattr(limits, "CPU_S", 20.0)
+    reader = hostile.app.state.reading._reader
+    padded = json.dumps(chat("hello")).encode() + b" " * SMALL_BYTES
+    assert hostile.http.post(CHAT, content=padded).status_code == 200
+    child = reader.child
+    with ThreadPoolExecutor(1) as others:
         long = others.submit(hostile.post, CHAT, chat("loops"))
-        hostile.wait_for(lambda: quick.turns.taken)
-        beside = others.submit(hostile.post, CHAT, chat("hello"))
-        hostile.wait_for(lambda: slow.turns.taken)
+        hostile.wait_for(lambda: reader.queue.num_running)
         for _ in range(3):
             assert hostile.post(CHAT, chat("hello")).status_code == 200
-        assert beside.result(WAIT_S).status_code == 200
-        assert slow.turns.taken and not long.done()
-        assert quick.process._child is reader and reader.process.poll() is None, "only its copy ends"
+            assert hostile.http.post(CHAT, content=padded).status_code == 200
+        killed = None
         for _ in range(2):
-            hostile.wait_for(lambda: slow.process._output)  # it has started
-            killed = slow.process._child
-            os.kill(killed.pid, signal.SIGKILL)
-            hostile.wait_for(lambda killed=killed: slow.process._child is not killed)
+            hostile.wait_for(lambda killed=killed: copies_of(reader) - {killed})
+            (killed,) = copies_of(reader) - {killed}
+            os.kill(killed, signal.SIGKILL)
         assert long.result(WAIT_S).status_code == 500
+    assert reader.child is child and child.process.poll() is None, "only copies end"
+
+
+def copies_of(reader: Reader) -> set[int]:
+    """The processes that do its jobs."""
+    return set() if reader.child is None else {each.pid for each in psutil.Process(reader.child.pid).children()}
 
 
 BIG = {
@@ -149,7 +166,7 @@ BODIES += [(COMPLETIONS, {"prompt": ["hello", [5, 6]], "n": 2, "seed": 1}), (CHA
 
 
 def test_a_body_says_the_same_wherever_it_is_read(roomy: RunningServer) -> None:
-    """White space makes a body large enough for either reader."""
+    """White space makes a body large enough for the reader."""
 
     def said(response: httpx.Response) -> Any:
         answer = response.json()
@@ -158,32 +175,23 @@ def test_a_body_says_the_same_wherever_it_is_read(roomy: RunningServer) -> None:
     for path, body in BODIES:
         raw = json.dumps(body).encode()
         first = said(roomy.http.post(path, content=raw))
-        for size in (SMALL_BYTES, QUICK_BYTES):
-            assert said(roomy.http.post(path, content=raw + b" " * size)) == first
+        assert said(roomy.http.post(path, content=raw + b" " * SMALL_BYTES)) == first
 
 
 def test_an_error_of_ours_reaches_the_log_of_the_api_process() -> None:
-    class Broken(BodyReader):
-        def read(self, endpoint: Endpoint, raw: bytes | bytearray) -> ReadBody:
-            raise ZeroDivisionError(raw)
-
-    fault = guarded(partial(answer, Broken.__new__(Broken)), 1, b"x")
-    assert isinstance(fault, Fault)
-    assert "ZeroDivisionError: b'x'" in fault.traceback
-
-
-def test_a_panic_of_native_code_reaches_it_too() -> None:
-    """It is no Exception."""
+    """A panic of native code too, which is no Exception."""
 
     class Panic(BaseException):
         pass
 
-    def panic(kind: int, raw: bytes) -> msgspec.Struct:
-        raise Panic(raw)
+    for kind in (ZeroDivisionError, Panic):
 
-    fault = guarded(panic, 1, b"x")
-    assert isinstance(fault, Fault)
-    assert "Panic: b'x'" in fault.traceback
+        def fail(raw: bytes, kind: type[BaseException] = kind) -> msgspec.Struct:
+            raise kind(raw)
+
+        fault = guarded(fail, b"x")
+        assert isinstance(fault, ReaderFault)
+        assert f"{kind.__name__}: b'x'" in fault.traceback
 
 
 def test_parameters_come_from_a_reader_once(roomy: RunningServer) -> None:
@@ -191,16 +199,22 @@ def test_parameters_come_from_a_reader_once(roomy: RunningServer) -> None:
     stops = [f"{i:04}" + "s" * 1000 for i in range(16)]
     raw = json.dumps({"prompt": [[1]] * 200, "stop": stops, "stop_token_ids": list(range(1000))}).encode()
     service = roomy.service
-    reader = BodyReader(service.prompter, service.serving)
-    assert len(msgspec.msgpack.encode(answer(reader, 0, raw))) < 2 * len(raw)
+    read = Jobs(ReaderStart(service.prompter.config, service.serving, -1)).prepared("completions")
+    assert len(msgspec.msgpack.encode(read(raw))) < 2 * len(raw)
 
 
-def new_reader(checkpoint: Path, tokenizer: Tokenizer) -> BodyProcess:
-    return BodyProcess(engine_config(tokenizer.raw.get_vocab_size()), load_serving_config(checkpoint))
+def new_reader(checkpoint: Path, tokenizer: Tokenizer) -> Reader:
+    return Reader(engine_config(tokenizer.raw.get_vocab_size()), load_serving_config(checkpoint))
 
 
 def completion(prompt: list[int], size: int = 0) -> bytes:
     return json.dumps({"prompt": prompt}).encode() + b" " * size
+
+
+async def ids_of(reader: Reader, prompt: list[int], size: int = 0) -> list[int]:
+    body = await reader.ask("completions", completion(prompt, size))
+    assert isinstance(body, ReadBody)
+    return list(body.prompts[0].token_ids)
 
 
 def test_a_client_that_leaves_takes_no_turn_and_gets_nobody_elses_answer(
@@ -208,29 +222,20 @@ def test_a_client_that_leaves_takes_no_turn_and_gets_nobody_elses_answer(
 ) -> None:
     async def scenario() -> None:
         reader = new_reader(checkpoint, tokenizer)
-        await reader.start()
-        begun = asyncio.ensure_future(reader.read("completions", completion([1], 10_000_000), WAIT_S))
-        waits = asyncio.ensure_future(reader.read("completions", completion([2]), WAIT_S))
-        while not reader.turns.taken:
+        begun = [asyncio.ensure_future(ids_of(reader, [1], 10_000_000)) for _ in range(MAX_COPIES)]
+        waits = asyncio.ensure_future(ids_of(reader, [2]))
+        while not len(reader.queue):
             await asyncio.sleep(0)
-        begun.cancel()
-        waits.cancel()
+        for each in (*begun, waits):
+            each.cancel()
         for i in (3, 4):
-            body = await reader.read("completions", completion([i]), WAIT_S)
-            assert list(body.prompts[0].token_ids) == [i]
+            assert await ids_of(reader, [i]) == [i]
         await reader.close()
 
     asyncio.run(scenario())
 
 
-async def in_work(reader: BodyProcess) -> Child:
-    """The process that a body is being written to."""
-    while reader.process._output is None or not reader.process._output.transport.get_write_buffer_size():
-        await asyncio.sleep(0)
-    assert reader.process._child is not None
-    return reader.process._child
-
-
+@pytest.mark.parametrize("whom", ["the copy", "the reader"])
 @pytest.mark.parametrize(
     ("number", "times", "words"),
     [
@@ -240,51 +245,36 @@ async def in_work(reader: BodyProcess) -> Child:
     ],
 )
 def test_a_reader_that_dies_costs_one_request_at_most_and_is_replaced(
-    checkpoint: Path, tokenizer: Tokenizer, number: signal.Signals, times: int, words: str | None
+    checkpoint: Path, tokenizer: Tokenizer, number: signal.Signals, times: int, words: str | None, whom: str
 ) -> None:
     """A body whose reader was killed, which may be nobody's fault, is read once more."""
 
     async def scenario() -> None:
         reader = new_reader(checkpoint, tokenizer)
-        await reader.start()
-        reading = asyncio.ensure_future(reader.read("completions", completion([1], 10_000_000), WAIT_S))
+        assert await ids_of(reader, [1]) == [1]
+        reading, last = asyncio.ensure_future(ids_of(reader, [1], 20_000_000)), 0
         for _ in range(times):
-            child = await in_work(reader)
-            score = Path(f"/proc/{child.pid}/oom_score_adj").read_text()
-            assert score == "1000\n", "it must be the first to go"
-            os.kill(child.pid, number)
-            while reader.process._child is child:
+            while not (pids := copies_of(reader) - {last}):
                 await asyncio.sleep(0)
+            (last,) = pids
+            assert Path(f"/proc/{last}/oom_score_adj").read_text() == "1000\n", "it must be the first to go"
+            assert reader.child is not None
+            os.kill(last if whom == "the copy" else reader.child.pid, number)
         if words is None:
-            assert list((await reading).prompts[0].token_ids) == [1]
+            assert await reading == [1]
         else:
             with pytest.raises(RequestError, match=words):
                 await reading
-        assert list((await reader.read("completions", completion([2]), WAIT_S)).prompts[0].token_ids) == [2]
-        idle = reader.process._child
+        assert await ids_of(reader, [2]) == [2]
+        idle = reader.child
         assert idle is not None
         os.kill(idle.pid, number)  # this costs nobody anything
         while idle.process.returncode is None:  # it is waited for at once, and no zombie until the next body
             await asyncio.sleep(0)
-        assert list((await reader.read("completions", completion([3]), WAIT_S)).prompts[0].token_ids) == [3]
+        assert await ids_of(reader, [3]) == [3]
         await reader.close()
         with pytest.raises(UnavailableError):
-            await reader.read("completions", completion([3]), WAIT_S)
-
-    asyncio.run(scenario())
-
-
-def test_a_copy_that_is_killed_costs_no_request(checkpoint: Path, tokenizer: Tokenizer) -> None:
-    async def scenario() -> None:
-        reader = new_reader(checkpoint, tokenizer)
-        await reader.start()
-        reading = asyncio.ensure_future(reader.read("completions", completion([1], 10_000_000), WAIT_S))
-        process = psutil.Process((await in_work(reader)).pid)
-        while not (copies := process.children()):
-            await asyncio.sleep(0)
-        copies[0].kill()
-        assert list((await reading).prompts[0].token_ids) == [1]
-        await reader.close()
+            await ids_of(reader, [3])
 
     asyncio.run(scenario())
 
@@ -306,44 +296,52 @@ processes.Copy(lambda: print("works alone", flush=True)).wait()
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
 
 
-def test_a_reader_that_starts_when_the_server_is_gone_ends_in_silence() -> None:
-    ours, theirs = socket.socketpair()
-    ours.close()
-    with pytest.raises(SystemExit) as ended:
-        loop.open_channel(theirs.detach())
-    assert ended.value.code is None
+def test_a_reader_whose_server_is_gone_ends_in_silence(capfd: pytest.CaptureFixture[str]) -> None:
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    job, end = socket.socketpair()
+    socket.send_fds(ours, [JOB.pack(1, 0)], [end.fileno()])
+    for each in (job, end, ours):
+        each.close()
+    with theirs:
+        serve(theirs, SimpleNamespace(prepared=lambda kind: lambda raw: None))
+    os.wait()
+    assert capfd.readouterr() == ("", "")
 
 
-def test_no_reader_starts_while_the_server_ends(checkpoint: Path, tokenizer: Tokenizer) -> None:
-    """It had died, and the next request found that out just then."""
+def test_a_reader_whose_parent_ignores_its_children_waits_for_its_copies(
+    checkpoint: Path, tokenizer: Tokenizer
+) -> None:
+    """An ignored signal stays ignored in a process that is started; then no copy could be waited for."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
 
-    async def scenario() -> None:
-        reader = new_reader(checkpoint, tokenizer)
-        await reader.start()
-        assert reader.process._child is not None
-        reader.process._child.process.kill()
-        reader.process._child.process.wait()
-        starting = asyncio.ensure_future(reader.start())
-        while reader.process._child is not None:
-            await asyncio.sleep(0)
-        await reader.close()
-        with pytest.raises(UnavailableError, match="shutting down"):
-            await starting
+        async def scenario() -> None:
+            reader = new_reader(checkpoint, tokenizer)
+            assert await ids_of(reader, [1]) == [1]
+            await reader.close()
 
-    asyncio.run(scenario())
+        asyncio.run(scenario())
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
-def test_a_reader_that_is_still_starting_when_the_server_ends_is_no_error(
+def test_no_reader_starts_while_the_server_ends(
     checkpoint: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Nor is one that is still starting then an error."""
+
     async def scenario() -> None:
         reader = new_reader(checkpoint, tokenizer)
-        starting = asyncio.ensure_future(reader.start())
-        while reader.process._child is None:
+        starting = asyncio.ensure_future(ids_of(reader, [1]))
+        while reader.child is None:
             await asyncio.sleep(0)
+        child = reader.child
         await reader.close()
         with pytest.raises(UnavailableError, match="shutting down"):
             await starting
+        assert child.process.returncode is not None
+        with pytest.raises(UnavailableError, match="shutting down"):
+            await ids_of(reader, [1])
 
     asyncio.run(scenario())
     assert not caplog.records
@@ -361,67 +359,93 @@ def test_a_full_server_reads_no_body(start: Callable[..., RunningServer]) -> Non
     server = start()
     server.engine.refusal = QueueFullError("the queue is full", 7)
     server.app.state.reading._here = None
-    for size in (0, SMALL_BYTES, QUICK_BYTES):
+    for size in (0, SMALL_BYTES):
         assert server.http.post(COMPLETIONS, content=completion([1], size)).status_code == 429
-    assert server.app.state.reading._slow.process._child is None
+    assert server.app.state.reading._reader.child is None
 
 
 MAX_WAITING = 8
 
 
-async def turns_taken(sizes: list[int], leaving: tuple[int, ...] = ()) -> list[int | str]:
-    """The sizes in the order of their turns, after one that came before; the errors of those that were refused."""
-    turns, order = Turns[int](MAX_WAITING, int, "wait"), list[int | str]()
+class Waiting:
+    """Jobs that wait for a reader whose copies are all at work for the host "busy"."""
 
-    async def read(size: int) -> None:
+    def __init__(self) -> None:
+        self.queue, self.order = ReaderQueue(MAX_WAITING), list[str]()
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def fill(self) -> None:
+        for _ in range(MAX_COPIES):
+            await self.queue.take_turn("busy")
+
+    async def add(self, *hosts: str) -> None:
+        for host in hosts:
+            name = f"{host}{sum(each.startswith(host) for each in self.tasks)}"
+            self.tasks[name] = asyncio.create_task(self.run(name, host))
+        await asyncio.sleep(0)
+
+    async def run(self, name: str, host: str) -> None:
         try:
-            await turns.take(size)
-        except QueueFullError as error:
-            order.append(error.code)
-            return
-        order.append(size)
-        turns.end()
+            await self.queue.take_turn(host)
+        except QueueFullError:
+            self.order.append(f"{name} refused")
+        else:
+            self.order.append(name)
 
-    await turns.take(0)
-    tasks = [asyncio.create_task(read(size)) for size in sizes]
-    await asyncio.sleep(0)
-    for i in leaving:
-        tasks[i].cancel()
-    turns.end()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    assert not turns.taken
-    return order
+    async def end(self, host: str, used_s: float) -> None:
+        self.queue.end_turn(host, used_s)
+        await asyncio.sleep(0)
 
 
-def test_the_shortest_body_is_next_whatever_came_before() -> None:
-    assert asyncio.run(turns_taken([30, 10, 20, 10])) == [10, 10, 20, 30]
-    assert asyncio.run(turns_taken([30, 10, 20], leaving=(1,))) == [20, 30]
-    assert asyncio.run(turns_taken([30, 10, 20], leaving=(0, 1, 2))) == []
+def test_the_host_that_used_the_least_time_is_next() -> None:
+    async def scenario() -> list[str]:
+        waiting = Waiting()
+        await waiting.fill()
+        await waiting.add("busy", "busy", "a", "c", "a")
+        await waiting.end("busy", 1.0)
+        for host, used_s in (("a", 0.1), ("c", 5.0), ("a", 0.1), ("busy", 1.0), ("busy", 1.0)):
+            await waiting.end(host, used_s)
+        await asyncio.gather(*waiting.tasks.values())
+        return waiting.order
+
+    assert asyncio.run(scenario()) == ["a0", "c0", "a1", "busy0", "busy1"]
 
 
-def test_a_long_body_is_not_held_up_by_shorter_ones_for_good() -> None:
-    async def turns_before_it() -> int:
-        turns = Turns[int](MAX_WAITING, int, "wait")
-        await turns.take(0)
-        long = asyncio.create_task(turns.take(1000))
-        for count in range(100):
-            short = asyncio.create_task(turns.take(1))
-            await asyncio.sleep(0)
-            turns.end()
-            await asyncio.wait((short, long), return_when=asyncio.FIRST_COMPLETED)
-            if long.done():
-                short.cancel()
-                return count
-        raise AssertionError("it never has its turn")
+def test_the_newest_job_of_the_host_with_most_is_refused_when_too_many_wait() -> None:
+    async def scenario() -> list[str]:
+        waiting = Waiting()
+        await waiting.fill()
+        await waiting.add(*["many"] * (MAX_WAITING - 1), "few", "few", "other")
+        await asyncio.sleep(0)
+        for task in waiting.tasks.values():
+            task.cancel()
+        await asyncio.gather(*waiting.tasks.values(), return_exceptions=True)
+        assert not len(waiting.queue)
+        return waiting.order
 
-    assert asyncio.run(turns_before_it()) < OLDEST_EVERY
+    assert asyncio.run(scenario()) == [f"many{MAX_WAITING - 2} refused", f"many{MAX_WAITING - 3} refused"]
 
 
-def test_clients_that_keep_a_reader_busy_do_not_hold_up_a_longer_body(roomy: RunningServer) -> None:
+def test_a_turn_that_comes_while_its_client_leaves_is_passed_on() -> None:
+    async def scenario() -> None:
+        waiting = Waiting()
+        await waiting.fill()
+        await waiting.add("first", "second")
+        waiting.queue.end_turn("busy", 0.0)
+        waiting.tasks["first0"].cancel()
+        await asyncio.wait_for(waiting.tasks["second0"], WAIT_S)
+        for host in ("second", "busy"):
+            waiting.queue.end_turn(host, 0.0)
+        assert waiting.tasks["first0"].cancelled() and not waiting.queue.num_running
+
+    asyncio.run(scenario())
+
+
+def test_clients_that_keep_the_reader_busy_do_not_hold_up_a_longer_body(roomy: RunningServer) -> None:
     """Eight of them, each of which has the next body read as soon as the last is answered."""
     text = "fox jumps over " * 1000
     short, long = ({"prompt": [text] * count, "max_tokens": 1} for count in (3, 16))
-    assert SMALL_BYTES < len(json.dumps(short)) < len(json.dumps(long)) <= QUICK_BYTES
+    assert SMALL_BYTES < len(json.dumps(short)) < len(json.dumps(long))
     answered = threading.Event()
 
     def keep_busy(_: int) -> int:
@@ -433,29 +457,17 @@ def test_clients_that_keep_a_reader_busy_do_not_hold_up_a_longer_body(roomy: Run
 
     with ThreadPoolExecutor(8) as others:
         counts = others.map(keep_busy, range(8))
-        roomy.wait_for(lambda: len(roomy.app.state.reading._quick.turns._waiting) >= 4)
+        roomy.wait_for(lambda: len(roomy.app.state.reading._reader.queue) >= 4)
         assert roomy.post(COMPLETIONS, long).status_code == 200
         answered.set()
         assert sum(counts) < 8 * 20
 
 
-def test_the_longest_body_is_refused_when_too_many_wait() -> None:
-    sizes = [1000] * MAX_WAITING + [5, 2000, 7]
-    order = asyncio.run(turns_taken(sizes))
-    assert order == ["queue_full"] * 3 + [5, 7] + [1000] * (MAX_WAITING - 2)
-
-
-def test_a_turn_that_comes_while_its_client_leaves_is_passed_on() -> None:
-    async def scenario() -> None:
-        turns = Turns[int](MAX_WAITING, int, "wait")
-        await turns.take(0)
-        first, second = (asyncio.create_task(turns.take(size)) for size in (1, 2))
-        await asyncio.sleep(0)
-        turns.end()
-        first.cancel()
-        await asyncio.wait([first])
-        await asyncio.wait_for(second, WAIT_S)
-        turns.end()
-        assert first.cancelled() and not turns.taken
-
-    asyncio.run(scenario())
+def test_few_hosts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fair_queue, "MAX_KEYS", 10)
+    queue = fair_queue.FairQueue[int, int]()
+    for host in range(100):
+        queue.push(host, host)
+        assert queue.pop() == host
+        queue.charge(host, 1.0 if host == 5 else 0.0)
+    assert 5 in queue._used_s and len(queue._used_s) <= 11

@@ -28,13 +28,7 @@ class EncodedChat:
 
 
 class ChatEncoder(Protocol):
-    """Encode conversations for one model family. Stateless after loading.
-
-    `runs_templates` tells whether `encode` runs a program that came with the model, and may not end.
-    """
-
-    @property
-    def runs_templates(self) -> bool: ...
+    """Encode conversations for one model family. Stateless after loading."""
 
     @property
     def request_fields(self) -> frozenset[str]:

@@ -81,7 +81,6 @@ class DeepseekV4Encoder:
     `is_special` tells whether a text is a special token; the other flags, whether outputs are parsed.
     """
 
-    runs_templates = False
     request_fields = frozenset({"response_format", "thinking"})
 
     def __init__(

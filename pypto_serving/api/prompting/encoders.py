@@ -37,8 +37,6 @@ ENCODER_OF_ARCHITECTURE = {"DeepseekV4ForCausalLM": "deepseek_v4"}
 class UnavailableEncoder:
     """Refuse every chat with the reason why the model cannot chat."""
 
-    runs_templates = False
-
     def __init__(self, reason: str) -> None:
         self._reason = reason
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -21,6 +23,39 @@ MAX_CHARS = 256 << 20
 """Longest output of a template; no context holds more."""
 MAX_REPEATED = 1 << 20
 """Characters or values that `*` may repeat something to."""
+MAX_POWER_BITS = 1 << 16
+"""Bits of an integer that `**` makes."""
+MAX_STEPS, MAX_STEPS_CHARS = 4000, 1 << 20
+"""Rounds of loops and calls of a template, and characters of a text that it makes, where steps are limited. A chat in a
+small body takes a few steps for each of its messages and tools, in all some milliseconds."""
+_steps_left: ContextVar[list[int] | None] = ContextVar("_steps_left", default=None)
+"""The steps that are left to the template that runs, if they are limited."""
+
+
+class TooManyStepsError(Exception):
+    """A template takes more steps than are allowed here."""
+
+
+@contextmanager
+def steps_limited() -> Iterator[None]:
+    """Raise TooManyStepsError from templates that take more than MAX_STEPS within the block."""
+    token = _steps_left.set([MAX_STEPS])
+    try:
+        yield
+    finally:
+        _steps_left.reset(token)
+
+
+def _count_step() -> None:
+    if (left := _steps_left.get()) is not None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise TooManyStepsError
+
+
+def _check_chars(num_chars: int) -> None:
+    if num_chars > MAX_STEPS_CHARS and _steps_left.get() is not None:
+        raise TooManyStepsError
 
 
 def compile_template(source: str) -> jinja2.Template:
@@ -35,7 +70,7 @@ def render(template: jinja2.Template, values: Mapping[str, Any]) -> str:
     """Run a template. Raises RequestError with the template's own message."""
     try:
         return _join(template.generate(values))
-    except RequestError:
+    except (RequestError, TooManyStepsError):
         raise
     except jinja2.TemplateError as error:
         raise RequestError(f"the chat template refused the messages: {error}", param="messages") from error
@@ -49,6 +84,7 @@ def _join(pieces: Iterable[str]) -> str:
     for piece in pieces:
         joined.append(piece)
         num_chars += len(piece)
+        _check_chars(num_chars)
         if num_chars > MAX_CHARS:
             message = f"the chat template writes more than {MAX_CHARS} characters for these messages; send fewer"
             raise RequestError(message, param="messages")
@@ -66,7 +102,21 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _CodeGenerator(jinja2.compiler.CodeGenerator):
-    """Compute nothing while compiling: `9 ** 9 ** 9` would never end, and compiling has no bound of its own."""
+    """Count rounds of loops, and compute nothing while compiling.
+
+    `9 ** 9 ** 9` would never end, and compiling has no bound of its own.
+    """
+
+    def visit_For(self, node: jinja2.nodes.For, frame: jinja2.compiler.Frame) -> None:
+        node.body.insert(0, jinja2.nodes.ExprStmt(jinja2.nodes.EnvironmentAttribute("step")))
+        super().visit_For(node, frame)
+
+    def visit_Concat(self, node: jinja2.nodes.Concat, frame: jinja2.compiler.Frame) -> None:
+        self.write("environment.join_texts((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
 
     def _output_child_to_const(
         self,
@@ -85,12 +135,30 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Bounds what a text or list is repeated to: unlike a long loop, that takes gigabytes at once."""
+    """Bounds what a text or list is repeated to: unlike a long loop, that takes gigabytes at once. Counts steps."""
 
     code_generator_class = _CodeGenerator
-    intercepted_binops = frozenset({"*"})
+    intercepted_binops = frozenset({"*", "**"})
+
+    @property
+    def step(self) -> None:
+        """Count a round of a loop."""
+        _count_step()
+
+    def call(self, context: jinja2.runtime.Context, called: Any, /, *args: Any, **kwargs: Any) -> Any:
+        _count_step()
+        return super().call(context, called, *args, **kwargs)
+
+    def join_texts(self, parts: Iterable[Any]) -> str:
+        """Return the text that `~` makes."""
+        joined = "".join(map(str, parts))
+        _check_chars(len(joined))
+        return joined
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        integers = isinstance(left, int) and isinstance(right, int)
+        if operator == "**" and integers and left.bit_length() * right > MAX_POWER_BITS:
+            raise jinja2.TemplateError(f"it makes an integer of more than {MAX_POWER_BITS} bits")
         for value, count in ((left, right), (right, left)):
             if isinstance(value, Sized) and isinstance(count, int) and len(value) * count > MAX_REPEATED:
                 raise jinja2.TemplateError(f"it repeats something to more than {MAX_REPEATED} characters or values")

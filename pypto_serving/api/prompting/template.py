@@ -68,7 +68,6 @@ class TemplateEncoder:
     """
 
     request_fields = frozenset[str]()
-    runs_templates = True
 
     def __init__(
         self,

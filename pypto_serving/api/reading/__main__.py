@@ -1,39 +1,176 @@
-"""Run a reader of bodies: `python -m pypto_serving.api.reading FD`. FD is its end of the control pipe.
+"""Run the reader: `python -m pypto_serving.api.reading FD`. FD is its end of the control pipe.
 
-A copy of it reads the bodies, so that one that takes too long costs the next one no start of a process.
+It prepares what jobs need, and does each in a copy of itself, so that a job that takes too much time or memory ends
+alone and the next one waits for no start of a process. So it must have no threads.
 """
 
 from __future__ import annotations
 
+import resource
+import select
+import signal
+import socket
 import sys
-from functools import partial
+import traceback
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
-from pypto_serving.api.common.body import Answered, ReadBody
-from pypto_serving.api.http.errors import describe
-from pypto_serving.api.prompting.prompts import Prompter
-from pypto_serving.api.reading.bodies import ENDPOINTS, BodyStart
-from pypto_serving.api.reading.loop import limit_memory, run_copies
-from pypto_serving.api.reading.reader import BodyReader
-from pypto_serving.api.reading.wire import Refusal
+import msgspec
+
+from pypto_serving import limits
+from pypto_serving.api.reading.wire import (
+    END,
+    HEAD,
+    JOB,
+    KINDS,
+    NO_COPY,
+    Compiles,
+    JobKind,
+    ReaderFault,
+    ReaderStart,
+    Refusal,
+)
 from pypto_serving.errors import EXIT_OK, PyptoError
 from pypto_serving.logs import configure as configure_logs
-from pypto_serving.processes import Parent
+from pypto_serving.processes import Copy, Parent, close_all_but
+from pypto_serving.types.guide import Grammar
+from pypto_serving.util import format_size
+
+if TYPE_CHECKING:
+    from pypto_serving.api.common.body import Endpoint
+
+WARMING = Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "string", "pattern": "^a"}}}')
+"""Compiled once before the first copy, so that each need not import and initialize what it takes."""
+Job = Callable[[bytes], msgspec.Struct]
 
 
-def answer(reader: BodyReader, kind: int, raw: bytes) -> ReadBody | Answered | Refusal:
-    """Read one body."""
+class Jobs:
+    """Does jobs. What those of a kind need is loaded before the first of them; importing it takes a second."""
+
+    def __init__(self, start: ReaderStart) -> None:
+        self._start = start
+
+    def prepared(self, kind: JobKind) -> Job:
+        """Load what jobs of a kind need; return what does one."""
+        return self._compile if kind == "grammar" else partial(self._read, kind)
+
+    @cached_property
+    def _compile(self) -> Job:
+        from pypto_serving.api.grammars import schema_errors
+        from pypto_serving.guidance import GrammarError
+
+        def compile(raw: bytes) -> Compiles | Refusal:
+            grammar = msgspec.msgpack.decode(raw, type=Grammar)
+            try:
+                checked = schema_errors.checked(grammar)
+            except GrammarError as error:
+                return Refusal(error.status, str(error), error.error_code, None)
+            return Compiles(None if checked == grammar else checked)
+
+        schema_errors.checked(WARMING)
+        return compile
+
+    @cached_property
+    def _read(self) -> Callable[..., msgspec.Struct]:
+        from pypto_serving.api.http.errors import describe
+        from pypto_serving.api.prompting.prompts import Prompter
+        from pypto_serving.api.reading.body_reader import BodyReader
+
+        reader = BodyReader(Prompter.load(self._start.config, self._start.serving), self._start.serving)
+
+        def read(kind: Endpoint, raw: bytes) -> msgspec.Struct:
+            try:
+                return reader.read(kind, raw)
+            except PyptoError as error:
+                return Refusal.of(describe(error))
+
+        return read
+
+
+def serve(control: socket.socket, jobs: Jobs) -> None:
+    """Do each job that arrives on `control`, until the other side closes it; tell there how each ended."""
+    poller, copies = select.poll(), dict[int, tuple[socket.socket, int, Copy]]()
+    poller.register(control, select.POLLIN)
+    while True:
+        for fd, _ in poller.poll():
+            if fd != control.fileno():
+                ended, number, copy = copies.pop(fd)
+                poller.unregister(fd)
+                ended.close()
+                before_s = used_by_copies_s()
+                code = copy.wait()
+                control.send(END.pack(number, code, used_by_copies_s() - before_s))
+                continue
+            head, fds, _, _ = socket.recv_fds(control, JOB.size, 1)
+            if not head:
+                return
+            number, kind = JOB.unpack(head)
+            try:
+                ended, copy = start_job(fds, jobs.prepared(KINDS[kind]))
+            except OSError:
+                control.send(END.pack(number, NO_COPY, 0.0))
+                continue
+            copies[ended.fileno()] = ended, number, copy
+            poller.register(ended, select.POLLHUP)
+
+
+def start_job(fds: list[int], job: Job) -> tuple[socket.socket, Copy]:
+    """Start a copy for a job; return it and a socket whose other end is closed when it ends. Raises OSError."""
+    if not fds:
+        raise OSError("the socket of the job did not arrive: there are too many files")
+    with socket.socket(fileno=fds[0]) as end:
+        ours, theirs = socket.socketpair()
+
+        def work() -> None:
+            close_all_but({end.fileno(), theirs.fileno()})
+            answer(end, job)
+
+        with theirs:
+            try:
+                return ours, Copy(work)
+            except OSError:
+                ours.close()
+                raise
+
+
+def answer(end: socket.socket, job: Job) -> None:
+    """Do the job that comes on `end`. SIGPROF ends this process if it takes too long."""
+    with end.makefile("rwb") as channel:
+        if len(head := channel.read(HEAD.size)) < HEAD.size:
+            return  # the API process is gone
+        size, allowed_s = HEAD.unpack(head)
+        raw = channel.read(size)
+        limits.limit_cpu(allowed_s)
+        said = msgspec.msgpack.encode(guarded(job, raw))
+        limits.limit_cpu(0)
+        channel.write(said)
+
+
+def guarded(job: Job, raw: bytes) -> msgspec.Struct:
+    """Return the answer, or what became of it instead."""
     try:
-        return reader.read(ENDPOINTS[kind], raw)
-    except PyptoError as error:
-        return Refusal.of(describe(error))
+        return job(raw)
+    except MemoryError:
+        message = f"this takes more than {format_size(limits.MAX_BYTES)} of memory to read; send less"
+        return Refusal(400, message, "request_too_large", None)
+    except BaseException:  # a panic of Rust is no Exception
+        return ReaderFault(traceback.format_exc())
+
+
+def used_by_copies_s() -> float:
+    """Return the CPU time of all copies that ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def main() -> int:
-    start = Parent.of_module(BodyStart, watches=False).start
+    start = Parent.of_module(ReaderStart, watches=False).start
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent may have had it ignored: then no copy could be waited for
     configure_logs("reader", "error", start.config.log_format)  # the server says the rest
-    limit_memory()
-    reader = BodyReader(Prompter.load(start.config, start.serving), start.serving)
-    run_copies(start.channel, partial(answer, reader))
+    limits.limit_memory()
+    with socket.socket(fileno=start.control) as control:
+        serve(control, Jobs(start))
     return EXIT_OK
 
 

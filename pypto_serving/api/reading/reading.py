@@ -1,11 +1,12 @@
-"""Decide where a body is read: small ones here, others by a reader. Grammars have a reader of their own."""
+"""Decide where a body is read: small ones here, others by the reader, which also finds out what grammars compile."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
-from contextlib import suppress
 
+import msgspec
 from starlette.requests import Request
 
 from pypto_serving.api.common.body import (
@@ -21,27 +22,38 @@ from pypto_serving.api.common.body import (
     with_guide,
 )
 from pypto_serving.api.common.respond import until_disconnect
-from pypto_serving.api.reading import bodies
-from pypto_serving.api.reading.bodies import BodyProcess
-from pypto_serving.api.reading.grammars import Grammars
-from pypto_serving.api.reading.process import TooSlowError
-from pypto_serving.api.reading.reader import BodyReader
+from pypto_serving.api.prompting.jinja import TooManyStepsError, steps_limited
+from pypto_serving.api.reading.body_reader import BodyReader
+from pypto_serving.api.reading.process import Reader, TooLargeError, TooSlowError
+from pypto_serving.api.reading.verdicts import Verdicts
+from pypto_serving.api.reading.wire import Compiles, Refusal, RefusedError
+from pypto_serving.errors import RequestError
+from pypto_serving.limits import CPU_S, cpu_limit_s
+from pypto_serving.types.guide import Grammar, Guide
+
+logger = logging.getLogger("pypto_serving.api")
 
 SMALL_BYTES, SMALL_VALUES = 16 << 10, 128
 """A body of at most this size, with at most so many lists and strings, is read at once, in a few milliseconds."""
-QUICK_BYTES = 256 << 10
-"""Larger bodies, and chats with a template of their own, have another reader, so that they hold up nobody else's."""
-
 _MAY_BRING_TEMPLATE = re.compile(rb'"chat_template"|\\u00(?:5[fF]|[67])')
 """The field's name, or the escape of a character as it has, which no program needs to write."""
+_MAY_CHAT = frozenset[Endpoint]({"chat", "messages", "count_tokens", "tokenize", "decisions", "responses"})
+"""Their bodies may hold a chat, whose template may not end."""
+_FIELDS: dict[Endpoint, str | None] = {
+    "completions": "prompt",
+    "tokenize": None,
+    "detokenize": "tokens",
+    "decisions": "input",
+    "responses": "input",
+}
+"""What takes long to read, where it is not the messages."""
 
 
 class Reading:
     """Read bodies so that none holds up the event loop. Owned by the application; used in its event loop only.
 
-    Chats that run a template of the checkpoint always go to a reader, and grammars to theirs, since only a process can
-    be stopped. No body waits for a grammar of another one, and a usual one for each that has its turn before it waits
-    for QUICK_S of CPU time at most.
+    Small bodies are read here, also chats with the checkpoint's template, as long as that takes few steps. Others, and
+    grammars, go to the reader, since only a process can be stopped.
     """
 
     def __init__(
@@ -57,10 +69,8 @@ class Reading:
         self._here = reader
         self._require_admission = require_admission
         self._warn_ignored = warn_ignored
-        config, serving = reader.prompter.config, reader.serving
-        self._quick = BodyProcess(config, serving)
-        self._slow = BodyProcess(config, serving)
-        self._grammars = Grammars(config.max_unfinished)
+        self._reader = Reader(reader.prompter.config, reader.serving)
+        self._verdicts = Verdicts()
 
     async def read(self, request: Request, endpoint: Generating, prepare: Prepare | None = None) -> ReadBody:
         """Return what the body says, once `prepare` changed it.
@@ -87,39 +97,76 @@ class Reading:
         raw = await read_body(request, self._here.serving.max_body_bytes)
         if prepare is not None:
             raw = prepare(raw)
-        templates = endpoint in bodies.MAY_CHAT and self._here.prompter.chat_encoder.runs_templates
-        if is_small(raw) and not templates and endpoint != "decisions":  # which may repeat its input many times
-            return self._here.read(endpoint, raw)
+        if self._is_read_here(endpoint, raw):
+            try:
+                with steps_limited():
+                    return self._here.read(endpoint, raw)
+            except TooManyStepsError:
+                logger.debug("a chat template takes many steps; the reader runs it")
         self._require_admission(1)
-        return await until_disconnect(request.receive, self._read_apart(endpoint, raw))
+        return await until_disconnect(request.receive, self._read_apart(endpoint, raw, host_of(request)))
+
+    def _is_read_here(self, endpoint: Endpoint, raw: bytes | bytearray) -> bool:
+        """Return whether a body takes little time: it is small, and brings no template."""
+        if not is_small(raw) or endpoint == "decisions":  # which may repeat its input many times
+            return False
+        return not (self._here.serving.trust_request_chat_template and _MAY_BRING_TEMPLATE.search(raw))
+
+    async def _read_apart(self, endpoint: Endpoint, raw: bytearray, host: str) -> ReadBody | Answered:
+        try:
+            answer = await self._reader.ask(endpoint, raw, host)
+        except TooSlowError:
+            raise _too_slow(endpoint, cpu_limit_s(len(raw))) from None
+        assert not isinstance(answer, Compiles)
+        return answer
 
     async def _with_checked_guide(self, request: Request, read: ReadBody) -> ReadBody:
         guide = read.params.guide
         if guide is None or guide.grammar is None:
             return read
         self._require_admission(1)
-        check = self._grammars.check(guide, request.scope.get("client"))
+        check = self.check_guide(guide, host_of(request))
         return with_guide(read, await until_disconnect(request.receive, check))
 
-    async def _read_apart(self, endpoint: Endpoint, raw: bytearray) -> ReadBody | Answered:
-        """Have a body read by a process: a usual one by the quick reader, but by the other one if it takes too long."""
-        if is_quick(raw, self._here.serving.trust_request_chat_template):
-            with suppress(TooSlowError):
-                return await self._quick.read(endpoint, raw, bodies.QUICK_S)
-        try:
-            return await self._slow.read(endpoint, raw, bodies.longest_s(raw))
-        except TooSlowError:
-            raise bodies.too_slow(endpoint, raw) from None
+    async def check_guide(self, guide: Guide, host: str = "") -> Guide:
+        """Return a guide whose grammar compiles, in a syntax that workers read.
 
-    async def start(self) -> None:
-        """Start the reader of usual bodies before the first one comes. Raises UnavailableError."""
-        await self._quick.start()
+        Raises RequestError that names its field, UnavailableError if the machine is too busy, and RuntimeError if the
+        reader fails on it. A call that is cancelled before its turn costs nothing.
+        """
+        grammar = guide.grammar
+        if grammar is None:
+            return guide
+        if (verdict := self._verdicts.find(grammar)) is None:
+            verdict = await self._compile(grammar, host)
+            self._verdicts.add(grammar, verdict)
+        if isinstance(verdict, Refusal):
+            raise RequestError(f"{guide.field}: {verdict.message}", param=guide.field, code=verdict.code)
+        return msgspec.structs.replace(guide, grammar=verdict.grammar or grammar)
+
+    async def _compile(self, grammar: Grammar, host: str) -> Compiles | Refusal:
+        try:
+            answer = await self._reader.ask("grammar", msgspec.msgpack.encode(grammar), host)
+        except TooSlowError:
+            logger.error("a grammar was given up after %g s of CPU time", CPU_S)
+            message = f"it took more than {CPU_S:g} s of CPU time to compile; send a simpler one"
+            return Refusal(400, message, TooSlowError.code, None)
+        except TooLargeError:
+            return Refusal(400, "it takes too much memory to compile; send a simpler one", TooLargeError.code, None)
+        except RefusedError as error:
+            return Refusal(error.status, str(error), error.error_code, None)
+        assert isinstance(answer, Compiles)
+        return answer
 
     async def close(self) -> None:
-        """End the readers."""
-        await self._quick.close()
-        await self._slow.close()
-        await self._grammars.close()
+        """End the reader."""
+        await self._reader.close()
+
+
+def host_of(request: Request) -> str:
+    """Return the host that a request comes from."""
+    client = request.scope.get("client")
+    return client[0] if client else ""
 
 
 def is_small(raw: bytes | bytearray) -> bool:
@@ -127,6 +174,11 @@ def is_small(raw: bytes | bytearray) -> bool:
     return len(raw) <= SMALL_BYTES and raw.count(b"[") + raw.count(b'"') // 2 <= SMALL_VALUES
 
 
-def is_quick(raw: bytes | bytearray, trusts_templates: bool) -> bool:
-    """Return whether a body takes no longer than most: it is not large and, if that is allowed, brings no template."""
-    return len(raw) <= QUICK_BYTES and not (trusts_templates and _MAY_BRING_TEMPLATE.search(raw))
+def _too_slow(endpoint: Endpoint, allowed_s: float) -> RequestError:
+    """Log that a body took too long, and return the error."""
+    advice = "send less text or fewer prompts"
+    if endpoint in _MAY_CHAT:
+        advice = "send fewer or shorter messages; if short chats fail too, the model's chat template does not end"
+    message = f"reading this request took more than {allowed_s:.0f} s of CPU time, so it was given up; {advice}"
+    logger.error("a body of %s was given up after %.0f s of CPU time", endpoint, allowed_s)
+    return RequestError(message, param=_FIELDS.get(endpoint, "messages"), code=TooSlowError.code)

@@ -1,22 +1,40 @@
-"""Messages between the API process and its readers. Imports little, since a reader may have to start again soon."""
+"""Messages between the API process and the reader. Imports little, since the reader has to start quickly."""
 
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
 
+from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import RequestError
+from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.guide import Grammar
 
 if TYPE_CHECKING:
     from pypto_serving.api.http.errors import ApiError
 
-HEAD = struct.Struct("<BQd")
-"""What comes before a task: its kind, its bytes, and the CPU time to read it, in seconds."""
-SIZE_BYTES = 8
-"""Bytes of the size before each answer."""
+JobKind = Literal[
+    "completions", "chat", "messages", "decisions", "responses", "count_tokens", "tokenize", "detokenize", "grammar"
+]
+KINDS: tuple[JobKind, ...] = get_args(JobKind)
+JOB = struct.Struct("<qB")
+"""What comes with the socket of a job: its number and kind."""
+HEAD = struct.Struct("<Qd")
+"""What comes before a job on its socket: its bytes, and the CPU time that it may take, in seconds."""
+END = struct.Struct("<qid")
+"""How the copy for a job ended: its number, its exit code or NO_COPY, and the CPU time that it took."""
+NO_COPY = 1 << 16
+"""The machine has no process or file left for a copy."""
+
+
+class ReaderStart(msgspec.Struct, frozen=True):
+    """What the reader needs to start. `control` is the inherited file descriptor on which jobs come."""
+
+    config: EngineConfig
+    serving: ServingConfig
+    control: int
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
@@ -32,47 +50,21 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
         return cls(error.status, error.message, error.code, error.param)
 
 
-class Fault(msgspec.Struct, frozen=True, tag="fault"):
-    """A task made a reader fail in a way that nobody foresaw."""
+class ReaderFault(msgspec.Struct, frozen=True, tag="fault"):
+    """A job made its copy fail in a way that nobody foresaw."""
 
     traceback: str
 
 
-class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """The process that read a task ended with `code` before it answered; it is negative for a signal."""
+class Compiles(msgspec.Struct, frozen=True, tag="compiles"):
+    """A grammar compiles: `grammar` in the syntax that workers read, or None as it is."""
 
-    code: int
-
-
-class Busy(msgspec.Struct, frozen=True, tag="busy"):
-    """The machine has no process or file left to read a task with."""
-
-    reason: str
-
-
-Failure = Refusal | Fault | Ended | Busy
+    grammar: Grammar | None
 
 
 class RefusedError(RequestError):
-    """A reader refused a task."""
+    """The reader refused a job."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.message, param=refusal.param, code=refusal.code)
         self.status = refusal.status
-        self.refusal = refusal
-
-
-class GrammarStart(msgspec.Struct, frozen=True):
-    """What a reader of grammars needs to start: the inherited file descriptor of its channel."""
-
-    channel: int
-
-
-class Compiles(msgspec.Struct, frozen=True, tag="compiles"):
-    """A grammar compiles, in so much CPU time: `grammar` in the syntax that workers read, or None as it is."""
-
-    grammar: Grammar | None
-    compile_s: float
-
-
-GRAMMAR_ANSWERS: msgspec.msgpack.Decoder[Compiles | Failure] = msgspec.msgpack.Decoder(Compiles | Failure)
