@@ -88,7 +88,6 @@ def test_a_full_disk_below_the_log_stops_nothing() -> None:
         ("serve", signal.SIGINT),
         ("pypto_serving.engine", signal.SIGTERM),
         ("pypto_serving.worker", signal.SIGINT),
-        ("pypto_serving.api.reading", signal.SIGTERM),
     ],
 )
 def test_a_server_that_is_stopped_early_ends_in_silence(newest: str, number: signal.Signals) -> None:

@@ -8,7 +8,6 @@ from collections import defaultdict
 from tests.layers.modules import FILES, PACKAGE
 
 TWICE = {
-    "Turns",
 }
 """Names that several classes still have."""
 
