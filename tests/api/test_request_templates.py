@@ -10,7 +10,7 @@ import pytest
 from tests.api.bad_bodies import HELLO
 from tests.api.running import CHAT, RunningServer
 
-LONG = "{% for i in range(100000) %}{% for j in range(10) %}{% endfor %}{% endfor %}Hello"
+LONG = "{% for i in range(20000) %}{% for j in range(10) %}{% endfor %}{% endfor %}Hello"
 
 
 @pytest.mark.parametrize("name", ["chat_template", "chat_templat\\u0065"])
