@@ -7,8 +7,7 @@ from collections import defaultdict
 
 from tests.layers.modules import FILES, PACKAGE
 
-TWICE = {
-}
+TWICE = {}
 """Names that several classes still have."""
 
 
