@@ -131,7 +131,7 @@ def test_a_thousand_schedules(kind: str, policy: str) -> None:
 @pytest.mark.parametrize("host", [False, True])
 def test_restarts_over_a_disk_give_the_same_answers(kind: str, host: bool, memory_disk: Path) -> None:
     rng, found = random.Random(f"{kind} {host} disk"), 0
-    for _ in range(4):
+    for _ in range(8):
         simulation = tiered(kind, memory_disk, host, depth=rng.choice((1, 2, 3)))
         churn(simulation, rng, num_requests=25, deaths=0.01, aborts=0.1)
         found += hits(simulation)["disk"]
