@@ -10,7 +10,7 @@ import msgspec
 from pypto_serving.api.text.files import eos_token_ids, read_generation_config
 from pypto_serving.errors import ConfigError, ModelError, RequestError, UnknownModelError
 from pypto_serving.model.fields import Fields
-from pypto_serving.types.config import ServerConfig, default_of
+from pypto_serving.types.config import ServerConfig
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.util import brief
@@ -56,32 +56,17 @@ class DefaultSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         return {name: getattr(params, name) for name in SAMPLING_NAMES}
 
 
-class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of the HTTP server. Responses and metrics use the first of `served_model_names`.
+class ServingConfig(ServerConfig, frozen=True, kw_only=True):
+    """Options of the HTTP server and of its model. Responses and metrics use the first of `served_model_names`.
 
     `model_dir` is "" for a model without files. `eos_token_ids` are those that its files declare. `chat_template` is
     the path of a Jinja file that replaces the checkpoint's template. Raises ConfigError if a value cannot work.
     """
 
     model_dir: str
-    served_model_names: tuple[str, ...]
     architecture: str = ""
     eos_token_ids: tuple[int, ...] = ()
-    api_keys: tuple[str, ...] = default_of(ServerConfig, "api_keys")
-    api_key_file: str = default_of(ServerConfig, "api_key_file")
     default_sampling: DefaultSampling = DefaultSampling()
-    chat_template: str | None = default_of(ServerConfig, "chat_template")
-    tool_call_parser: str = default_of(ServerConfig, "tool_call_parser")
-    reasoning_parser: str = default_of(ServerConfig, "reasoning_parser")
-    trust_request_chat_template: bool = default_of(ServerConfig, "trust_request_chat_template")
-    access_log: bool = default_of(ServerConfig, "access_log")
-    log_requests: bool = default_of(ServerConfig, "log_requests")
-    max_log_len: int = default_of(ServerConfig, "max_log_len")
-    otlp_traces_endpoint: str = default_of(ServerConfig, "otlp_traces_endpoint")
-    client_priority: bool = default_of(ServerConfig, "client_priority")
-    allowed_origins: tuple[str, ...] = default_of(ServerConfig, "allowed_origins")
-    max_body_bytes: int = default_of(ServerConfig, "max_body_bytes")
-    batch_dir: str | None = default_of(ServerConfig, "batch_dir")
 
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):
@@ -126,26 +111,8 @@ def default_sampling(generation: Fields) -> DefaultSampling:
 
 def serving_config(server: ServerConfig, model: ModelSpec) -> ServingConfig:
     """Make the options of the HTTP server of a resolved configuration and its model."""
-    return load_serving_config(
-        model.path,
-        model.eos_token_ids,
-        served_model_names=server.served_model_names,
-        architecture=model.architecture,
-        api_keys=server.api_keys,
-        api_key_file=server.api_key_file,
-        chat_template=server.chat_template,
-        tool_call_parser=server.tool_call_parser,
-        reasoning_parser=server.reasoning_parser,
-        trust_request_chat_template=server.trust_request_chat_template,
-        access_log=server.access_log,
-        log_requests=server.log_requests,
-        max_log_len=server.max_log_len,
-        otlp_traces_endpoint=server.otlp_traces_endpoint,
-        client_priority=server.client_priority,
-        allowed_origins=server.allowed_origins,
-        max_body_bytes=server.max_body_bytes,
-        batch_dir=server.batch_dir,
-    )
+    options = msgspec.structs.asdict(server)
+    return load_serving_config(model.path, model.eos_token_ids, architecture=model.architecture, **options)
 
 
 def load_serving_config(model_dir: str | Path, config_eos_ids: tuple[int, ...] = (), **options: Any) -> ServingConfig:

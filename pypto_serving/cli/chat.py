@@ -17,8 +17,8 @@ from pypto_serving.cli.local import local_model
 from pypto_serving.cli.options import ENGINE_PANELS, takes_options
 from pypto_serving.cli.sampling import sampling_params, takes_sampling
 from pypto_serving.errors import ConfigError
+from pypto_serving.setup.option_table import RULES
 from pypto_serving.setup.options import Options
-from pypto_serving.setup.rules import RULES
 from pypto_serving.types.server_url import KEY_VARIABLES, key_in, require_key
 
 if TYPE_CHECKING:

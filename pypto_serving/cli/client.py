@@ -18,7 +18,7 @@ _MALFORMED = (ValueError, LookupError, TypeError, AttributeError)
 """Errors of reading a reply that has another shape."""
 
 
-class ServerError(PyptoError):
+class ChatServerError(PyptoError):
     """A server answered with an error, ended an answer early, or could not be reached."""
 
 
@@ -36,22 +36,22 @@ class ChatClient:
             self._headers["Authorization"] = f"Bearer {api_key}".encode()
 
     def models(self) -> list[str]:
-        """List the model names of the server, at least one, the usual one first; raise ServerError."""
+        """List the model names of the server, at least one, the usual one first; raise ChatServerError."""
         connection, response = self._request("GET", "/v1/models")
         try:
             names = [str(entry["id"]) for entry in parse_json(response.read())["data"]]
         except (http.client.HTTPException, OSError, *_MALFORMED):
-            raise ServerError(f"--url {self._given} is no OpenAI-compatible server") from None
+            raise ChatServerError(f"--url {self._given} is no OpenAI-compatible server") from None
         finally:
             connection.close()
         if not names:
-            raise ServerError(f"--url {self._given} serves no model")
+            raise ChatServerError(f"--url {self._given} serves no model")
         return names
 
     def stream(
         self, model: str, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]
     ) -> Generator[TextPart, None, TokenUsage | None]:
-        """Yield pieces of the answer as they arrive; raise ServerError. Closing the generator aborts the request.
+        """Yield pieces of the answer as they arrive; raise ChatServerError. Closing the generator aborts the request.
 
         Its value is the usage, if the server tells.
         """
@@ -70,14 +70,14 @@ class ChatClient:
         try:
             for event in _events(response):
                 if "error" in event:
-                    raise ServerError(_error_message(event, "the server gave up on the answer"))
+                    raise ChatServerError(_error_message(event, "the server gave up on the answer"))
                 usage = _usage(event.get("usage")) or usage
                 for choice in event["choices"]:
                     yield from _parts(choice["delta"] if "delta" in choice else {"content": choice["text"]})
         except _MALFORMED:
-            raise ServerError("the server streams something other than OpenAI's events") from None
+            raise ChatServerError("the server streams something other than OpenAI's events") from None
         except (http.client.HTTPException, OSError) as error:
-            raise ServerError(f"the server ended the answer early: {type(error).__name__}") from None
+            raise ChatServerError(f"the server ended the answer early: {type(error).__name__}") from None
         finally:
             connection.close()
         return usage
@@ -91,14 +91,14 @@ class ChatClient:
             connection.request(method, self._url.target(path), body, self._headers)
             response = connection.getresponse()
             if response.status != http.HTTPStatus.OK:
-                raise ServerError(self._read_error(method, path, response))
+                raise ChatServerError(self._read_error(method, path, response))
         except (http.client.HTTPException, OSError) as error:
             connection.close()
             reason = getattr(error, "strerror", None) or type(error).__name__
-            raise ServerError(
+            raise ChatServerError(
                 f"--url {self._given} cannot be reached: {reason.lower()}; is a server running?"
             ) from None
-        except ServerError:
+        except ChatServerError:
             connection.close()
             raise
         return connection, response

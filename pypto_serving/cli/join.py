@@ -39,13 +39,14 @@ def join(
     from pypto_serving.logs import configure as configure_logs
     from pypto_serving.setup.host import read_cache_dir, read_host_facts
     from pypto_serving.setup.locate import locate_model
-    from pypto_serving.setup.rules import RULES, HostPort
+    from pypto_serving.setup.option_table import RULES
+    from pypto_serving.setup.rules import HostPortRule
     from pypto_serving.types.start import HostJoin
 
     try:
-        HostPort().parse(address)
+        HostPortRule().parse(address)
     except ValueError:
-        raise ConfigError(f"HOST:PORT is {address}, but must be {HostPort.allowed}") from None
+        raise ConfigError(f"HOST:PORT is {address}, but must be {HostPortRule.allowed}") from None
     try:
         form = RULES["log_format"].parse(log_format)
     except ValueError:

@@ -20,7 +20,7 @@ def local_model(options: Options) -> Iterator[LLM]:
     """Open an LLM as `options` ask for, and end its engine afterwards."""
     from pypto_serving.cli.serve import configure_logging
     from pypto_serving.offline.llm import LLM
-    from pypto_serving.setup.defaults import QUIET_DEFAULTS
+    from pypto_serving.setup.option_table import QUIET_DEFAULTS
     from pypto_serving.setup.prepare import model_spec
 
     spec = model_spec(options)

@@ -40,7 +40,7 @@ def run_batch(
 
     from pypto_serving.api.settings import serving_config
     from pypto_serving.cli.serve import configure_logging
-    from pypto_serving.setup.defaults import QUIET_DEFAULTS
+    from pypto_serving.setup.option_table import QUIET_DEFAULTS
     from pypto_serving.setup.prepare import model_spec, prepare
 
     configure_logging(options, QUIET_DEFAULTS)

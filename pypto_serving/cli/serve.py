@@ -66,7 +66,7 @@ def _run(options: Options) -> None:
     from pypto_serving import __version__
     from pypto_serving.api.settings import serving_config
     from pypto_serving.cli import report
-    from pypto_serving.setup.defaults import DEFAULTS
+    from pypto_serving.setup.option_table import DEFAULTS
     from pypto_serving.setup.prepare import model_spec, prepare
 
     configure_logging(options, DEFAULTS)

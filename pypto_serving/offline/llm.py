@@ -51,7 +51,7 @@ from pypto_serving.offline.outputs import (
     completion_output,
     prompt_logprobs,
 )
-from pypto_serving.setup.defaults import QUIET_DEFAULTS
+from pypto_serving.setup.option_table import QUIET_DEFAULTS
 from pypto_serving.setup.options import Options, make_options
 from pypto_serving.setup.prepare import model_spec, prepare
 from pypto_serving.types.config import EngineConfig

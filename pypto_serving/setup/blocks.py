@@ -6,13 +6,12 @@ import msgspec
 
 from pypto_serving.backend.defaults import BackendDefaults
 from pypto_serving.errors import ConfigError
+from pypto_serving.setup.option_table import REMOTE_BLOCK_BYTES
 from pypto_serving.setup.settings import Settings
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.util import format_size
 
-REMOTE_BLOCK_BYTES = 256 << 10
-"""Blocks of at least this size move at full speed to and from a remote store."""
 LARGEST_BLOCK = 1024
 """Tokens of the largest block that is chosen without being asked for."""
 

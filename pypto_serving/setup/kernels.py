@@ -19,7 +19,7 @@ def choose_kernels(settings: Settings, model: ModelSpec, host: HostFacts) -> str
     if not host.kernels:
         obstacle = obstacle or "this installation has no kernels, because there was no C++ compiler"
     _check_quantized(options, model, obstacle)
-    given = options.kernels
+    given: str | None = options.kernels
     if given in (None, "auto"):
         kernels = "torch" if obstacle else host.kernels[0]
         settings.record("kernels", kernels, obstacle or "the best this machine runs")

@@ -63,7 +63,7 @@ class MemoryPlanner:
 
     def step_tokens(self, model_len: int) -> int:
         """Return the token budget of a step."""
-        given = self.options.max_num_batched_tokens
+        given: int | None = self.options.max_num_batched_tokens
         if given is not None:
             return given
         default = self.backend.max_num_batched_tokens

@@ -9,30 +9,18 @@ from typing import Any
 import msgspec
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.logs import LogFormat
-from pypto_serving.setup.rules import RULES, SERVER_OPTIONS, Rule, Switch, TextRule, Texts
-from pypto_serving.types.drafts import Speculation
-from pypto_serving.types.server_url import KEY_VARIABLES
+from pypto_serving.setup.option_table import ALIASES, ENVIRONMENT, RULES, SERVER_OPTIONS, TABLE
+from pypto_serving.setup.rules import OptionRule, SwitchRule, TextRule, TextsRule
 from pypto_serving.util import brief
 
-ALIASES = {
-    "enable_log_requests": "log_requests",
-    "device": "backend",
-    "dp": "data_parallel_size",
-    "tp": "tensor_parallel_size",
-    "pp": "pipeline_parallel_size",
-    "ep": "expert_parallel_size",
-}
-"""Other names of options, in configuration files and arguments."""
-ENVIRONMENT = {"api_key": KEY_VARIABLES[0]}
-"""Environment variables that give an option where nothing else does."""
 _VARIABLES = {**ENVIRONMENT, **dict.fromkeys(("host", "port", "uds"), "LISTEN_FDS")}
 """What messages name for options of `from_environment`: an address is that of the service manager's socket."""
 KEY_FILE = "api_key_file"
 """Beside the options, the name of the file that `api_key` was read from."""
+_Given = msgspec.defstruct("_Given", [(row.name, Any, None) for row in TABLE], frozen=True, kw_only=True)
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class Options(_Given, frozen=True, kw_only=True):  # type: ignore[misc,valid-type,call-arg]
     """The options that the user gave; None means not given. Values are checked and normalised here.
 
     `from_file` lists the options that the configuration file `config_file` gave, `from_environment` those of
@@ -41,67 +29,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     the allowed values.
     """
 
-    model: str | None = None
-    served_model_name: tuple[str, ...] | None = None
-    allowed_origins: tuple[str, ...] | None = None
-    chat_template: str | None = None
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
-    trust_request_chat_template: bool | None = None
-    backend: str | None = None
-    npu_platform: str | None = None
-    dtype: str | None = None
-    activations: str | None = None
-    head: str | None = None
-    kernels: str | None = None
-    packed_cache: bool | None = None
-    num_threads: int | None = None
-    data_parallel_size: int | None = None
-    tensor_parallel_size: int | str | None = None
-    pipeline_parallel_size: int | None = None
-    expert_parallel_size: int | None = None
-    join_address: str | None = None
-    join_secret_file: str | None = None
-    seed: int | None = None
-    log_level: str | None = None
-    log_format: LogFormat | None = None
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    long_prefill_token_threshold: int | None = None
-    chunked_prefill: bool | None = None
-    fair_scheduling: bool | None = None
-    speculative_config: Speculation | None = None
-    spec_method: str | None = None
-    spec_tokens: int | None = None
-    block_size: int | None = None
-    kv_dtype: str | None = None
-    kv_memory: int | float | None = None
-    prefix_caching: bool | None = None
-    kv_host_memory: int | float | None = None
-    kv_disk: str | None = None
-    kv_disk_size: int | None = None
-    kv_remote: str | None = None
-    kv_store: str | None = None
-    kv_events: str | None = None
-    kv_events_replay: str | None = None
-    host: str | None = None
-    port: int | None = None
-    uds: str | None = None
-    ssl_certfile: str | None = None
-    ssl_keyfile: str | None = None
-    api_key: tuple[str, ...] | None = None
-    max_queued_requests: int | None = None
-    max_queued_tokens: int | None = None
-    drain_timeout: float | None = None
-    step_timeout: float | None = None
-    max_body_bytes: int | None = None
-    batch_dir: str | None = None
-    access_log: bool | None = None
-    log_requests: bool | None = None
-    max_log_len: int | None = None
-    otlp_traces_endpoint: str | None = None
-    client_priority: bool | None = None
     api_key_file: str = ""
     config_file: str = ""
     from_file: frozenset[str] = frozenset()
@@ -114,14 +41,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             if value is not None:
                 msgspec.structs.force_setattr(self, name, self._parse(name, rule, value))
 
-    def _parse(self, name: str, rule: Rule, value: object) -> Any:
+    def _parse(self, name: str, rule: OptionRule, value: object) -> Any:
         try:
             return rule.parse(value)
         except (ValueError, OverflowError):
             if name == "api_key":
                 raise ConfigError(f"{self.label(name)} {_what_is_wrong(value, rule)}") from None
             shown = _shorten(_text(value)) or "empty"
-            quotes = "; put it in quotes" if type(rule) in (TextRule, Texts) and isinstance(value, int | float) else ""
+            quotes = (
+                "; put it in quotes" if type(rule) in (TextRule, TextsRule) and isinstance(value, int | float) else ""
+            )
             raise ConfigError(f"{self.label(name)} is {shown}, but must be {rule.allowed}{quotes}") from None
 
     def label(self, name: str, beside: str = "") -> str:
@@ -218,13 +147,13 @@ def _hint(name: str, as_arguments: bool) -> str:
     write = str if as_arguments else flag
     names = [name for name in RULES if name not in SERVER_OPTIONS] if as_arguments else [*RULES, KEY_FILE]
     switch = name.removeprefix("no_")
-    if switch != name and isinstance(RULES.get(switch), Switch):
+    if switch != name and isinstance(RULES.get(switch), SwitchRule):
         return f"did you mean {switch}=False?" if as_arguments else f"did you mean {flag(switch)}: false?"
     close = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {write(close[0])}?" if close else "known are: " + ", ".join(map(write, names))
 
 
-def _what_is_wrong(given: object, rule: Rule) -> str:
+def _what_is_wrong(given: object, rule: OptionRule) -> str:
     """Say what is wrong with keys without showing them."""
     keys = given if isinstance(given, list | tuple) else [given]
     if not all(isinstance(key, str) for key in keys):

@@ -17,9 +17,9 @@ from pypto_serving.kernels.library import runnable
 from pypto_serving.model.family import Serving
 from pypto_serving.model.null.spec import NULL_MODELS, null_spec
 from pypto_serving.model.registry import CheckpointConfig, read_config
-from pypto_serving.setup.defaults import DEFAULTS
 from pypto_serving.setup.host import has_npu, raise_file_limit, read_cache_dir, read_disk_facts, read_host_facts
 from pypto_serving.setup.locate import locate_model
+from pypto_serving.setup.option_table import DEFAULTS
 from pypto_serving.setup.options import Options
 from pypto_serving.setup.resolver import Resolved, resolve
 from pypto_serving.setup.speculation import needs_draft_layers

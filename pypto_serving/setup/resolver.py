@@ -12,14 +12,14 @@ from pypto_serving.errors import ConfigError
 from pypto_serving.model.null.spec import NULL_MODELS
 from pypto_serving.parallel.topology import Topology
 from pypto_serving.setup.blocks import choose_block_size
-from pypto_serving.setup.defaults import DEFAULTS
 from pypto_serving.setup.events import check_ports, choose_events
 from pypto_serving.setup.host import HostFacts, is_loopback
 from pypto_serving.setup.kernels import choose_kernels, choose_packed_cache, choose_threads
 from pypto_serving.setup.kv_shares import MemoryPlan, plan_tier
 from pypto_serving.setup.memory_planner import MemoryPlanner
 from pypto_serving.setup.npu import choose_platform
-from pypto_serving.setup.options import ENVIRONMENT, Options
+from pypto_serving.setup.option_table import DEFAULTS, ENVIRONMENT
+from pypto_serving.setup.options import Options
 from pypto_serving.setup.precision import choose_precision
 from pypto_serving.setup.rank_plan import RankPlan, plan_ranks
 from pypto_serving.setup.ranks import choose_placements, choose_topology, num_row_shares
@@ -67,7 +67,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
 def resolve(
     options: Options, model: ModelSpec, host: HostFacts, defaults: Mapping[str, Any] = DEFAULTS, serves: bool = True
 ) -> Resolved:
-    """Decide every value; do no I/O. `defaults` are those of setup/defaults.py, perhaps with changes.
+    """Decide every value; do no I/O. `defaults` are those of setup/option_table.py, perhaps with changes.
 
     `serves` tells whether there will be an HTTP server, whose address then has to work with the rest.
 

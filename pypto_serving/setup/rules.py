@@ -1,21 +1,19 @@
-"""Rules: the values that each option accepts, checked when Options is made."""
+"""What an option is, and the rules for the values that it accepts, checked when Options is made."""
 
 from __future__ import annotations
 
 import os
 import re
 from dataclasses import dataclass
-from typing import Any, Protocol, get_args
+from typing import Any, NamedTuple, Protocol, get_args
 
 import msgspec
 
-from pypto_serving.backend.defaults import BACKEND_DEFAULTS
 from pypto_serving.logs import LogFormat
-from pypto_serving.types.config import Activations, Head
 from pypto_serving.types.drafts import DEFAULT_DRAFTS, LONGEST_MATCH, MAX_DRAFTS, Speculation
 from pypto_serving.types.model import SERVING_DTYPES
-from pypto_serving.types.tier import POOL_PARAMETERS, StorePolicy, parse_pool_url
-from pypto_serving.util import parse_size, whole
+from pypto_serving.types.tier import POOL_PARAMETERS, parse_pool_url
+from pypto_serving.util import format_size, parse_size, whole
 
 KERNELS = ("auto", "avx512_bf16", "avx512", "avx2", "portable", "torch")
 TOOL_CALL_PARSERS = (
@@ -34,9 +32,9 @@ TOOL_CALL_PARSERS = (
 )
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1", "mistral")
 DTYPES = ("auto", *SERVING_DTYPES)
-SPEC_METHODS = ("ngram", "mtp")
 LOG_FORMATS = get_args(LogFormat)
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+SPEC_METHODS = ("ngram", "mtp")
 MAX_TOKENS = 2**31 - 1
 MAX_KV_BYTES = 1 << 60
 MAX_RANKS = 1024
@@ -45,7 +43,7 @@ MAX_SOCKET_PATH = 107
 STANDARD_PORTS = {"http": 80, "https": 443}
 
 
-class Rule(Protocol):
+class OptionRule(Protocol):
     """The values that one option accepts. `parse` raises ValueError; `allowed` ends the sentence `but must be ...`."""
 
     @property
@@ -55,7 +53,7 @@ class Rule(Protocol):
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeRule:
     """A whole number in [low, high], as a number or as text."""
 
     low: int
@@ -73,7 +71,7 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class WholeOrAuto(Whole):
+class WholeOrAutoRule(WholeRule):
     """A whole number in [low, high], or `auto`."""
 
     @property
@@ -85,7 +83,7 @@ class WholeOrAuto(Whole):
 
 
 @dataclass(frozen=True)
-class PowerOfTwo(Whole):
+class PowerOfTwoRule(WholeRule):
     """A power of two in [low, high]."""
 
     @property
@@ -100,7 +98,7 @@ class PowerOfTwo(Whole):
 
 
 @dataclass(frozen=True)
-class Seconds:
+class SecondsRule:
     """A time of at most `high` seconds, above 0 unless `zero` allows it."""
 
     high: float
@@ -134,10 +132,11 @@ class ChoiceRule:
 
 
 @dataclass(frozen=True)
-class Switch:
-    """True or false."""
+class SwitchRule:
+    """True or false. With `opt_in`, its flag only turns it on."""
 
     allowed: str = "true or false"
+    opt_in: bool = False
 
     def parse(self, value: object) -> bool:
         if not isinstance(value, bool):
@@ -160,7 +159,7 @@ class TextRule:
 
 
 @dataclass(frozen=True)
-class SocketPath(TextRule):
+class SocketPathRule(TextRule):
     """The path of a Unix socket."""
 
     allowed: str = f"a path of at most {MAX_SOCKET_PATH} bytes"
@@ -173,7 +172,7 @@ class SocketPath(TextRule):
 
 
 @dataclass(frozen=True)
-class Texts:
+class TextsRule:
     """One text or a list of them; repeated ones count once."""
 
     allowed: str = "one or more texts, none of them empty"
@@ -186,14 +185,14 @@ class Texts:
 
 
 @dataclass(frozen=True)
-class Keys(Texts):
+class KeysRule(TextsRule):
     """API keys: one, or a list of them."""
 
     allowed: str = "text on one line, not empty"
 
 
 @dataclass(frozen=True)
-class Origins(Texts):
+class OriginsRule(TextsRule):
     """Origins of web pages, written as browsers send them: in lower case, without the scheme's own port; `*` is any."""
 
     allowed: str = "one or more of scheme://host or scheme://host:port, without a path or a slash at the end, or *"
@@ -229,7 +228,7 @@ class EndpointRule:
 
 
 @dataclass(frozen=True)
-class HostPort:
+class HostPortRule:
     """Where another host connects."""
 
     allowed: str = "an address and a port, such as 10.0.0.1:7000"
@@ -242,7 +241,7 @@ class HostPort:
 
 
 @dataclass(frozen=True)
-class PoolUrl:
+class PoolUrlRule:
     """The URL of a pool of blocks."""
 
     allowed: str = (
@@ -257,7 +256,7 @@ class PoolUrl:
 
 
 @dataclass(frozen=True)
-class TracesUrl:
+class TracesUrlRule:
     """Where a collector takes traces in the OpenTelemetry protocol."""
 
     allowed: str = "the URL of a collector, such as http://127.0.0.1:4317, https://HOST:PORT or grpc://HOST:PORT"
@@ -287,7 +286,7 @@ class MemoryRule:
 
 
 @dataclass(frozen=True)
-class Size:
+class SizeRule:
     """A size, kept as int bytes."""
 
     allowed: str = "a size with a unit such as 20GiB, or a whole number of bytes"
@@ -318,7 +317,7 @@ def _number(text: str) -> int | float:
 
 
 @dataclass(frozen=True)
-class Drafts:
+class DraftsRule:
     """A mapping with vLLM's keys, or JSON of one."""
 
     allowed: str = (
@@ -333,89 +332,35 @@ class Drafts:
         return msgspec.convert(value, Speculation)
 
 
-SERVER_OPTIONS = frozenset(
-    {
-        "served_model_name",
-        "host",
-        "port",
-        "uds",
-        "ssl_certfile",
-        "ssl_keyfile",
-        "api_key",
-        "drain_timeout",
-        "max_body_bytes",
-        "batch_dir",
-        "access_log",
-        "log_requests",
-        "max_log_len",
-        "otlp_traces_endpoint",
-        "client_priority",
-        "trust_request_chat_template",
-        "allowed_origins",
-    }
-)
-"""Options of the HTTP server alone."""
+class Option(NamedTuple):
+    """One option.
 
-RULES: dict[str, Rule] = {
-    "model": TextRule(),
-    "served_model_name": Texts(),
-    "chat_template": TextRule(),
-    "tool_call_parser": ChoiceRule(TOOL_CALL_PARSERS),
-    "reasoning_parser": ChoiceRule(REASONING_PARSERS),
-    "trust_request_chat_template": Switch(),
-    "backend": ChoiceRule(tuple(BACKEND_DEFAULTS)),
-    "npu_platform": ChoiceRule(BACKEND_DEFAULTS["npu"].platforms),
-    "dtype": ChoiceRule(DTYPES),
-    "activations": ChoiceRule(("auto", *get_args(Activations))),
-    "head": ChoiceRule(get_args(Head)),
-    "kernels": ChoiceRule(KERNELS),
-    "packed_cache": Switch(),
-    "num_threads": Whole(1, 1024),
-    "data_parallel_size": Whole(1, MAX_RANKS),
-    "tensor_parallel_size": WholeOrAuto(1, MAX_RANKS),
-    "pipeline_parallel_size": Whole(1, MAX_RANKS),
-    "expert_parallel_size": Whole(1, MAX_RANKS),
-    "join_address": HostPort(),
-    "join_secret_file": TextRule(),
-    "seed": Whole(0, 2**63 - 1),
-    "log_level": ChoiceRule(LOG_LEVELS),
-    "log_format": ChoiceRule(LOG_FORMATS),
-    "max_model_len": Whole(2, MAX_TOKENS),
-    "max_num_seqs": Whole(1, 65536),
-    "max_num_batched_tokens": Whole(1, 1 << 20),
-    "long_prefill_token_threshold": Whole(0, MAX_TOKENS),
-    "chunked_prefill": Switch(),
-    "fair_scheduling": Switch(),
-    "speculative_config": Drafts(),
-    "spec_method": ChoiceRule(("off", *SPEC_METHODS)),
-    "spec_tokens": Whole(1, MAX_DRAFTS),
-    "block_size": PowerOfTwo(1, 1024),
-    "kv_dtype": ChoiceRule(("auto", "bf16", "int8")),
-    "kv_memory": MemoryRule(),
-    "prefix_caching": Switch(),
-    "kv_host_memory": MemoryRule(),
-    "kv_disk": TextRule(),
-    "kv_disk_size": Size(),
-    "kv_remote": PoolUrl(),
-    "kv_store": ChoiceRule(get_args(StorePolicy)),
-    "kv_events": EndpointRule(),
-    "kv_events_replay": EndpointRule(),
-    "host": TextRule(),
-    "port": Whole(0, MAX_PORT),
-    "uds": SocketPath(),
-    "ssl_certfile": TextRule(),
-    "ssl_keyfile": TextRule(),
-    "api_key": Keys(),
-    "max_queued_requests": Whole(1, 1_000_000),
-    "max_queued_tokens": Whole(0, MAX_TOKENS),
-    "drain_timeout": Seconds(86400, zero=True),
-    "step_timeout": Seconds(86400),
-    "max_body_bytes": Size(),
-    "batch_dir": TextRule(),
-    "access_log": Switch(),
-    "log_requests": Switch(),
-    "max_log_len": Whole(0, MAX_TOKENS),
-    "otlp_traces_endpoint": TracesUrl(),
-    "client_priority": Switch(),
-    "allowed_origins": Origins(),
-}
+    rule: the values it accepts. An on/off flag has a SwitchRule, one that may repeat a TextsRule.
+    help: the help text, without the default.
+    default: the fixed default, False where the option is off; None if it depends on the model or the machine.
+    decided: the default as people read it; empty for the fixed one.
+    alias: a second name.
+    offline: an option of the panel Server that `LLM(...)` takes too.
+    """
+
+    name: str
+    rule: OptionRule
+    help: str
+    metavar: str = ""
+    default: Any = None
+    decided: str = ""
+    alias: str = ""
+    offline: bool = False
+    panel: str = ""
+
+    @property
+    def help_text(self) -> str:
+        """Return the help text with the default."""
+        return f"{self.help} (default: {self.decided or self._shown_default()})"
+
+    def _shown_default(self) -> str:
+        if isinstance(self.default, bool):
+            return "on" if self.default else "off"
+        if isinstance(self.rule, SizeRule):
+            return format_size(self.default).replace(" ", "")
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)

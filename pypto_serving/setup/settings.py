@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
+from pypto_serving.setup.option_table import RULES
 from pypto_serving.setup.options import Options, flag
-from pypto_serving.setup.rules import RULES
 
 
 class Setting(msgspec.Struct, frozen=True):

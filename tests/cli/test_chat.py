@@ -14,7 +14,7 @@ import typer
 
 from pypto_serving.api.chat.output import TextPart
 from pypto_serving.cli import main
-from pypto_serving.cli.client import ChatClient, ServerError
+from pypto_serving.cli.client import ChatClient, ChatServerError
 from pypto_serving.cli.conversation import Conversation, Message
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -90,7 +90,7 @@ def test_an_interrupt_stops_the_answer_and_keeps_what_came(capsys: pytest.Captur
 
 def test_a_refused_turn_is_forgotten() -> None:
     def refused(messages: Sequence[Message]) -> Generator[TextPart]:
-        raise ServerError("too long")
+        raise ChatServerError("too long")
         yield TextPart("content", "")
 
     chat = Conversation(refused, [], Script("one"))
@@ -157,9 +157,9 @@ def test_client_lists_models_and_streams(url: str, suffix: str) -> None:
 
 
 def test_client_reports_what_the_server_says(url: str) -> None:
-    with pytest.raises(ServerError, match="the API key is wrong"):
+    with pytest.raises(ChatServerError, match="the API key is wrong"):
         list(ChatClient(url).stream("small", [{"role": "user", "content": "a"}], {}))
-    with pytest.raises(ServerError, match="gave up"):
+    with pytest.raises(ChatServerError, match="gave up"):
         list(ChatClient(url, "secret").stream("broken", [{"role": "user", "content": "a"}], {}))
 
 
@@ -175,12 +175,12 @@ def test_a_url_that_is_not_the_servers_is_named(
 
 
 def test_a_model_that_the_server_lacks_is_not_blamed_on_the_url(url: str) -> None:
-    with pytest.raises(ServerError, match=r"^the model 'other' does not exist here$"):
+    with pytest.raises(ChatServerError, match=r"^the model 'other' does not exist here$"):
         list(ChatClient(url, "secret").stream("other", [{"role": "user", "content": "a"}], {}))
 
 
 def test_client_without_a_server() -> None:
-    with pytest.raises(ServerError, match=r"http://127.0.0.1:1 cannot be reached: connection refused"):
+    with pytest.raises(ChatServerError, match=r"http://127.0.0.1:1 cannot be reached: connection refused"):
         ChatClient("http://127.0.0.1:1").models()
 
 

@@ -123,9 +123,9 @@ def test_names_are_for_what_answers_requests(capsys: pytest.CaptureFixture[str],
 
 
 def test_every_option_has_a_flag() -> None:
-    from pypto_serving.cli.options import FLAGS
+    from pypto_serving.setup.option_table import TABLE
 
-    assert {flag.name for flag in FLAGS} == set(Options.__struct_fields__) - {
+    assert {row.name for row in TABLE} == set(Options.__struct_fields__) - {
         "api_key_file",
         "config_file",
         "from_file",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pypto_serving.setup.defaults import DEFAULTS
+from pypto_serving.setup.option_table import DEFAULTS
 from tests.deploy.commands import check_command
 from tests.deploy.files import DEPLOY, ROOT, instructions, only
 from tests.e2e.server import Server

@@ -7,7 +7,7 @@ from typing import Any
 import kubernetes_validate
 
 from pypto_serving.api.status import PROBES
-from pypto_serving.setup.defaults import DEFAULTS
+from pypto_serving.setup.option_table import DEFAULTS
 from tests.deploy.commands import check_command
 from tests.deploy.conftest import kustomized
 from tests.deploy.files import DEPLOY, only, read_yaml

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pypto_serving.errors import EXIT_MODEL, EXIT_USAGE
-from pypto_serving.setup.defaults import DEFAULTS
+from pypto_serving.setup.option_table import DEFAULTS
 from tests.deploy.commands import check_command
 
 UNITS = Path(__file__).resolve().parents[2] / "deploy" / "systemd"

@@ -13,9 +13,9 @@ import pytest
 from pypto_serving.errors import ConfigError
 from pypto_serving.model.null.spec import deepseek_v4_groups
 from pypto_serving.setup.host import DiskFacts
+from pypto_serving.setup.option_table import RULES
 from pypto_serving.setup.options import Options, make_options
 from pypto_serving.setup.resolver import resolve
-from pypto_serving.setup.rules import RULES
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.model import default_model_name
 from tests.setup.small import FULL, HOST, STATE, WINDOW, WITH_KERNELS, make_model, make_resolved, setting

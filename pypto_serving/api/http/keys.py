@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.setup.rules import Keys
+from pypto_serving.setup.rules import KeysRule
 from pypto_serving.setup.text_file import read_keys
 from pypto_serving.util import counted
 
@@ -37,7 +37,7 @@ class ApiKeys:
     def reload(self) -> None:
         """Read the file again. Keep the keys if it cannot be used, and log why."""
         try:
-            keys = Keys().parse(read_keys(Path(self.file), "the file of API keys"))
+            keys = KeysRule().parse(read_keys(Path(self.file), "the file of API keys"))
         except ConfigError as error:
             logger.warning("%s; the keys stay as they are", error)
         except ValueError:
