@@ -22,6 +22,7 @@ from pypto_serving.util import counted
 logger = logging.getLogger("pypto_serving.api")
 MAX_REMEMBERED_FIELDS = 1000
 """Unknown fields that are logged."""
+_MASK = 2**64 - 1
 
 
 class Service:
@@ -106,9 +107,6 @@ class RequestAdmission:
     async def wait_idle(self) -> None:
         """Return when no admitted request is left."""
         await self._idle.wait()
-
-
-_MASK = 2**64 - 1
 
 
 class SeedSource:

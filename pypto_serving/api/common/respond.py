@@ -31,6 +31,11 @@ from pypto_serving.util import brief
 logger = logging.getLogger("pypto_serving.api")
 WriteNow = Callable[[bytes], bool]
 """Writes a part of a body, or returns False if it has to be sent."""
+T = TypeVar("T")
+CLIENT_CLOSED_REQUEST = 499
+TIMEOUT_HEADER = "x-request-timeout"
+encode = msgspec.json.encode
+DONE, PING = b"data: [DONE]\n\n", b": ping\n\n"
 
 
 class AnswerFormat(Protocol):
@@ -244,10 +249,6 @@ def _resumed(waits_for: object, steps: Generator[Any, Any, None]) -> Generator[A
     yield from steps
 
 
-T = TypeVar("T")
-CLIENT_CLOSED_REQUEST = 499
-
-
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`; if the client disconnects first, cancel `work` and raise ClientDisconnect.
 
@@ -276,9 +277,6 @@ def nobody_listens() -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-TIMEOUT_HEADER = "x-request-timeout"
-
-
 def with_deadline(request: Request, wanted: GenerationRequest) -> GenerationRequest:
     """Return what is `wanted` with the earlier deadline of body and header, counted from the request's first line.
 
@@ -300,10 +298,6 @@ def _seconds(text: str) -> float:
         message = f"{TIMEOUT_HEADER} is {brief(text)}, but must be a number of seconds above 0, at most {MAX_TIMEOUT_S}"
         raise RequestError(message, param=TIMEOUT_HEADER)
     return seconds
-
-
-encode = msgspec.json.encode
-DONE, PING = b"data: [DONE]\n\n", b": ping\n\n"
 
 
 def one_line(event: bytes) -> bytes:

@@ -20,6 +20,10 @@ SMALL_BYTES, SMALL_ROOM_BYTES = 64 << 10, 64 << 20
 """What a connection holds without counting as large, and the memory that only such connections may use."""
 SILENCE_S, SIGN_BYTES = 1.0, 16 << 10
 """A connection whose client was silent for so long gives its place to a newcomer. Less of a body is silence, too."""
+NO_PLACE = "too many connections are open; try again later"
+NO_MEMORY = "too many unfinished requests are held; try again later"
+logger = logging.getLogger("pypto_serving.api")
+QUIET_S = 10.0
 
 
 class ConnectionPlaces(NamedTuple):
@@ -181,12 +185,6 @@ class Gate:
         if self._num_held <= self.max_held_bytes + SMALL_ROOM_BYTES:
             return None
         return next(iter(self._sending), newest)
-
-
-NO_PLACE = "too many connections are open; try again later"
-NO_MEMORY = "too many unfinished requests are held; try again later"
-logger = logging.getLogger("pypto_serving.api")
-QUIET_S = 10.0
 
 
 class RefusalLog:

@@ -29,6 +29,9 @@ BODY_PARSED = "pypto.body_parsed"
 """Scope key of a function to call when the bytes of the request's body are no longer in memory."""
 ANSWERED = "pypto.answered"
 """Scope key that is set when the connection has answered the request itself."""
+VERSION = "/v1"
+_SLASHES = re.compile(r"/{2,}")
+_VERSIONS = re.compile(rf"^(?:{VERSION})+(?={VERSION}/)")
 
 
 class RequestScope:
@@ -227,11 +230,6 @@ def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
             return bytes(value)
     return uuid.uuid4().hex.encode()
-
-
-VERSION = "/v1"
-_SLASHES = re.compile(r"/{2,}")
-_VERSIONS = re.compile(rf"^(?:{VERSION})+(?={VERSION}/)")
 
 
 class Paths:

@@ -34,6 +34,16 @@ _PLAIN = (
     "include_stop_str_in_output",
     "truncate_prompt_tokens",
 )
+BodyT = TypeVar("BodyT", bound=GenerationBody)
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_GUIDED: dict[str, tuple[str, Any]] = {
+    "guided_json": ("json", {}),
+    "guided_regex": ("regex", ""),
+    "guided_choice": ("choice", []),
+    "guided_grammar": ("grammar", ""),
+    "structural_tag": ("structural_tag", {}),
+}
+"""Older names of vLLM, with those in structured_outputs and with values that ask for nothing."""
 
 
 def sampling_params(
@@ -101,9 +111,6 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
     return tuple(entries)
 
 
-BodyT = TypeVar("BodyT", bound=GenerationBody)
-
-
 def parse_body(
     raw: bytes | bytearray, schema: type[BodyT], known: frozenset[str] = frozenset()
 ) -> tuple[BodyT, IgnoredFields]:
@@ -133,9 +140,6 @@ def read_common(body: GenerationBody, ignored: IgnoredFields, serving: ServingCo
     }
 
 
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-
-
 def read_shown(body: GenerationBody, params: SamplingParams) -> Shown:
     """Read what `body` asks for, whose sampling parameters are `params`. Raises RequestError."""
     if body.stream and body.prompt_logprobs is not None:
@@ -159,16 +163,6 @@ def read_shown(body: GenerationBody, params: SamplingParams) -> Shown:
         truncation=body.truncate_prompt_tokens is not None,
         service_tier=None if body.service_tier is None else "default",
     )
-
-
-_GUIDED: dict[str, tuple[str, Any]] = {
-    "guided_json": ("json", {}),
-    "guided_regex": ("regex", ""),
-    "guided_choice": ("choice", []),
-    "guided_grammar": ("grammar", ""),
-    "structural_tag": ("structural_tag", {}),
-}
-"""Older names of vLLM, with those in structured_outputs and with values that ask for nothing."""
 
 
 def structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
