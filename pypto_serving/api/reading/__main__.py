@@ -11,6 +11,7 @@ import select
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -61,12 +62,12 @@ class Jobs:
         from pypto_serving.guidance import GrammarError
 
         def compile(raw: bytes) -> Compiles | Refusal:
-            grammar = msgspec.msgpack.decode(raw, type=Grammar)
+            grammar, started_s = msgspec.msgpack.decode(raw, type=Grammar), time.process_time()
             try:
                 checked = schema_errors.checked(grammar)
             except GrammarError as error:
                 return Refusal(error.status, str(error), error.error_code, None)
-            return Compiles(None if checked == grammar else checked)
+            return Compiles(None if checked == grammar else checked, time.process_time() - started_s)
 
         schema_errors.checked(WARMING)
         return compile

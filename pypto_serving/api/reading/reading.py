@@ -142,7 +142,7 @@ class Reading:
             self._verdicts.add(grammar, verdict)
         if isinstance(verdict, Refusal):
             raise RequestError(f"{guide.field}: {verdict.message}", param=guide.field, code=verdict.code)
-        return msgspec.structs.replace(guide, grammar=verdict.grammar or grammar)
+        return msgspec.structs.replace(guide, grammar=verdict.grammar or grammar, compile_s=verdict.compile_s)
 
     async def _compile(self, grammar: Grammar, host: str) -> Compiles | Refusal:
         try:
