@@ -6,12 +6,14 @@ from msgspec.structs import replace
 
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.parsers.families import FAMILIES
+from pypto_serving.api.chat.parsers.thinking import Thinking
 from pypto_serving.api.chat.tools import ToolUse, refuse
-from pypto_serving.api.grammars.reasoning import reasoning_of
 from pypto_serving.api.grammars.structured import json_options, with_guide
 from pypto_serving.api.grammars.tool_grammar import calls_beside_json, either, forced_calls, strict_calls
 from pypto_serving.api.prompting.prompts import Prompter
-from pypto_serving.types.guide import Grammar, Guide
+from pypto_serving.api.text.tokenizer import Tokenizer
+from pypto_serving.errors import RequestError
+from pypto_serving.types.guide import Grammar, Guide, Reasoning
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.structured import StructuredOutputsParams
 
@@ -81,3 +83,20 @@ def _check_beside(structured: StructuredOutputsParams, strict: str | None) -> No
         raise structured.refusal(f"{problem}; set tool_choice to 'none', or send JSON or a structural tag")
     if structured.structural_tag is not None and strict is not None:
         raise structured.refusal(f"(structural_tag) holds in place of strict of {strict}; leave one of them out")
+
+
+def reasoning_of(thinking: Thinking, tokenizer: Tokenizer) -> Reasoning:
+    """Return the marks of reasoning with their token ids. Raises RequestError if the tokenizer cannot write them."""
+    begin = "" if thinking.opened else thinking.start
+    return Reasoning(begin, thinking.end, thinking.calls, _ids(begin, tokenizer), _ids(thinking.end, tokenizer))
+
+
+def _ids(mark: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    single = tokenizer.raw.token_to_id(mark)
+    if single is not None:
+        return (single,)
+    ids = tuple(tokenizer.encode(mark, add_special_tokens=False))
+    if mark.encode() not in b"".join(map(tokenizer.token_bytes, ids)):
+        problem = f"this model's tokenizer cannot write {mark}, so nothing can be enforced beside reasoning"
+        raise RequestError(f"{problem}; leave out thinking_token_budget and structured outputs")
+    return ids
