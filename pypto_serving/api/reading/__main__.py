@@ -6,6 +6,7 @@ alone and the next one waits for no start of a process. So it must have no threa
 
 from __future__ import annotations
 
+import gc
 import resource
 import select
 import signal
@@ -124,6 +125,7 @@ def start_job(fds: list[int], job: Job) -> tuple[socket.socket, Copy]:
         ours, theirs = socket.socketpair()
 
         def work() -> None:
+            gc.freeze()  # else a collection would copy all pages of this process
             close_all_but({end.fileno(), theirs.fileno()})
             answer(end, job)
 
