@@ -49,7 +49,7 @@ def check(
     if json:
         typer.echo(report.as_json(model, contents, resolved, sampling.given(), obstacle))
     else:
-        report.show(resolved, model, err=False)
+        report.show(resolved, model)
         typer.echo(sampling.describe())
     if obstacle:
         raise ModelError(obstacle)

@@ -1,7 +1,8 @@
-"""Print a resolved configuration as aligned lines, or as JSON."""
+"""Print a resolved configuration in a few lines, as aligned columns, or as JSON."""
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import sys
 import textwrap
@@ -12,15 +13,17 @@ from typing import Any
 import msgspec
 import typer
 
-from pypto_serving.setup.kv_shares import GroupPlan
+from pypto_serving.setup.kv_shares import GroupPlan, MemoryPlan
 from pypto_serving.setup.memory_planner import each_of
 from pypto_serving.setup.rank_plan import RankPlan
 from pypto_serving.setup.resolver import Resolved
+from pypto_serving.setup.settings import Setting
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.model import Contents, ModelSpec
 from pypto_serving.util import counted, format_size
 
 MIN_COLUMNS = 20
+_NAMES = ("model", "served-model-name")
 _MODEL_FACTS = ("path", "architecture", "dtype", "quantization", "num_parameters")
 _CHECKPOINT_FACTS = (
     "source",
@@ -31,11 +34,31 @@ _CHECKPOINT_FACTS = (
 )
 
 
-def show(resolved: Resolved, model: ModelSpec, *, err: bool) -> None:
-    """Print model, settings with their reasons and memory plan, to stderr if `err`, else to stdout."""
+def summarize(resolved: Resolved, model: ModelSpec) -> None:
+    """Print the model, what differs from the defaults and the memory plan to stderr, in at most nine lines."""
+    shown = [setting for setting in resolved.settings if setting.name not in _NAMES]
+    path = next(setting.value for setting in resolved.settings if setting.name == "model")
+    memory = resolved.memory
+    rows = [
+        ("model", f"{', '.join(resolved.server.served_model_names)}: {_facts(model)}; from {path}"),
+        ("given", ", ".join(_as_given(setting) for setting in shown if setting.is_given) or "nothing"),
+        ("decided", ", ".join(_as_decided(setting) for setting in shown if _is_worth_showing(setting))),
+        *(
+            (f"{tier} KV", ", ".join(f"{g.name} {format_size(g.total_bytes)}" for g in groups))
+            for tier, groups in itertools.groupby((*memory.groups, *memory.lower), key=lambda group: group.tier)
+        ),
+        ("memory", _sum(memory) + each_of(len(resolved.engines))),
+        ("room", _room(resolved)),
+        ("reasons", "pypto-serving check, with the same options"),
+    ]
+    echo(columns(rows), indent=2, err=True)
+
+
+def show(resolved: Resolved, model: ModelSpec) -> None:
+    """Print model, settings with their reasons and memory plan to stdout."""
     for title, lines in _sections(resolved, model):
-        typer.secho(title, bold=True, err=err)
-        echo(lines, indent=2, err=err)
+        typer.secho(title, bold=True)
+        echo(lines, indent=2)
 
 
 def show_files(model: ModelSpec, contents: Contents) -> None:
@@ -133,14 +156,38 @@ def _planned(model: ModelSpec, resolved: Resolved) -> dict[str, Any]:
 
 
 def _sections(resolved: Resolved, model: ModelSpec) -> Iterable[tuple[str, Iterable[str]]]:
-    weights = f", {model.quantization} weights" if model.quantization else ""
-    facts = f"{_count(model.num_parameters)} parameters, {counted(model.num_layers, 'layer')}{weights}"
-    yield "Model", [f"{model.architecture}, {facts}"]
+    yield "Model", [_facts(model)]
     yield "Settings", columns([(s.name, _value(s.value), s.reason) for s in resolved.settings])
     yield f"Memory plan{each_of(len(resolved.engines))}", _memory_lines(resolved)
     if resolved.ranks:
         whose = " of the first replica" if len(resolved.engines) > 1 else ""
         yield f"Ranks{whose}", _rank_lines(resolved.ranks, resolved.memory.workspace_bytes)
+
+
+def _facts(model: ModelSpec) -> str:
+    weights = f", {model.quantization} weights" if model.quantization else ""
+    layers = counted(model.num_layers, "layer")
+    return f"{model.architecture}, {_count(model.num_parameters)} parameters, {layers}{weights}"
+
+
+def _as_given(setting: Setting) -> str:
+    """Write a setting that the user gave, and where, unless by its own flag."""
+    origin = setting.reason.removeprefix("given ").removeprefix("by ")
+    return f"{setting.name} {_value(setting.value)}" + (f" ({origin})" if origin != f"--{setting.name}" else "")
+
+
+def _as_decided(setting: Setting) -> str:
+    """Write a setting that nobody gave; with the reason for one that turns something off."""
+    return f"{setting.name} {_value(setting.value)}" + (f" ({setting.reason})" if setting.value == "off" else "")
+
+
+def _is_worth_showing(setting: Setting) -> bool:
+    """Return whether the model or the machine decided a setting, and not that it has no use here.
+
+    Without a chat template the parsers are off, too, for the same reason.
+    """
+    unused = (False, "none", "auto") if setting.name == "chat-template" else (False, "none", "auto", "off")
+    return setting.is_decided and setting.value not in unused
 
 
 def _tensor_lines(contents: Contents) -> Iterable[str]:
@@ -232,24 +279,33 @@ def _sequence_lines(model: ModelSpec) -> Iterable[str]:
 
 
 def _memory_lines(resolved: Resolved) -> Iterable[str]:
-    plan, model_len = resolved.memory, resolved.engine.limits.max_model_len
+    plan = resolved.memory
     head = ("KV group", "kind", "tier", "layers", "tokens/block", "bytes/block", "blocks", "memory", "tokens held")
     yield from columns([head, *map(_group_row, (*plan.groups, *plan.lower))])
     for tier in resolved.engine.cache.tiers:
         if tier.tier == "remote":
             yield f"remote tier {tier.place}, as large as it is"
+    yield _sum(plan)
+    if (replicas := len(resolved.engines)) > 1:
+        total, free = replicas * plan.total_bytes, replicas * plan.available_bytes
+        yield f"all {replicas} replicas: {format_size(total)} of {format_size(free)} free"
+    yield f"room for {_room(resolved)}"
+
+
+def _sum(plan: MemoryPlan) -> str:
     host = f" + host tier {format_size(plan.host_bytes)}" if plan.host_bytes else ""
-    yield (
+    return (
         f"weights {format_size(plan.weight_bytes)} + workspace {format_size(plan.workspace_bytes)} + "
         f"KV {format_size(plan.kv_bytes)}{host} = {format_size(plan.total_bytes)} of "
         f"{format_size(plan.available_bytes)} free"
     )
-    if (replicas := len(resolved.engines)) > 1:
-        total, free = replicas * plan.total_bytes, replicas * plan.available_bytes
-        yield f"all {replicas} replicas: {format_size(total)} of {format_size(free)} free"
+
+
+def _room(resolved: Resolved) -> str:
+    plan, model_len = resolved.memory, resolved.engine.limits.max_model_len
     count, each = plan.share(resolved.engine.limits.max_num_seqs, model_len)
     shorter = f", or {count} of {each}" if each < model_len else ""
-    yield f"room for {plan.num_sequences:.4g} sequences of {model_len} tokens at once{shorter}"
+    return f"{plan.num_sequences:.4g} sequences of {model_len} tokens at once{shorter}"
 
 
 def _rank_lines(ranks: Sequence[RankPlan], workspace_bytes: int) -> list[str]:

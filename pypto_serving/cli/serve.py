@@ -82,7 +82,7 @@ def _run(options: Options) -> None:
     else:
         with suppress(OSError):  # a full disk below stderr, which stops no server that runs
             typer.secho(f"pypto-serving {__version__}", bold=True, err=True)
-            report.show(resolved, model, err=True)
+            report.summarize(resolved, model)
     with suppress(asyncio.CancelledError):  # told to stop before the HTTP server was there
         uvloop.run(_serve(options, resolved, serving))
 

@@ -12,11 +12,24 @@ from pypto_serving.setup.options import Options, flag
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """One decided value and the reason for it, for people to read."""
+    """One decided value and the reason for it, for people to read.
+
+    The reason begins with `given` for what the user gave, and with `default` where nothing else was considered.
+    """
 
     name: str
     value: str | int | float | bool
     reason: str
+
+    @property
+    def is_given(self) -> bool:
+        """Return whether the user gave it."""
+        return self.reason.startswith("given ")
+
+    @property
+    def is_decided(self) -> bool:
+        """Return whether the model or the machine decided it."""
+        return not (self.is_given or self.reason.startswith("default"))
 
 
 class Settings:

@@ -70,9 +70,11 @@ def test_serve_announces_itself_in_one_line_and_drains() -> None:
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=30)
         assert (process.returncode, out) == (0, "")
-        assert "Memory plan" in err
-        assert "given by --kv-memory" in err
-        assert re.search(r"chat-template +off +this model has no tokenizer.json", err)
+        shown = err.splitlines()[:10]
+        assert shown[0].startswith("pypto-serving ") and any(line.startswith("  reasons ") for line in shown)
+        assert re.search(r"\n  given +port 0, kv-memory \S+ MiB, backend null\n", err)
+        assert re.search(r"\n  decided +chat-template off \(this model has no tokenizer.json\), dtype ", err)
+        assert re.search(r"\n  device KV +kv \S+ MiB\n  memory .* = ", err)
 
 
 def test_a_full_disk_below_the_log_stops_nothing() -> None:
