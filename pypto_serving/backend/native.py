@@ -40,7 +40,7 @@ class NativeLoader:
         self.engine = Engine(config.worker.kernels, place.num_threads or len(cpus), cpus)
 
     def fingerprint(self, progress: Progress) -> bytes:
-        """Hash everything but tokens that the content of KV blocks depends on: no rank count among it."""
+        """Hash all that determines the content of KV blocks but the tokens. The number of ranks is not part of it."""
         numerics = (self.engine.instruction_set, self._program.layout)
         return program_fingerprint(self.config, progress, self._architecture, self._name, *numerics)
 
@@ -91,8 +91,8 @@ class _Step(NamedTuple):
 class NativeProgram:
     """A model on the CPU kernels. Owns its arenas and weights. Implements Program.
 
-    With `shared`, it leads the ranks that replay the steps it publishes there, and raises with `blame` the error of one
-    that ended. `memory` is that of the arenas.
+    With `shared` it is the leader: other ranks replay the steps that it publishes there. If a rank ended, `blame`
+    raises its error. `memory` is that of the arenas.
     """
 
     def __init__(

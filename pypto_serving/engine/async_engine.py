@@ -50,8 +50,8 @@ MAX_CORE_RESPAWNS = 3
 class AsyncEngine:
     """Owns the engine core process and the streams of its requests. Lives in one event loop. Implements EngineClient.
 
-    When a core dies, its requests end with a 503. Another core starts after the old worker has ended, which holds
-    memory and the lock of the disk tier's folder. `RespawnLimit` bounds how often; totals continue.
+    When a core dies, its requests end with a 503. Another core starts once the old worker has ended; until then
+    that one holds memory and the lock of the disk tier's folder. `RespawnLimit` bounds how often; totals continue.
 
     It calls `on_milestone` with the first and the last output of each request, `on_worker_lost` when a worker died and
     its requests go on, and `on_lost` when all requests end with a core.

@@ -73,7 +73,7 @@ class NativeCollectives:
         self._barrier(step, (mirrors, mirrors))
 
     def copies(self, array: Array) -> list[Array]:
-        """Return what else must be written where all ranks write all of `array`: what the other host has of it."""
+        """Return what to write too if every rank writes all of `array`: the buffer that is sent to the other host."""
         if self._links.exchange is None:
             return []
         sent = self._mirrored(array, Extent.TOKENS, self._most_tokens).sent
@@ -137,7 +137,8 @@ class NativeCollectives:
     def hand_over(self, step: Recording, logits: Float32Array) -> None:
         """Record: hand `logits` [rows, vocab] of the last stage to the leader, unless it is of the same stage.
 
-        `end_stage` does so for a whole step. A step of the last stage alone calls this after it was called.
+        `end_stage` does so for a whole step. A step of the last stage alone calls this itself, after
+        `end_stage`.
         """
         if self._logits is None:
             return

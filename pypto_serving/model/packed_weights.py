@@ -28,7 +28,7 @@ TABLE_PIECE = 1 << 20
 """Elements of a table converted at once."""
 
 Outputs = Sequence[range] | None
-"""The outputs to pack of each matrix; None for all of all."""
+"""The outputs to pack of each matrix; None for all outputs of every matrix."""
 
 _Item = TypeVar("_Item")
 
@@ -97,7 +97,7 @@ class PackedWeights:
         return self._packed(how, [tensor], np.uint16, len(mine) * width, fill).reshape(len(mine), *tensor.shape[1:])
 
     def matrix(self, names: Sequence[str], outputs: Outputs = None, bias: bool = False) -> list[Matrix]:
-        """Pack the named matrices [n_i, k], which follow each other along outputs, neighbours of one form as one.
+        """Pack the named matrices [n_i, k], concatenated along outputs. Adjacent ones of one form become one Matrix.
 
         With `bias`, pack their biases too.
         """
@@ -229,7 +229,7 @@ class PackedWeights:
 
 
 def _sets(experts: Sequence[_Item], forms: Sequence[object]) -> Iterator[tuple[Int32Array | None, list[_Item]]]:
-    """Yield the experts of each form, and the places of all experts among them; None for those of all in order."""
+    """Yield the experts of each form, and the index of every expert among them; no indices if there is one form."""
     by_form: dict[object, list[int]] = {}
     for expert, form in enumerate(forms):
         by_form.setdefault(form, []).append(expert)

@@ -137,7 +137,7 @@ class Scheduler:
         return len(step.scheduled) - before
 
     def _schedule_prompts(self, step: Step, prompts: list[Request], now_s: float) -> None:
-        """Schedule running and waiting prompts in order. A running one before which others start keeps its blocks."""
+        """Schedule running and waiting prompts in order. Blocks that running ones still need stay reserved for them."""
         admission = self._admission
         for request in prompts:
             admission.reserve_growth(step, request)

@@ -259,7 +259,7 @@ _ROWS = {
         Option(
             "fair_scheduling",
             SwitchRule(),
-            "Start requests by the tokens their cache_salt got, not by arrival.",
+            "Start next the request whose cache_salt got the fewest tokens, not the oldest.",
             default=_SCHEDULER.fair_scheduling,
         ),
     ),

@@ -49,7 +49,7 @@ def open_disk(
     """Open the store in `folder`: slots on a local disk, one file for each block on a file system that hosts share.
 
     `model` is the name, for people, of the model that has the fingerprint. Raises ConfigError if nothing can be stored
-    there; for a folder `known` to have been used, the store is empty instead.
+    there. If the folder is `known` to have been used before, the store is empty instead.
     """
     if is_shared(Path(folder)):
         return FileStore(folder, fingerprint, block_bytes, num_slots, model=model, known=known)
@@ -101,7 +101,7 @@ class DiskStore:
         known: bool = False,
         clock: Clock | None = None,
     ) -> None:
-        """Open the folder. If nothing can be stored there, raises ConfigError, unless it is `known` as a used one."""
+        """Open the folder as `open_disk` does."""
         self._root, self._size_bytes = Path(folder), size_bytes
         self._faults = StoreFaults(f"disk tier in {folder}", log, clock or time.monotonic)
         self._lock = threading.Lock()

@@ -90,7 +90,7 @@ class Runner:
     tokens of each row; else draft layers of the program make them, or the device.
 
     - If the device samples, all dispatches of a step are submitted at once. The program holds steps up to its depth.
-    - So they are in a pipeline, which holds a step for each stage.
+    - A pipeline submits all dispatches at once, too. It holds a step for each stage.
     - Else each dispatch is collected and sampled before the next is submitted.
     """
 
@@ -173,7 +173,7 @@ class Runner:
         return _result(step, found, times)
 
     def _log(self, dispatch: Dispatch, faults: Iterable[RowFault]) -> None:
-        """Log what no client is to blame for, with the request unless its row may have another one since."""
+        """Log faults of the server, with the id of the request unless its row may belong to another one by now."""
         rows = set(self.batch.still(dispatch).tolist())
         for fault in faults:
             if fault.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
@@ -181,7 +181,7 @@ class Runner:
                 logger.error("%s", fault.message, extra=of_request(self.batch.log_ids[fault.row] if known else ""))
 
     def _measure(self, step: _PendingStep, elapsed_s: float) -> None:
-        """Let drafts know how long a step of decodes alone took, once it was packed and was the oldest."""
+        """Report to the drafts how long a step of decodes alone took, from when no earlier step was left."""
         assert self.batch.drafts is not None
         if len(step.dispatches) == 1:
             (dispatch,) = step.dispatches

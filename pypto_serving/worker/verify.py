@@ -124,7 +124,7 @@ def _make_result(
 def apply_guides(dispatch: Dispatch, chosen: DispatchResult, told: Told) -> DispatchResult:
     """Return what rows append by what their guides told: nothing, forced tokens, or what was chosen.
 
-    Drafts are computed as far as they are the forced tokens, but for the last of these.
+    Drafts count as computed as long as they equal the forced tokens; the last forced token never counts.
     """
     if not (told.withheld or told.forced or told.faults):
         return chosen

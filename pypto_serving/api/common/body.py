@@ -39,7 +39,7 @@ Prepare = Callable[[bytearray], bytearray]
 TRUNCATED_HEADER = "x-truncated-prompt-tokens"
 IGNORED_HEADER = "x-ignored-fields"
 MAX_VALUES = 2_000_000
-"""Bounds the values of a body before it is parsed, by the characters that come with each."""
+"""Most commas and opening brackets of a body. They are counted before it is parsed."""
 MAX_ANSWERED_TOKENS = 2_000_000
 """Bounds the token ids that one answer lists."""
 MAX_IGNORED, MAX_NAME_CHARS = 32, 64

@@ -250,7 +250,7 @@ class TokenUsage(msgspec.Struct, frozen=True):
 
 
 def count_usage(choices: Sequence[Choice]) -> TokenUsage:
-    """Count tokens over all choices, in any number for each prompt; the first of a prompt stands for its prompt."""
+    """Sum tokens over all choices. The tokens of a prompt are taken from its first choice."""
     firsts = list({choice.prompt: choice for choice in reversed(choices)}.values())
     by_tier = [choice.cached_by_tier for choice in firsts if choice.cached_by_tier]
     return TokenUsage(

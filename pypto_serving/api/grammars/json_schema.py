@@ -66,7 +66,7 @@ def prepare(
 class _SchemaCopier:
     """Copies what a schema says of values, and the definitions that it refers to, each once.
 
-    `root` is all of a schema, the base of a place the part that its references are relative to.
+    `root` is the whole schema. The base of a place is the subschema against which its references are resolved.
     """
 
     def __init__(self, root: Mapping[str, Any], close_objects: bool, keep_free: bool) -> None:
@@ -242,7 +242,7 @@ def _is_open_object(schema: Mapping[str, Any]) -> bool:
 
 
 def _check_count(schema: Mapping[str, Any], place: str) -> None:
-    """Refuse a minimum that repeated keys could seem to reach: only keys with a name of their own are unique."""
+    """Refuse a `minProperties` that repeated keys could appear to reach: only required keys are sure to differ."""
     least, required = schema.get("minProperties", 0), schema.get("required", ())
     if isinstance(least, int) and isinstance(required, list | tuple) and least > len(set(map(str, required))) + 1:
         message = f"{place}/minProperties cannot be enforced: {least} is more than one above the required properties"

@@ -13,13 +13,15 @@ from typing import NamedTuple, Protocol
 from pypto_serving.logs import with_fields
 from pypto_serving.util import Clock, counted
 
-MAX_FILES, FILES_FOR_OTHERS, SPARE_PLACES = 16384, 128, 64
-"""Most files that are counted on, how many of them are not for connections, and how many are for surplus ones."""
+MAX_FILES = 16384
+"""Open files that are counted on at most."""
+FILES_FOR_OTHERS, SPARE_PLACES = 128, 64
+"""Files kept for other uses, and for surplus connections."""
 MIN_HELD_BYTES = 64 << 20
 SMALL_BYTES, SMALL_ROOM_BYTES = 64 << 10, 64 << 20
 """What a connection holds without counting as large, and the memory that only such connections may use."""
 SILENCE_S, SIGN_BYTES = 1.0, 16 << 10
-"""A connection whose client was silent for so long gives its place to a newcomer. Less of a body is silence, too."""
+"""A client is silent if it sends less of a body than this in that time. Its connection gives way to a newcomer."""
 NO_PLACE = "too many connections are open; try again later"
 NO_MEMORY = "too many unfinished requests are held; try again later"
 logger = logging.getLogger("pypto_serving.api")

@@ -27,8 +27,10 @@ from pypto_serving.types.start import RankStart
 LOADING = "weights"
 """The phase in which all ranks load."""
 
-PATIENCE_S, BLAME_S = 1.0, 3.0
-"""Longest wait for a process that is gone to end, and until it is known which one ended first."""
+PATIENCE_S = 1.0
+"""Longest wait for the exit of a process whose pipe closed."""
+BLAME_S = 3.0
+"""Longest wait to learn which process ended first."""
 PER_MILLE = 1000
 """Unit of progress until the leader knows its total."""
 
