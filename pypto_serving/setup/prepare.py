@@ -22,7 +22,7 @@ from pypto_serving.setup.locate import locate_model
 from pypto_serving.setup.option_table import DEFAULTS
 from pypto_serving.setup.options import Options
 from pypto_serving.setup.resolver import Resolved, resolve
-from pypto_serving.setup.speculation import needs_draft_layers
+from pypto_serving.setup.speculation import given_speculation
 from pypto_serving.types.model import Contents, ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,8 @@ def _is_null(options: Options) -> bool:
 
 def _spec(options: Options, config: CheckpointConfig) -> ModelSpec:
     given = {field.name: getattr(options, field.name, None) for field in fields(Serving)}
-    given["drafts"] = needs_draft_layers(options)
+    drafting = given_speculation(options)
+    given["drafts"] = drafting is not None and drafting.method == "mtp"
     spec = config.spec(Serving(**{name: value for name, value in given.items() if value is not None}))
     if spec.own_blocks and options.block_size is not None:
         raise _no_block_size(options, config.directory)

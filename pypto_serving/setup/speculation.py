@@ -10,9 +10,10 @@ from pypto_serving.parallel.topology import Topology
 from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.options import Options
 from pypto_serving.setup.settings import Settings
-from pypto_serving.types.drafts import NgramConfig, Speculation
+from pypto_serving.types.drafts import DEFAULT_DRAFTS, NgramConfig, Speculation
 
 OFF = "off"
+_SHORT_FORMS = ("spec_method", "spec_tokens")
 
 
 class Drafting(msgspec.Struct, frozen=True):
@@ -27,44 +28,42 @@ class Drafting(msgspec.Struct, frozen=True):
         return self.num_drafts > 0 and self.ngram is None
 
 
-def needs_draft_layers(options: Options) -> bool:
-    """Return True if the model's draft layers are asked for."""
-    given = options.speculative_config
-    return "mtp" in (options.spec_method, None if given is None else given.method)
+def given_speculation(options: Options) -> Speculation | None:
+    """Return what `speculative_config`, or `spec_method` and `spec_tokens` in its place, asks for; None for no drafts.
+
+    Raises ConfigError for both forms at once, and for a number of drafts where nothing makes them.
+    """
+    given: Speculation | None = options.speculative_config
+    method = None if options.spec_method == OFF else options.spec_method
+    short = next((name for name in _SHORT_FORMS if getattr(options, name) is not None), None)
+    if given is not None and short is not None:
+        raise ConfigError(f"{options.label('speculative_config')} says what {options.label(short)} says; keep one")
+    if given is None and method is None and options.spec_tokens is not None:
+        wanted = options.giving("spec_method", "ngram", beside="spec_tokens")
+        raise ConfigError(f"{options.label('spec_tokens')} is given, but nothing makes drafts; give {wanted} too")
+    if given is not None or method is None:
+        return given
+    return Speculation(method=method, num_speculative_tokens=options.spec_tokens or DEFAULT_DRAFTS)
 
 
 def choose_drafts(
     settings: Settings, host: HostFacts, backend: BackendDefaults, topology: Topology, kernels: str
 ) -> Drafting:
-    """Read `speculative_config`, or the short options in its place. Raises ConfigError."""
-    options, given = settings.options, settings.options.speculative_config
-    short = [name for name in ("spec_method", "spec_tokens") if getattr(options, name) is not None]
-    if given is not None and short:
-        raise ConfigError(f"{options.label('speculative_config')} says what {options.label(short[0])} says; keep one")
-    if options.spec_tokens is not None and options.spec_method in (None, OFF):
-        wanted = options.giving("spec_method", "ngram", beside="spec_tokens")
-        raise ConfigError(f"{options.label('spec_tokens')} is given, but nothing makes drafts; give {wanted} too")
-    if given is not None:
-        label, reason = "speculative_config", options.origin("speculative_config")
-        settings.record("speculative_config", "given", reason)
-        settings.record("spec_method", given.method, reason)
-        settings.record("spec_tokens", given.num_speculative_tokens, reason)
-    else:
-        label, method, count = "spec_method", settings.pick_fixed("spec_method"), settings.pick_fixed("spec_tokens")
-        settings.record("speculative_config", settings.defaults["speculative_config"], "default")
-        if method in (False, OFF):
-            return Drafting()
-        given = msgspec.convert({"method": method, "num_speculative_tokens": count}, Speculation)
+    """Choose how drafts are made. Raises ConfigError for what cannot make or verify them."""
+    options, given = settings.options, given_speculation(settings.options)
+    form = "spec_method" if options.speculative_config is None else "speculative_config"
+    origin = settings.origin_or("speculative_config", "default")
+    settings.record("speculative_config", "given" if options.speculative_config else False, origin)
+    settings.record("spec_method", given.method if given else False, settings.origin_or("spec_method", origin))
+    count = given.num_speculative_tokens if given else DEFAULT_DRAFTS
+    settings.record("spec_tokens", count, settings.origin_or("spec_tokens", origin))
+    if given is None:
+        return Drafting()
     if given.num_speculative_tokens > (most := backend.traits.max_drafts):
         problem = f"asks for {given.num_speculative_tokens} drafts, but the backend's programs verify at most {most}"
-        raise ConfigError(f"{options.label(label)} {problem}; leave it out")
+        raise ConfigError(f"{options.label(form)} {problem}; leave it out")
     if given.ngram is not None and not host.kernels:
-        raise ConfigError(f"{options.label(label)} needs the CPU kernels, which look drafts up; leave it out")
-    if given.ngram is None and (problem := _without_draft_layers(topology, kernels)):
-        raise ConfigError(f"{options.label(label)} mtp {problem}; choose ngram, or leave it out")
+        raise ConfigError(f"{options.label(form)} needs the CPU kernels, which look drafts up; leave it out")
+    if given.ngram is None and kernels == "torch" and topology.num_ranks > 1:
+        raise ConfigError(f"{options.label(form)} mtp needs one rank in torch; choose ngram, or leave it out")
     return Drafting(given.num_speculative_tokens, given.ngram)
-
-
-def _without_draft_layers(topology: Topology, kernels: str) -> str:
-    """Say why draft layers cannot be computed, or nothing if they can."""
-    return "needs one rank in torch" if kernels == "torch" and topology.num_ranks > 1 else ""

@@ -8,7 +8,9 @@ import pytest
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.setup.host import HostFacts
+from pypto_serving.setup.options import Options
 from pypto_serving.setup.resolver import Resolved
+from pypto_serving.setup.speculation import given_speculation
 from pypto_serving.types.drafts import DEFAULT_DRAFTS, MAX_DRAFTS, NgramConfig
 from tests.setup.small import HOST, WITH_KERNELS, make_resolved, setting
 
@@ -40,6 +42,18 @@ def test_what_is_given(options: dict[str, Any], num_drafts: int, ngram: NgramCon
     assert (resolved.engine.num_drafts, resolved.engine.worker.ngram) == (num_drafts, ngram)
     assert resolved.engine.limits.traits.max_drafts == num_drafts
     assert setting(resolved, "spec-tokens")[0] == (num_drafts or DEFAULT_DRAFTS)
+
+
+@pytest.mark.parametrize(("method", "count"), [("ngram", 3), ("mtp", 2), ("ngram", None)])
+def test_both_forms_are_the_same(method: str, count: int | None) -> None:
+    short: dict[str, Any] = {"spec_method": method, "spec_tokens": count}
+    whole = {"method": method} | ({} if count is None else {"num_speculative_tokens": count})
+    assert given_speculation(Options(**short)) == given_speculation(Options(speculative_config=whole))
+    by_short, by_whole = resolved_with(**short), resolved_with(speculative_config=whole)
+    assert by_short.engines == by_whole.engines and by_short.memory == by_whole.memory
+    for name in ("spec-method", "spec-tokens"):
+        assert setting(by_short, name)[0] == setting(by_whole, name)[0]
+    assert setting(by_whole, "spec-method") == (method, "given by --speculative-config")
 
 
 @pytest.mark.parametrize(
