@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -21,20 +21,26 @@ class FairQueue(Generic[K, T]):
     - The virtual time of a key is the CPU time that its items used.
     - The clock is the virtual time at which the last item began. A key that had nothing to do begins at the clock, so
       that idleness earns no claim.
-    - Next is the oldest item of the key with the least virtual time. So a key whose items take a tenth of the time has
-      ten times as many turns.
+    - Next is the oldest item of the key whose virtual time will be the least after it; `expected_s` returns the CPU
+      time that an item may take, 0 if nothing is known. So a key whose items take a tenth of the time has ten times as
+      many turns.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, expected_s: Callable[[T], float] = lambda item: 0.0) -> None:
         self.clock_s = 0.0
+        self._expected_s = expected_s
         self._used_s: dict[K, float] = {}
         self._waiting: dict[K, deque[T]] = {}
-        self._heap: list[tuple[float, int, K]] = []
+        self._heap: list[tuple[float, int, float, K]] = []
         self._arrivals = itertools.count()
         self._num_waiting = 0
 
     def __len__(self) -> int:
         return self._num_waiting
+
+    def __contains__(self, key: K) -> bool:
+        """Return whether an item of a key waits."""
+        return key in self._waiting
 
     def push(self, key: K, item: T) -> None:
         """Add an item."""
@@ -48,7 +54,7 @@ class FairQueue(Generic[K, T]):
     def pop(self) -> T | None:
         """Take the next item; None if there is none."""
         while self._heap:
-            start_s, _, key = heapq.heappop(self._heap)
+            _, _, start_s, key = heapq.heappop(self._heap)
             waiting = self._waiting.get(key)
             if not waiting:
                 continue
@@ -93,7 +99,9 @@ class FairQueue(Generic[K, T]):
         self._used_s.pop(key, None)
 
     def _enter(self, key: K) -> None:
-        heapq.heappush(self._heap, (self._used_s[key], next(self._arrivals), key))
+        start_s = self._used_s[key]
+        end_s = start_s + self._expected_s(self._waiting[key][0])
+        heapq.heappush(self._heap, (end_s, next(self._arrivals), start_s, key))
 
     def _discard(self, key: K) -> None:
         self._num_waiting -= 1

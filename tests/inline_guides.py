@@ -1,4 +1,4 @@
-"""A guide process that is none: it follows grammars in the thread that asks, without walls."""
+"""A guide process that is none: it follows grammars in the thread that asks, without limits."""
 
 from __future__ import annotations
 
@@ -6,23 +6,20 @@ from collections import deque
 
 import msgspec
 
+from pypto_serving.limits import ProcessMemory
 from pypto_serving.worker.guiding.following import Following
 from pypto_serving.worker.guiding.process import Death, GuideProcess
-from pypto_serving.worker.guiding.walls import Walls
 from pypto_serving.worker.guiding.wire import GuideAnswers, SharedMasks, ToGuides
 from tests.memory_channel import MemoryChannel
 
 
-class NoWalls(Walls):
-    """Limits nothing, and measures `num_bytes`."""
+class FixedMemory(ProcessMemory):
+    """Measures `num_bytes`."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
 
-    def allow(self, seconds: float) -> None:
-        pass
-
-    def resident(self) -> int:
+    def resident_bytes(self) -> int:
         return self.num_bytes
 
     def trim(self) -> None:
@@ -42,12 +39,12 @@ class InlineGuideProcess(GuideProcess):
         self.shared = SharedMasks(-1, max_rows, vocab_size, max_drafts)
         self.deaths: deque[Death] = deque()
         self.is_stuck = False
-        self.walls = NoWalls()
+        self.memory = FixedMemory()
         self._renew()
 
     def _renew(self) -> None:
         self._ours, theirs = MemoryChannel.pair(GuideAnswers, ToGuides)
-        self.following = Following(theirs, self.shared, self.walls, *self._start)
+        self.following = Following(theirs, self.shared, *self._start, self.memory, lambda seconds: None)
 
     def send(self, message: msgspec.Struct) -> None:
         self._ours.send(message)

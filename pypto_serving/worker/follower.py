@@ -14,8 +14,8 @@ from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.guide import Grammar, Guide
 from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.guided_row import NOTHING, GuidedRow
+from pypto_serving.worker.guiding.followed_row import SLOW_S
 from pypto_serving.worker.guiding.process import Death, GuideProcess
-from pypto_serving.worker.guiding.turns import SLOW_S
 from pypto_serving.worker.guiding.wire import (
     AppendTokens,
     DraftTokens,

@@ -6,7 +6,6 @@ import itertools
 import random
 import signal
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,13 +20,11 @@ from pypto_serving.types.sampling import RowSampling
 from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.follower import MAX_MUTE, MAX_STRIKES, OWN_FAULTS
 from pypto_serving.worker.guides import RowGuides, Told
+from pypto_serving.worker.guiding.followed_row import SLOW_S
+from pypto_serving.worker.guiding.following import WAIT_S
 from pypto_serving.worker.guiding.process import Death
-from pypto_serving.worker.guiding.turns import DEBT_S, SLOW_S, STEADY_S, FollowedRow, Turns
-from pypto_serving.worker.guiding.walls import WAIT_S
-from pypto_serving.worker.guiding.wire import GuideAnswers, OpenRow
+from pypto_serving.worker.guiding.wire import GuideAnswers
 from pypto_serving.worker.masks import RowMasks
-from pypto_serving.worker.reasoning import TokenTexts
-from pypto_serving.worker.row_guide import RowGuide
 from tests.checkpoints import NUM_BYTES, byte_ids, write_tokenizer
 from tests.inline_guides import InlineGuideProcess
 
@@ -146,20 +143,20 @@ def test_steps_wait_less_and_less_for_a_guide_that_comes_late(rows: Rows, monkey
     rows.guides.clear(1)
     rows.start(1, Guide(Grammar("regex", "a{100}c"), compile_s=SLOW_S))
     rows.process = rows.slow
-    rows.slow.following._turns.cost(Guide(Grammar("regex", "a{100}c"))).token_s = 1000 * SLOW_S
+    rows.slow.following.cost(Guide(Grammar("regex", "a{100}c"))).token_s = 1000 * SLOW_S
     assert not any(is_waited_for() for _ in range(20)), "a slow one"
 
 
 def test_memory_is_refused_to_those_who_ask_for_it(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row may take a quarter. Others wait while half is taken, and are refused after WAIT_S; those before go on."""
-    ahead_s, walls = 0.0, rows.process.walls
+    ahead_s, memory = 0.0, rows.process.memory
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s, process_time=time.process_time)
     monkeypatch.setattr("pypto_serving.worker.guiding.following.time", clock)
     for row in (1, 2, 3):
         rows.start(row, OTHER)
         told = rows.ready(row)
         rows.append(told, [row], ids("a"))
-        walls.num_bytes += MAX_MATCHER_BYTES // 5
+        memory.num_bytes += MAX_MATCHER_BYTES // 5
         assert not rows.ready(row).faults
     rows.start(4, REGEX)
     assert rows.tell(4).withheld
@@ -169,7 +166,7 @@ def test_memory_is_refused_to_those_who_ask_for_it(rows: Rows, monkeypatch: pyte
     fault = rows.ready(1, 2, 3, 4).faults
     assert fault.keys() == {3} and fault[3].status == 503
     rows.append(rows.ready(1), [1], ids("a"))
-    walls.num_bytes += MAX_MATCHER_BYTES // 5
+    memory.num_bytes += MAX_MATCHER_BYTES // 5
     told = rows.ready(1, 2, 3)
     assert told.faults.keys() == {0} and told.faults[0].status == 400 and "64 MiB" in str(told.faults[0])
 
@@ -181,7 +178,7 @@ def test_the_newest_large_row_ends_when_memory_is_short(rows: Rows) -> None:
     faults = {}
     for row in (5, 4, 0, 1, 2):
         rows.append(rows.ready(row), [row], ids("a"))
-        rows.process.walls.num_bytes += MAX_MATCHER_BYTES // 4 - 1000
+        rows.process.memory.num_bytes += MAX_MATCHER_BYTES // 4 - 1000
         told = rows.ready(*range(6))
         faults = {at: fault.status for at, fault in told.faults.items()}
     assert faults == {5: 503}
@@ -258,7 +255,7 @@ def test_a_grammar_whose_row_left_while_it_was_slow_is_known(rows: Rows) -> None
     rows.append(rows.ready(2), [2], ids("a"))
     rows.start(1, REGEX)
     following = rows.process.following
-    following._turns.cost(REGEX).token_s = 2 * SLOW_S
+    following.cost(REGEX).token_s = 2 * SLOW_S
     while any(row.guide is None for row in following._rows.values()) or following.is_busy or len(following._rows) < 2:
         following.turn(0.0)
     rows.guides.clear(1)
@@ -342,85 +339,6 @@ def test_a_grammar_that_only_the_tokenizer_refuses_is_a_fault(rows: Rows) -> Non
     assert str(fault).startswith("structured_outputs: ") and "unheard_of" in str(fault)
 
 
-def quick_row(turns: Turns, text: str, token_s: float) -> FollowedRow:
-    guide = Guide(Grammar("regex", text))
-    row = FollowedRow(OpenRow(1, 0, guide, b"", True, b"", False), turns.cost(guide), deque())
-    row.cost.add(token_s, is_token=True)
-    return row
-
-
-def test_quick_rows_go_before_new_ones_and_those_before_slow_ones(model: Path) -> None:
-    turns = Turns()
-
-    def row(text: str) -> FollowedRow:
-        guide = Guide(Grammar("regex", text), compile_s=SLOW_S if text == "hard" else 0.0)
-        return FollowedRow(OpenRow(1, 0, guide, b"", True, b"", False), turns.cost(guide), deque())
-
-    texts = ("slow", "slower", "quick", "late", "new", "a long one", "hard")
-    slow, slower, quick, late, new, long, hard = map(row, texts)
-    slow.cost.add(3 * SLOW_S, is_token=True)
-    slow.cost.add(0.0, is_token=True)
-    slower.cost.add(4 * SLOW_S, is_token=True)
-    quick.cost.add(2 * SLOW_S, is_token=False)
-    quick.guide = RowGuide(BUDGET, (), None, np.zeros(1, np.uint32), True, TokenTexts([b"x"] * 320))
-    quick.cost.add(SLOW_S / 2, is_token=True)
-    late.cost.add(SLOW_S / 2, is_token=True)
-    gone, again = row("late"), row("quick")
-    for each in (slower, slow, again, hard, long, new, gone, quick, late, quick):
-        turns.add(each)
-    gone.is_gone = True
-    order = []
-    while (each := turns.next()) is not None:
-        order.append(each)
-    assert order == [quick, late, new, long, hard, slower, slow, again] and not turns, "every fourth is the oldest"
-
-
-def test_no_grammar_is_slow_for_good() -> None:
-    cost = Turns().cost(REGEX)
-    cost.add(SLOW_S / 2, is_token=False)
-    assert not cost.is_quick
-    for _ in range(1000):
-        cost.add(STEADY_S, is_token=True)
-    assert cost.is_quick and cost.lately_s <= SLOW_S, "many requests are no reason to go last"
-    cost.add(20 * SLOW_S, is_token=True)
-    num_quick = 0
-    while not cost.is_quick:
-        cost.add(SLOW_S / 1000, is_token=True)
-        num_quick += 1
-    assert 20 < num_quick < 200
-
-
-def test_grammars_whose_tokens_add_up_are_slow() -> None:
-    cost, tokens, num_quick = Turns().cost(REGEX), (SLOW_S / 3, STEADY_S / 10), 0
-    for count in range(10_000):
-        cost.add(STEADY_S / 2 if count % 100 else SLOW_S / 2, is_token=True)
-    assert cost.pace == "quick", "a token now and then is nothing"
-    while cost.pace == "quick":
-        cost.add(tokens[num_quick % 2], is_token=True)
-        num_quick += 1
-    assert num_quick * sum(tokens) / 2 < 2 * DEBT_S and cost.pace == "slow"
-
-
-def test_a_quick_row_does_not_take_turns_with_rows_that_take_longer() -> None:
-    """Forty take fifty times as long. It comes back while one of them is followed, and is next; they have a share."""
-    turns = Turns()
-    many, good = [quick_row(turns, str(number), 0.005) for number in range(40)], quick_row(turns, "good", 0.0001)
-    for each in (*many, good):
-        turns.add(each)
-    order: list[FollowedRow] = []
-    while len(order) < 4000:
-        row = turns.next()
-        assert row is not None
-        row.share_s += row.cost.token_s or 0.0
-        if row is not good:
-            turns.add(row)
-        if good not in (row, *order[-1:]):
-            turns.add(good)
-        order.append(row)
-    between = "".join("g" if row is good else "m" for row in order[100:])
-    assert "mmmmm" not in between and all(order.count(row) > 40 for row in many)
-
-
 def test_rows_that_are_slow_move_to_another_process(rows: Rows, model: Path) -> None:
     """With the same choices, at once or behind a beginning that was quick; back when they have become quick."""
     alone, hard = Rows(model), Guide(REGEX.grammar, compile_s=SLOW_S)
@@ -433,7 +351,7 @@ def test_rows_that_are_slow_move_to_another_process(rows: Rows, model: Path) -> 
 
     for text in ("aa", "bb", "ab", "ba"):
         if text == "bb":
-            rows.process.following._turns.cost(REGEX).add(2 * SLOW_S, is_token=True)
+            rows.process.following.cost(REGEX).add(2 * SLOW_S, is_token=True)
         for each in (rows, alone):
             each.append(each.ready(1, 2), [1, 2], ids(text))
         for each in (rows, alone):

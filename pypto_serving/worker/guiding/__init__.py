@@ -3,7 +3,6 @@
 - `wire`: the messages between the worker and a guide process, and the memory that they share.
 - `process`: a guide process, seen from the worker.
 - `following`: what a guide process does: follow the outputs of rows.
-- `turns`: which row it works for next.
-- `walls`: what a row may take of it.
+- `followed_row`: one of them, and what its grammar costs.
 - `__main__`: the process itself.
 """

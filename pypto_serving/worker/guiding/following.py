@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 
 from pypto_serving.errors import RequestError, RequestFailedError, UnavailableError
+from pypto_serving.fair_queue import FairQueue
 from pypto_serving.guidance import Compiler, GrammarError
 from pypto_serving.ipc import Channel
+from pypto_serving.limits import ProcessMemory, limit_cpu
 from pypto_serving.types.adjustments import MaskArray
-from pypto_serving.types.guide import MAX_MATCHER_BYTES
+from pypto_serving.types.guide import MAX_MATCHER_BYTES, Guide
 from pypto_serving.types.tokens import id_list, unpack_ids
 from pypto_serving.util import format_size
-from pypto_serving.worker.guiding.turns import FollowedRow, Turns
-from pypto_serving.worker.guiding.walls import OPEN_S, ROW_BYTES, ROW_S, ROW_TOKEN_S, TOKEN_S, TRIM_BYTES, WAIT_S, Walls
+from pypto_serving.worker.guiding.followed_row import FollowedRow, GrammarCost
 from pypto_serving.worker.guiding.wire import (
     AppendTokens,
     DraftTokens,
@@ -32,15 +33,33 @@ from pypto_serving.worker.guiding.wire import (
 from pypto_serving.worker.reasoning import TokenTexts
 from pypto_serving.worker.row_guide import RowGuide
 
+OPEN_S, TOKEN_S = 4.0, 1.0
+"""CPU time to compile a grammar with its first mask, and to follow a token. More of it ends the process.
+
+The API's reader compiles within 2 s, without the tokenizer.
+"""
+ROW_S, ROW_TOKEN_S = 3.0, 0.01
+"""CPU time that a row may take in all to follow its output, and more of it for each of its tokens."""
+WAIT_S = 10.0
+"""How long a row waits for memory before it ends."""
+ROW_BYTES = MAX_MATCHER_BYTES // 4
+"""Memory that one row may take."""
+TRIM_BYTES = 8 << 20
+"""When a row that took this much leaves, memory is given back to the system."""
+ANSWER_S = 0.002
+"""How long answers are collected while quick rows are followed."""
+MAX_COSTS = 4096
+"""Grammars whose cost is remembered."""
 HELD = (
     f"other grammars take the memory that there is to follow grammars, and none ended in {WAIT_S:g} s; try again later"
 )
-ANSWER_S = 0.002
-"""How long answers are collected while quick rows are followed."""
 
 
 class Following:
     """Owns the guides of rows in a guide process. Each has matchers of its own, so no row depends on others.
+
+    Turns: rows with something to do share the CPU time by weighted fair queueing. A row that has not proven quick goes
+    after the quick ones that begin now.
 
     Memory: while all matchers together take more than half of what they may, rows that are not open yet wait for others
     to leave, for WAIT_S at most. A row that takes more than ROW_BYTES ends; beyond all of it, the newest of those that
@@ -48,16 +67,24 @@ class Following:
     """
 
     def __init__(
-        self, channel: Channel[ToGuides], shared: SharedMasks, walls: Walls, model_dir: str, vocab_size: int
+        self,
+        channel: Channel[ToGuides],
+        shared: SharedMasks,
+        model_dir: str,
+        vocab_size: int,
+        memory: ProcessMemory,
+        limit_cpu: Callable[[float], None] = limit_cpu,
     ) -> None:
         self._channel = channel
         self._shared = shared
-        self._walls = walls
+        self._memory = memory
+        self._limit_cpu = limit_cpu
         self._model_dir = model_dir
         self._vocab_size = vocab_size
         self._prepared: tuple[bytes, Compiler, MaskArray, TokenTexts] | None = None
         self._rows: dict[int, FollowedRow] = {}
-        self._turns = Turns()
+        self._turns = FairQueue[FollowedRow, FollowedRow](lambda row: row.expected_s)
+        self._costs: OrderedDict[int, GrammarCost] = OrderedDict()
         self._waiting: list[FollowedRow] = []
         self._resident_bytes = 0
         self._held_bytes = 0
@@ -80,9 +107,11 @@ class Following:
             now_s = time.monotonic()
             for late in [each for each in self._waiting if now_s - each.waits_since_s > WAIT_S]:
                 self._refuse(late, UnavailableError(HELD))
-        if (row := self._turns.next()) is not None:
+        if (row := self._turns.pop()) is not None:
+            if not row.is_quick:
+                self._answer()
             self._work(row)
-        if not self._turns.has_quick or time.monotonic() - self._answered_s > ANSWER_S:
+        if not self._turns or time.monotonic() - self._answered_s > ANSWER_S:
             self._answer()
 
     def _take(self, message: ToGuides) -> None:
@@ -93,22 +122,36 @@ class Following:
                     self._add(row, token_ids[start : start + count], isinstance(message, DraftTokens))
                 start += count
         elif isinstance(message, OpenRow):
-            cost, output = self._turns.cost(message.guide), deque(unpack_ids(message.output).tolist())
+            cost, output = self.cost(message.guide), deque(unpack_ids(message.output).tolist())
             if message.is_quick and cost.token_s is None:
                 cost.token_s = 0.0
             row = self._rows[message.life] = FollowedRow(message, cost, output)
-            self._turns.add(row)
+            self._add_turn(row)
         elif (row := self._rows.get(message.life)) is not None:
             self._forget(row)
 
+    def cost(self, guide: Guide) -> GrammarCost:
+        """Return what following a grammar has cost, to be added to."""
+        key = hash(guide.grammar)
+        found = self._costs.setdefault(key, GrammarCost(guide.compile_s))
+        self._costs.move_to_end(key)
+        if len(self._costs) > MAX_COSTS:
+            self._costs.popitem(last=False)
+        return found
+
+    def _add_turn(self, row: FollowedRow) -> None:
+        """Give a row a turn if it has none."""
+        if row not in self._turns:
+            self._turns.push(row, row)
+
     def _add(self, row: FollowedRow, token_ids: list[int], are_drafts: bool) -> None:
-        """Give a row tokens to follow, behind which drafts from before say nothing, or new drafts."""
+        """Give a row tokens to follow, after which earlier drafts mean nothing, or new drafts."""
         if are_drafts:
             row.drafts = tuple(token_ids)
         else:
             row.todo.extend(token_ids)
             row.drafts = ()
-        self._turns.add(row)
+        self._add_turn(row)
 
     def _work(self, row: FollowedRow) -> None:
         """Compile the grammar of a row, or follow one of its tokens; then answer, or give it another turn."""
@@ -127,12 +170,12 @@ class Following:
         except BaseException as error:  # such as a panic of llguidance: the row ends, with its matcher
             self._refuse(row, RequestFailedError(f"the grammar could not be followed: {str(error)[:200]}"))
         else:
-            self._say(row)
+            self._answer_choice(row)
         self._shared.at_work[0] = 0
         self._measure(row)
 
     def _step(self, row: FollowedRow) -> None:
-        """Compile the grammar of a row, or follow one of its tokens, or all drafts, within the walls."""
+        """Compile the grammar of a row, or follow one of its tokens, or all drafts, within the limits."""
         if row.guide is None:
             compiler, bits, texts = self._prepare(row.source.eos_ids)
             grammar = row.source.guide.grammar
@@ -151,7 +194,7 @@ class Following:
             self._look_ahead(row, row.guide)
 
     def _look_ahead(self, row: FollowedRow, guide: RowGuide) -> None:
-        """Find out what may follow behind the drafts of a row, as far as they match."""
+        """Find out what may follow after the drafts of a row, as far as they match."""
         drafts, row.drafts = row.drafts, ()
         masks, found = self._shared.masks[row.source.row], 0
 
@@ -170,14 +213,15 @@ class Following:
         More than it may take ends the process.
         """
         started_s = time.process_time()
-        self._walls.allow(OPEN_S if compiles else TOKEN_S)
+        self._limit_cpu(OPEN_S if compiles else TOKEN_S)
         try:
             work()
         finally:
-            self._walls.allow(0.0)
+            self._limit_cpu(0.0)
             used_s = time.process_time() - started_s
             row.used_s += 0.0 if compiles else used_s
-            row.share_s += used_s
+            if row.guide is not None:
+                self._turns.charge(row, used_s)
             row.cost.add(used_s / count, is_token=not compiles)
 
     def _prepare(self, eos_ids: bytes) -> tuple[Compiler, MaskArray, TokenTexts]:
@@ -185,16 +229,16 @@ class Following:
         if self._prepared is None or self._prepared[0] != eos_ids:
             compiler = Compiler.of(self._model_dir, self._vocab_size, id_list(eos_ids))
             self._prepared = eos_ids, compiler, np.zeros(compiler.num_words, np.uint32), TokenTexts(compiler.tokens)
-            self._resident_bytes = self._walls.resident()
+            self._resident_bytes = self._memory.resident_bytes()
         return self._prepared[1:]
 
-    def _say(self, row: FollowedRow) -> None:
+    def _answer_choice(self, row: FollowedRow) -> None:
         assert row.guide is not None
         if row.todo or row.drafts:
-            self._turns.add(row)
-        if row.todo or row.num_said == row.num_tokens:
+            self._add_turn(row)
+        if row.todo or row.num_answered == row.num_tokens:
             return
-        row.num_said = row.num_tokens
+        row.num_answered = row.num_tokens
         choice = row.guide.choice()
         if choice.mask is not None:
             mask = self._shared.masks[row.source.row, 0]
@@ -212,22 +256,24 @@ class Following:
 
     def _forget(self, row: FollowedRow) -> None:
         """Drop a row, whatever it has yet to do, and all that its matcher learned."""
-        row.is_gone, row.guide = True, None
+        row.guide = None
         self._rows.pop(row.source.life, None)
+        self._turns.forget(row)
         self._held_bytes -= row.num_bytes
         if row.num_bytes > TRIM_BYTES:
-            self._walls.trim()
-            self._resident_bytes = self._walls.resident()
+            self._memory.trim()
+            self._resident_bytes = self._memory.resident_bytes()
         waiting, self._waiting = self._waiting, []
         for each in waiting:
-            self._turns.add(each)
+            if each is not row:
+                self._add_turn(each)
 
     def _measure(self, row: FollowedRow) -> None:
         """Count the memory that a row took; end it if that is too much, or another one if there is too little."""
-        resident_bytes = self._walls.resident()
+        resident_bytes = self._memory.resident_bytes()
         grown_bytes = max(0, resident_bytes - self._resident_bytes)
         self._resident_bytes = resident_bytes
-        if row.is_gone:
+        if row.source.life not in self._rows:
             return
         row.num_bytes += grown_bytes
         self._held_bytes += grown_bytes
