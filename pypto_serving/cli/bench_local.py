@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pypto_serving.cli.bench_common import OutputJson, one_line_errors, write_output
+from pypto_serving.cli.generate import local_model
 from pypto_serving.cli.help import HelpCommand
-from pypto_serving.cli.local import local_model
 from pypto_serving.cli.options import ENGINE_PANELS, takes_options
 from pypto_serving.errors import ConfigError
 from pypto_serving.setup.options import Options

@@ -140,7 +140,9 @@ def _replay(source: Source, loaded: Trace, target: Target, vocab_size: int | Non
 
     from pypto_serving.bench.client import find_model
     from pypto_serving.bench.replay import fit_window, replay
+    from pypto_serving.setup.host import raise_file_limit
 
+    raise_file_limit()  # a limit that is too low is named before the server is asked
     card = asyncio.run(find_model(target))
     fitting, left_out = fit_window(source, loaded, card)
     if left_out:

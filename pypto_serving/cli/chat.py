@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pypto_serving.cli.client import ChatClient
-from pypto_serving.cli.conversation import Answer, Conversation
+from pypto_serving.cli.conversation import Answer, Conversation, LineReader, history_file
+from pypto_serving.cli.generate import local_model
 from pypto_serving.cli.help import HelpCommand
-from pypto_serving.cli.lines import LineReader, history_file
-from pypto_serving.cli.local import local_model
 from pypto_serving.cli.options import ENGINE_PANELS, takes_options
 from pypto_serving.cli.sampling import sampling_params, takes_sampling
 from pypto_serving.errors import ConfigError

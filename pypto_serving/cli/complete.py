@@ -7,10 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from pypto_serving.cli.chat import ServerKey, model_here, remote_model
-from pypto_serving.cli.conversation import Answer, Conversation
+from pypto_serving.cli.conversation import Answer, Conversation, LineReader
 from pypto_serving.cli.generate import DEFAULT_MAX_TOKENS
 from pypto_serving.cli.help import HelpCommand
-from pypto_serving.cli.lines import LineReader
 from pypto_serving.cli.options import ENGINE_PANELS, takes_options
 from pypto_serving.cli.sampling import sampling_params, takes_sampling
 from pypto_serving.setup.options import Options

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json as jsonlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from msgspec import to_builtins
 
 from pypto_serving.cli.help import HelpCommand
-from pypto_serving.cli.local import local_model
 from pypto_serving.cli.options import ENGINE_PANELS, takes_options
 from pypto_serving.cli.sampling import sampling_params, takes_sampling
 from pypto_serving.errors import ConfigError
 from pypto_serving.setup.options import Options
 
 if TYPE_CHECKING:
-    from pypto_serving.offline.llm import GenerationOutput
+    from pypto_serving.offline.llm import LLM, GenerationOutput
 
 app = typer.Typer(add_completion=False)
 
@@ -50,6 +51,22 @@ def generate(
             outputs = llm.generate(texts, params)
         for text, output in zip(texts, outputs, strict=True):
             typer.echo(jsonlib.dumps(_as_json(text, output)) if json else _as_text(output))
+
+
+@contextmanager
+def local_model(options: Options) -> Iterator[LLM]:
+    """Open an LLM as `options` ask for, and end its engine afterwards."""
+    from pypto_serving.cli.serve import configure_logging
+    from pypto_serving.offline.llm import LLM
+    from pypto_serving.setup.option_table import QUIET_DEFAULTS
+    from pypto_serving.setup.prepare import model_spec
+
+    spec = model_spec(options)
+    configure_logging(options, QUIET_DEFAULTS)
+    if sys.stderr.isatty():
+        typer.echo(f"loading {spec.path or 'the null model'}", err=True)
+    with LLM.from_options(options, spec) as llm:
+        yield llm
 
 
 def _read_prompts() -> list[str]:

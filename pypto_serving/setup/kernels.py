@@ -7,10 +7,11 @@ from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.options import Options
 from pypto_serving.setup.settings import Settings
 from pypto_serving.types.model import ModelSpec
-from pypto_serving.util import format_size
+from pypto_serving.util import format_size, install_extra
 
 WEIGHT_BYTES_PER_THREAD = 32 << 20
 """Fewer bytes of weights are read faster by one thread less."""
+_INSTALL = install_extra("torch")
 
 
 def choose_kernels(settings: Settings, model: ModelSpec, host: HostFacts) -> str:
@@ -37,6 +38,29 @@ def why_torch(options: Options, model: ModelSpec) -> str:
     """Say why the kernels cannot serve the model, with the option to look at; empty if they can."""
     option = model.needs_torch_option
     return f"{model.needs_torch} (see {options.label(option)})" if option else model.needs_torch
+
+
+def require_torch(options: Options, model: ModelSpec, host: HostFacts) -> None:
+    """Refuse what torch would compute where it is not installed; raises ConfigError, in one line that says what helps.
+
+    Cases, in this order: no kernels were built; the user chose torch; float32; sizes or options the kernels refuse.
+    """
+    if host.torch:
+        return
+    if not host.kernels:
+        raise ConfigError(
+            "this installation has neither CPU kernels, because there was no C++ compiler, nor torch; install it again "
+            f"with a compiler (in a checkout: make clean serve), or {_INSTALL}"
+        )
+    if options.kernels == "torch":
+        change = "" if model.needs_torch else "drop it, or "
+        raise ConfigError(f"{options.label('kernels')} is torch, but torch is not installed; {change}{_INSTALL}")
+    if model.dtype == "float32":
+        subject, change = "the weights are", f"give {options.giving('dtype', 'bfloat16')}"
+        if options.dtype == "float32":
+            subject, change = f"{options.label('dtype')} is", "give bfloat16"
+        raise ConfigError(f"{subject} float32, which needs torch, and torch is not installed; {change}, or {_INSTALL}")
+    raise ConfigError(f"{why_torch(options, model)}, and torch is not installed; change that, or {_INSTALL}")
 
 
 def _check_quantized(options: Options, model: ModelSpec, obstacle: str) -> None:

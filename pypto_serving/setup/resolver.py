@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from pypto_serving.parallel.topology import Topology
 from pypto_serving.setup.blocks import choose_block_size
 from pypto_serving.setup.events import check_ports, choose_events
 from pypto_serving.setup.host import HostFacts, is_loopback
-from pypto_serving.setup.kernels import choose_kernels, choose_packed_cache, choose_threads
+from pypto_serving.setup.kernels import choose_kernels, choose_packed_cache, choose_threads, require_torch
 from pypto_serving.setup.kv_shares import MemoryPlan, plan_tier
 from pypto_serving.setup.memory_planner import MemoryPlanner
 from pypto_serving.setup.npu import choose_platform
@@ -27,8 +28,6 @@ from pypto_serving.setup.replicas import host_share, replicate
 from pypto_serving.setup.settings import Setting, Settings
 from pypto_serving.setup.speculation import choose_drafts
 from pypto_serving.setup.tiers import choose_tiers
-from pypto_serving.setup.traits import options_named
-from pypto_serving.setup.without_torch import require_torch
 from pypto_serving.types.config import (
     CacheConfig,
     EngineConfig,
@@ -37,6 +36,7 @@ from pypto_serving.types.config import (
     ParallelConfig,
     SchedulerConfig,
     ServerConfig,
+    UnmetError,
     WorkerConfig,
 )
 from pypto_serving.types.model import ModelSpec, default_model_name
@@ -90,7 +90,7 @@ def resolve(
     memory, model_len = _plan_memory(settings, planner)
     num_threads = choose_threads(settings, model, host)
     tiers = choose_tiers(settings, model, host, backend, planner.host_bytes)
-    with options_named(options):
+    with _options_named(options):
         engine = EngineConfig(
             model=_model(settings, model, kernels),
             limits=planner.limits(model_len),
@@ -129,6 +129,15 @@ def resolve(
         ranks=() if backend.devices else plan_ranks(engines[0], model, memory, planner.rank_workspace(model_len)),
         warnings=tuple(settings.warnings),
     )
+
+
+@contextmanager
+def _options_named(options: Options) -> Iterator[None]:
+    """Turn an UnmetError of a backend's programs into a ConfigError that names the option as it was given."""
+    try:
+        yield
+    except UnmetError as error:
+        raise ConfigError(f"{options.label(error.name)} {error.problem}") from None
 
 
 def _as_served(

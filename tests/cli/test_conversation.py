@@ -16,8 +16,7 @@ import pytest
 
 from pypto_serving.api.chat.output import TextPart
 from pypto_serving.api.generation.choice import TokenUsage
-from pypto_serving.cli.conversation import Conversation, Message
-from pypto_serving.cli.lines import LineReader
+from pypto_serving.cli.conversation import Conversation, LineReader, Message
 
 WAIT_S = 60.0
 

@@ -120,3 +120,10 @@ def test_the_rules_themselves() -> None:
     assert exists("kv/pool.py") and exists("pool.py") and exists("csrc/") and not exists("kv/nothing.py")
     assert headings("# A, `b` c\n```\n# no heading\n```\n## D-e") == {"a-b-c", "d-e"}
     assert "--max-model-len" in set(flags_of(typer.main.get_command(app)))
+
+
+def test_the_design_lists_every_file_that_configures_a_start() -> None:
+    section = text_of("docs/design.md").split("## From options to a start\n")[1].split("\n## ")[0]
+    rows = "".join(line.split("|")[1] for line in section.splitlines() if line.startswith("| `"))
+    folder = ROOT / "pypto_serving/setup"
+    assert sorted(re.findall(r"`(\w+\.py)`", rows)) == sorted({p.name for p in folder.glob("*.py")} - {"__init__.py"})
