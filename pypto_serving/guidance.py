@@ -33,7 +33,7 @@ LIMITS: dict[str, Any] = {
 takes 30 ms and 11 MB. A row of items is as long as an object has optional properties, a few for each.
 
 None of them bounds time: ambiguous rules may take seconds before they meet one. So grammars are compiled and followed
-in processes that have walls of time and memory: `api/reading` and `worker/guiding`.
+in processes that have limits of time and memory: `api/reading` and `worker/guiding`.
 """
 MAX_MESSAGE_CHARS = 300
 

@@ -26,7 +26,7 @@ OOM_SCORE = Path("/proc/self/oom_score_adj")
 
 
 def cpu_limit_s(num_bytes: int) -> float:
-    """Return the CPU time that a task of so many bytes may take."""
+    """Return the CPU time that a task of `num_bytes` may take."""
     return CPU_S * (1 + num_bytes / (1 << 20))
 
 
@@ -38,7 +38,7 @@ def limit_memory(num_bytes: int = MAX_BYTES) -> None:
 
 
 def limit_cpu(seconds: float) -> None:
-    """End this process by SIGPROF after so much more CPU time; 0 for no limit."""
+    """End this process by SIGPROF after `seconds` more of CPU time; 0 for no limit."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 

@@ -7,8 +7,8 @@ from collections import deque
 import msgspec
 
 from pypto_serving.limits import ProcessMemory
-from pypto_serving.worker.guiding.following import Following
 from pypto_serving.worker.guiding.process import Death, GuideProcess
+from pypto_serving.worker.guiding.server import GuideServer
 from pypto_serving.worker.guiding.wire import GuideAnswers, SharedMasks, ToGuides
 from tests.memory_channel import MemoryChannel
 
@@ -44,7 +44,7 @@ class InlineGuideProcess(GuideProcess):
 
     def _renew(self) -> None:
         self._ours, theirs = MemoryChannel.pair(GuideAnswers, ToGuides)
-        self.following = Following(theirs, self.shared, *self._start, self.memory, lambda seconds: None)
+        self.server = GuideServer(theirs, self.shared, *self._start, self.memory, lambda seconds: None)
 
     def send(self, message: msgspec.Struct) -> None:
         self._ours.send(message)
@@ -53,9 +53,9 @@ class InlineGuideProcess(GuideProcess):
         if self.deaths or self.is_stuck:
             return None
         while True:
-            self.following.turn(0.0)
+            self.server.turn(0.0)
             answers = self._ours.receive()
-            if answers is not None or not timeout_s or not self.following.is_busy:
+            if answers is not None or not timeout_s or not self.server.is_busy:
                 return answers
 
     def death(self) -> Death | None:

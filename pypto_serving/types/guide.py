@@ -30,10 +30,10 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Reasoning(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How an output begins with reasoning. Where it ends is told by the text, however its tokens cut it.
+    """How an output begins with reasoning. Its end is found in the text, however the tokens cut it.
 
     - `begin`: "" if the prompt opened it, so every output begins with reasoning. Otherwise an output has reasoning only
-      if it begins with this text, maybe behind white space.
+      if it begins with this text, maybe after white space.
     - `end`: ends it; what follows is content. Never empty.
     - `calls`: texts that end it too, but belong to the content.
     - `begin_ids`, `end_ids`: the tokens that `begin` and `end` are written with where a guide writes them.
@@ -52,8 +52,8 @@ class Guide(msgspec.Struct, frozen=True, array_like=True, gc=False):
     - `grammar`: of the content, which is what follows the reasoning; None allows anything.
     - `reasoning`: None if the output has none. No grammar holds there, and no end-of-sequence token ends it before
       a grammar began.
-    - `max_reasoning_tokens`: after so many tokens of reasoning, its beginning not counted, the next tokens are what is
-      missing of `end_ids`; None for no limit.
+    - `max_reasoning_tokens`: after this many tokens of reasoning, its beginning not counted, the next tokens are the
+      rest of `end_ids`; None for no limit.
     - `field`: the request field that the grammar comes from, for messages.
     - `compile_s`: CPU time that the grammar took when it was checked; changes whose turn it is, and no output.
     """

@@ -1,4 +1,4 @@
-"""GuidedRow: a row that is guided, and what its guide said last."""
+"""GuidedRow: a row with a guide, and the last answer of that guide."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from pypto_serving.worker.guiding.wire import Pace
 from pypto_serving.worker.row_guide import NextTokens
 
 NOTHING: MaskArray = np.empty((0, 0), np.uint32)
-"""No mask behind a draft."""
+"""No mask after a draft."""
 
 
 class GuidedRow:
     """Owned by RowGuides.
 
     - `life`: names it to the process that follows it; 0 if none does yet.
-    - `choice`: what the row may append next; None while that is found out.
-    - `ahead` [n, words]: what may follow behind the first n of its drafts; None while that is found out.
+    - `choice`: what the row may append next; None until its process answers.
+    - `ahead` [n, words]: the masks after the first n of its drafts; None until its process answers.
     - `expected`: what must follow the last token, as far as that was known before it.
     - `fault`: why it cannot go on, or None.
-    - `pace`: what its process said of its grammar last.
-    - `unwaited`: no step waits for this many of its tokens, counted from the next one on.
-    - `lateness`: how many they were when it came too late the last time; 0 if it has been in time since.
+    - `pace`: of its grammar, as its process reported it last.
+    - `unwaited`: no step waits for this many of its next tokens.
+    - `lateness`: how many these were after its last late answer; 0 if it has been in time since.
+    - `num_crashes`: how many processes ended while they worked for it.
     """
 
     def __init__(self, row: int, sampling: RowSampling, output: Sequence[int]) -> None:
@@ -45,7 +46,7 @@ class GuidedRow:
         self.pace: Pace = "new"
         self.unwaited = 1
         self.lateness = 0
-        self.num_strikes = 0
+        self.num_crashes = 0
 
     @property
     def is_busy(self) -> bool:
@@ -57,7 +58,7 @@ class GuidedRow:
         return not self.unwaited and self.pace != "slow"
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Append what the row appended: nothing is known of what follows but the rest of forced tokens."""
+        """Append what the row appended. Of what follows only the rest of expected tokens is known."""
         expected, count = () if self.choice is None else self.choice.expected, len(token_ids)
         self.expected = expected[count:] if expected[:count] == tuple(token_ids) else ()
         self.choice, self.ahead = None, NOTHING

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pypto_serving.errors import RequestError
 from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.sampling import RowSampling
-from pypto_serving.worker.follower import Follower, KnownGrammars
+from pypto_serving.worker.guide_client import GuideClient, KnownGrammars
 from pypto_serving.worker.guided_row import NOTHING, GuidedRow
 from pypto_serving.worker.guiding.process import GuideProcess
 from pypto_serving.worker.masks import RowMasks
@@ -23,28 +23,28 @@ MAX_UNWAITED = 64
 """For how many tokens at most no step waits for a row whose guide came too late. They double each time."""
 
 
-class Told(NamedTuple):
-    """What guides say of the n rows that sample, by index.
+class StepConstraints(NamedTuple):
+    """What guides allow the n rows that sample, by index.
 
     - `guides`: of the rows that have one.
     - `withheld`: rows that cannot sample yet.
     - `forced`: what a row appends in place of a sampled token.
-    - `limits`: behind how many drafts it is known what may follow.
     - `faults`: why a row cannot go on.
+    - `known_drafts`: after how many of a row's drafts the allowed tokens are known.
     """
 
     guides: dict[int, GuidedRow]
     withheld: set[int]
     forced: dict[int, tuple[int, ...]]
     faults: dict[int, RequestError]
-    limits: dict[int, int]
+    known_drafts: dict[int, int]
 
 
 class RowGuides:
     """Owns what is known of the guides of rows. Rows without one cost nothing.
 
-    Grammars are followed by a process, which the first row that has one starts; those that are slow, by another one,
-    so that no other token waits for theirs. `_followers`: the two of them, once a row has a guide.
+    Two processes follow grammars: one the quick ones, the other the slow ones, so that no other token waits for theirs.
+    The first row with such a grammar starts each. `_clients` has the quick one first; () until a row has a guide.
     """
 
     def __init__(self, make_process: Callable[[], GuideProcess], masks: RowMasks) -> None:
@@ -52,7 +52,7 @@ class RowGuides:
         self._masks = masks
         self._rows: dict[int, GuidedRow] = {}
         self._known = KnownGrammars()
-        self._followers: tuple[Follower, ...] = ()
+        self._clients: tuple[GuideClient, ...] = ()
 
     def start(self, row: int, sampling: RowSampling, output: Sequence[int]) -> None:
         """Guide `row`, which has the tokens `output` already."""
@@ -65,10 +65,10 @@ class RowGuides:
 
     def _open(self, guided: GuidedRow, is_slow: bool) -> None:
         """Let a row be followed from its first token on."""
-        if not self._followers:
+        if not self._clients:
             lives = itertools.count(1)
-            self._followers = tuple(Follower(self._make_process(), lives, self._known) for _ in range(2))
-        self._followers[is_slow].open(guided)
+            self._clients = tuple(GuideClient(self._make_process(), lives, self._known) for _ in range(2))
+        self._clients[is_slow].open(guided)
 
     def clear(self, row: int) -> None:
         """Forget the guide of `row`; what it has yet to do is dropped."""
@@ -79,14 +79,14 @@ class RowGuides:
         self._drop(guided)
 
     def _drop(self, guided: GuidedRow) -> None:
-        for follower in self._followers:
-            follower.drop(guided)
+        for client in self._clients:
+            client.drop(guided)
 
     def close(self) -> None:
         """End the processes."""
-        for follower in self._followers:
-            follower.process.close()
-        self._followers = ()
+        for client in self._clients:
+            client.process.close()
+        self._clients = ()
 
     def expected(self, rows: Int32Array) -> dict[int, tuple[int, ...]]:
         """Return what must follow the last token of `rows` [n], by index, where that is known already."""
@@ -96,16 +96,16 @@ class RowGuides:
         return {i: guided.expected for i, guided in found if guided is not None and guided.expected}
 
     def draft(self, rows: Int32Array, known: Int32Array, counts: Int32Array, tokens: Int32Array) -> None:
-        """Let guides know that `rows` [n] verify `counts` [n] drafts, behind their `known` [n] of `tokens`."""
+        """Give guides the `counts` [n] drafts that `rows` [n] verify, after their `known` [n] of `tokens`."""
         for i, row in enumerate(rows.tolist()) if self._rows else ():
             if counts[i] and (guided := self._rows.get(row)) is not None:
-                for follower in self._followers:
-                    follower.draft(guided, tokens[row, known[i] : known[i] + counts[i]])
-        for follower in self._followers:
-            follower.flush()
+                for client in self._clients:
+                    client.draft(guided, tokens[row, known[i] : known[i] + counts[i]])
+        for client in self._clients:
+            client.flush()
 
-    def tell(self, rows: Int32Array, num_drafts: Int32Array | None = None) -> Told | None:
-        """Say what `rows` [n], which sample now, may choose, and set their masks. Wait a little for the processes.
+    def constrain(self, rows: Int32Array, num_drafts: Int32Array | None = None) -> StepConstraints | None:
+        """Return what `rows` [n], which sample now, may choose, and set their masks. Wait a little for the processes.
 
         A row of -1 has no guide. Row i verifies `num_drafts[i]` drafts. None if no row has a guide.
         """
@@ -115,15 +115,15 @@ class RowGuides:
         if not found:
             return None
         self._wait({guided for guided in found.values() if guided.is_busy}, len(rows))
-        told = Told(found, set(), {}, {}, {})
+        constraints = StepConstraints(found, set(), {}, {}, {})
         for i, guided in found.items():
             mask = None
             if guided.fault is not None:
-                told.faults[i] = guided.fault
+                constraints.faults[i] = guided.fault
             elif guided.choice is None:
-                told.withheld.add(i)
+                constraints.withheld.add(i)
             elif guided.choice.forced:
-                told.forced[i] = guided.choice.forced
+                constraints.forced[i] = guided.choice.forced
             else:
                 mask = guided.choice.mask
             self._masks.put(guided.row, 0, mask)
@@ -131,11 +131,11 @@ class RowGuides:
                 self._masks.lift(guided.row)
                 self.clear(guided.row)
             elif num_drafts is not None:
-                told.limits[i] = self._put_ahead(guided, int(num_drafts[i]))
-        return told
+                constraints.known_drafts[i] = self._put_ahead(guided, int(num_drafts[i]))
+        return constraints
 
     def _put_ahead(self, guided: GuidedRow, num_drafts: int) -> int:
-        """Set the masks behind the drafts of a row; return behind how many it is known what may follow."""
+        """Set the masks after the drafts of a row; return after how many drafts the allowed tokens are known."""
         ahead = NOTHING if guided.ahead is None else guided.ahead[:num_drafts]
         for draft, mask in enumerate(ahead):
             self._masks.put(guided.row, 1 + draft, mask)
@@ -146,8 +146,8 @@ class RowGuides:
 
         Rows that came too late before are not waited for, nor those whose grammar is slow.
         """
-        for follower in self._followers:
-            follower.receive(0.0)
+        for client in self._clients:
+            client.receive(0.0)
         idle = len(wanted) == num_rows
         until_s = time.monotonic() + (IDLE_PATIENCE_S if idle else PATIENCE_S)
         while late := [guided for guided in wanted if guided.is_busy and (idle or guided.is_waited_for)]:
@@ -163,29 +163,29 @@ class RowGuides:
 
     def _receive(self, timeout_s: float, late: Sequence[GuidedRow]) -> bool:
         """Take in what processes found out. Without anything wait, for the first that works for one of `late`."""
-        found = [follower.receive(0.0) for follower in self._followers]
+        found = [client.receive(0.0) for client in self._clients]
         if any(found):
             return True
         lives = {guided.life for guided in late}
-        working = next((each for each in self._followers if not lives.isdisjoint(each.rows)), None)
+        working = next((each for each in self._clients if not lives.isdisjoint(each.rows)), None)
         return working is not None and working.receive(timeout_s)
 
-    def follow(self, rows: Int32Array, told: Told, counts: Int32Array, token_ids: Int32Array) -> None:
+    def append(self, rows: Int32Array, constraints: StepConstraints, counts: Int32Array, token_ids: Int32Array) -> None:
         """Append what `rows` [n] appended: `counts` [n] of `token_ids`, row after row. Those that were slow move."""
         ends = counts.cumsum()
-        for i, guided in told.guides.items():
+        for i, guided in constraints.guides.items():
             if not counts[i] or self._rows.get(guided.row) is not guided:
                 continue
             new = token_ids[ends[i] - counts[i] : ends[i]]
             guided.append(new.tolist())
             guided.unwaited = max(0, guided.unwaited - 1)
-            is_here = guided.life in self._followers[0].rows
+            is_here = guided.life in self._clients[0].rows
             if guided.pace == "slow" and guided.guide.grammar is not None and is_here:
                 self._known.set_slow(guided.guide, True)
                 self._drop(guided)
                 self._open(guided, is_slow=True)
             else:
-                for follower in self._followers:
-                    follower.append(guided, new)
-        for follower in self._followers:
-            follower.flush()
+                for client in self._clients:
+                    client.append(guided, new)
+        for client in self._clients:
+            client.flush()

@@ -1,4 +1,4 @@
-"""ReasoningState: tell the reasoning of an output from its content."""
+"""ReasoningState: separate the reasoning of an output from its content."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Stage = Literal["opening", "reasoning", "content"]
 
 
 class TokenTexts:
-    """The bytes of each token of a vocabulary. Owns what it found out about them; see `beyond`."""
+    """The bytes of each token of a vocabulary. Owns an index of them; see `beyond`."""
 
     def __init__(self, texts: Sequence[bytes]) -> None:
         self._texts = texts
@@ -23,7 +23,7 @@ class TokenTexts:
         return self._texts[token_id]
 
     def beyond(self, mark: bytes) -> list[list[int]]:
-        """Return for each n the tokens that end `mark` behind its first n bytes, and go on. Takes time, once."""
+        """Return for each n the tokens that end `mark` after its first n bytes, and go on. Takes time, once."""
         if mark not in self._beyond:
             ends = [(i, text) for i, text in enumerate(self._texts) if mark[-1:] in text[:-1]]
             self._beyond[mark] = [
@@ -111,7 +111,7 @@ class ReasoningState:
         return ids[self._num_opened] if self._num_opened < len(ids) else None
 
     def forced(self) -> tuple[int, ...]:
-        """Return what must follow: what is missing of `end_ids` once the reasoning has its most tokens."""
+        """Return what must follow: the rest of `end_ids` once the reasoning has its maximum of tokens."""
         if self.stage != "reasoning" or self._max_tokens is None or self._num_tokens < self._max_tokens:
             return ()
         end, last = self._reasoning.end_ids, tuple(token_id for token_id, _ in self._tail)

@@ -43,7 +43,7 @@ class NextTokens(NamedTuple):
 class RowGuide:
     """Follows the output of one row.
 
-    What it says depends on the guide and on the output tokens alone. A matcher has limits on the work of each of its
+    Its choices depend on the guide and on the output tokens alone. A matcher has limits on the work of each of its
     calls, so they too are made in the same order whether tokens come one by one or, after a restart, all at once.
 
     - `compile` makes a matcher at the beginning of the content; None for no grammar.
@@ -79,7 +79,7 @@ class RowGuide:
 
     @property
     def may_compile(self) -> bool:
-        """Return whether the next token may end with a new matcher, for content behind reasoning."""
+        """Return whether the next token may end with a new matcher, for the content after reasoning."""
         return self._stage == "opening" and self._compile is not None
 
     def open(self) -> None:
@@ -98,7 +98,7 @@ class RowGuide:
             self._prepare()
 
     def choice(self) -> NextTokens:
-        """Say what may follow."""
+        """Return what may follow."""
         if self._stage == "content" and self._compile is None:
             return NextTokens(is_done=True)
         if self._forced:
@@ -107,7 +107,7 @@ class RowGuide:
         return NextTokens(mask=self._mask)
 
     def look_ahead(self, drafts: Sequence[int], masks: MaskArray) -> int:
-        """Write to masks[i + 1] what may follow behind drafts[: i + 1]; return for how many, as far as they match.
+        """Write to masks[i + 1] what may follow drafts[: i + 1]; return for how many, as far as they match.
 
         masks[0] is that of the last choice, if it has one. The guide stays where it is. Takes time.
         """
@@ -180,7 +180,7 @@ class RowGuide:
         return ()
 
     def _allowed(self) -> MaskArray:
-        """Return what the grammar allows: in reasoning all but the end of the sequence, behind its end only that."""
+        """Return what the grammar allows: in reasoning all but the end of the sequence, after its own end only that."""
         if self._stage == "reasoning":
             self._bits.fill(0xFFFFFFFF)
             self._flip({*self._eos_ids, *self._state.beyond()} if self._state is not None else self._eos_ids)

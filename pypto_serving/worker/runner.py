@@ -27,7 +27,7 @@ from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.batch import Dispatch, RowBatch
 from pypto_serving.worker.draft.drafts import MakeDrafter
 from pypto_serving.worker.draft.model import ModelDrafter
-from pypto_serving.worker.guides import Told
+from pypto_serving.worker.guides import StepConstraints
 from pypto_serving.worker.guiding.process import GuideProcess, MakeGuideProcess
 from pypto_serving.worker.prompt_logprobs import compute_prompt_logprobs, num_logits
 from pypto_serving.worker.verify import DispatchResult, apply_guides, read_device_tokens, sample_and_verify
@@ -72,7 +72,7 @@ class _PendingStep(msgspec.Struct, frozen=True):
     dispatches: list[Dispatch]
     started_s: float
     packed_s: float
-    told: list[Told | None]
+    constraints: list[StepConstraints | None]
 
 
 class StepTimes(NamedTuple):
@@ -138,7 +138,7 @@ class Runner:
     def _submit(self, step: _PendingStep, dispatch: Dispatch) -> None:
         sampling = None
         if self._on_device:
-            step.told.append(self.batch.guides.tell(dispatch.rows))
+            step.constraints.append(self.batch.guides.constrain(dispatch.rows))
             rows, owners, positions = dispatch.rows, dispatch.owners, dispatch.positions
             sampling = self.batch.samplers.inputs(rows, owners, positions, self.batch.num_tokens[rows])
         self.program.submit(dispatch.inputs, sampling)
@@ -153,8 +153,8 @@ class Runner:
             output = self.program.collect()
             computed_s = time.perf_counter()
             if not self._on_device:
-                step.told.append(self.batch.guides.tell(self.batch.still(dispatch), dispatch.num_drafts))
-            chosen = self._choose(dispatch, output, step.told[i])
+                step.constraints.append(self.batch.guides.constrain(self.batch.still(dispatch), dispatch.num_drafts))
+            chosen = self._choose(dispatch, output, step.constraints[i])
             self.batch.advance(dispatch, chosen.counts, chosen.token_ids, chosen.accepted)
             found.append((dispatch, chosen))
             if chosen.faults:
@@ -189,24 +189,26 @@ class Runner:
             if 0 < num_tokens == dispatch.inputs.query_start[dispatch.inputs.num_rows]:
                 self.batch.drafts.step_cost.measure(num_tokens, elapsed_s)
 
-    def _choose(self, dispatch: Dispatch, output: StepOutput, told: Told | None) -> DispatchResult:
+    def _choose(self, dispatch: Dispatch, output: StepOutput, constraints: StepConstraints | None) -> DispatchResult:
         if output.sampled is not None:
             chosen = read_device_tokens(dispatch, output.sampled)
         else:
             assert output.logits is not None
-            chosen = self._choose_here(dispatch, output.logits, told)
-        if told is not None:
-            chosen = apply_guides(dispatch, chosen, told)
-            self.batch.guides.follow(dispatch.rows, told, chosen.each(len(dispatch.rows)), chosen.token_ids)
+            chosen = self._choose_here(dispatch, output.logits, constraints)
+        if constraints is not None:
+            chosen = apply_guides(dispatch, chosen, constraints)
+            self.batch.guides.append(dispatch.rows, constraints, chosen.each(len(dispatch.rows)), chosen.token_ids)
         return chosen
 
-    def _choose_here(self, dispatch: Dispatch, logits: Float32Array, told: Told | None) -> DispatchResult:
+    def _choose_here(
+        self, dispatch: Dispatch, logits: Float32Array, constraints: StepConstraints | None
+    ) -> DispatchResult:
         """Sample on the host. Compute prompt log-probabilities from the logits after the sampling rows."""
-        samplers, limits = self.batch.samplers, {} if told is None else told.limits
+        samplers, known_drafts = self.batch.samplers, {} if constraints is None else constraints.known_drafts
         if not dispatch.prompt_spans:
-            return sample_and_verify(dispatch, logits, samplers, self._sampler, limits)
+            return sample_and_verify(dispatch, logits, samplers, self._sampler, known_drafts)
         sampling = len(logits) - num_logits(dispatch.prompt_spans)
-        chosen = sample_and_verify(dispatch, logits[:sampling], samplers, self._sampler, limits)
+        chosen = sample_and_verify(dispatch, logits[:sampling], samplers, self._sampler, known_drafts)
         found, faults = compute_prompt_logprobs(dispatch.prompt_spans, logits[sampling:], self._sampler)
         return chosen._replace(prompt_logprobs=found, faults=chosen.faults + faults)
 

@@ -13,7 +13,7 @@ from pypto_serving.types.arrays import Float32Array, Int32Array
 from pypto_serving.types.sampler import Sampler
 from pypto_serving.types.step import NOT_FINITE, RowFault, RowLogprobs, RowPromptLogprobs
 from pypto_serving.worker.batch import Dispatch
-from pypto_serving.worker.guides import Told
+from pypto_serving.worker.guides import StepConstraints
 from pypto_serving.worker.sampler import RowSamplers, pack_logprobs
 
 _NOT_FINITE = "the model's logits are not finite for this request; the prompt or the weights may be corrupt"
@@ -121,27 +121,27 @@ def _make_result(
     return DispatchResult(tokens[~failed], counts, logprobs, faults, accepted)
 
 
-def apply_guides(dispatch: Dispatch, chosen: DispatchResult, told: Told) -> DispatchResult:
-    """Return what rows append by what their guides told: nothing, forced tokens, or what was chosen.
+def apply_guides(dispatch: Dispatch, chosen: DispatchResult, constraints: StepConstraints) -> DispatchResult:
+    """Return what rows append by the constraints of their guides: nothing, forced tokens, or what was chosen.
 
     Drafts count as computed as long as they equal the forced tokens; the last forced token never counts.
     """
-    if not (told.withheld or told.forced or told.faults):
+    if not (constraints.withheld or constraints.forced or constraints.faults):
         return chosen
     rows, right = dispatch.rows, chosen.each_accepted(len(dispatch.rows)).copy()
     counts = chosen.each(len(rows)).copy()
     pieces = np.split(chosen.token_ids, counts.cumsum()[:-1])
-    silent = told.withheld | told.faults.keys()
+    silent = constraints.withheld | constraints.faults.keys()
     for i in silent:
         pieces[i], right[i] = pieces[i][:0], 0
-    for i, forced in told.forced.items():
+    for i, forced in constraints.forced.items():
         if counts[i]:
             pieces[i] = np.array(forced, np.int32)
             right[i] = _num_equal(dispatch.drafts(i), forced[:-1])
     dropped = {int(rows[i]) for i in silent}
     faults = [
         RowFault(int(rows[i]), error.error_code, str(error), error.status, error.param)
-        for i, error in told.faults.items()
+        for i, error in constraints.faults.items()
     ]
     return chosen._replace(
         token_ids=np.concatenate(pieces, dtype=np.int32),

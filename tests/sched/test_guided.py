@@ -198,15 +198,15 @@ def test_a_row_that_waits_is_computed_again(
     monkeypatch.setattr(guides, "PATIENCE_S", 0.0)
     monkeypatch.setattr(guides, "IDLE_PATIENCE_S", 0.0)
     withheld = 0
-    tell = guides.RowGuides.tell
+    constrain = guides.RowGuides.constrain
 
-    def counting(self: guides.RowGuides, rows: Any, num_drafts: Any = None) -> guides.Told | None:
+    def counting(self: guides.RowGuides, rows: Any, num_drafts: Any = None) -> guides.StepConstraints | None:
         nonlocal withheld
-        told = tell(self, rows, num_drafts)
-        withheld += 0 if told is None else len(told.withheld)
-        return told
+        constraints = constrain(self, rows, num_drafts)
+        withheld += 0 if constraints is None else len(constraints.withheld)
+        return constraints
 
-    monkeypatch.setattr(guides.RowGuides, "tell", counting)
+    monkeypatch.setattr(guides.RowGuides, "constrain", counting)
     config = null_config(num_blocks=40, model=str(model), vocab_size=VOCAB_SIZE, max_model_len=160, **SHAPES[shape])
     churn(Simulation(config), random.Random(5), compiler, 20)
     assert withheld > 0

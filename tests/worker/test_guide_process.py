@@ -17,7 +17,7 @@ import pytest
 from pypto_serving.types.guide import MAX_MATCHER_BYTES, Grammar, Guide
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.types.tokens import pack_ids
-from pypto_serving.worker.guides import RowGuides, Told
+from pypto_serving.worker.guides import RowGuides, StepConstraints
 from pypto_serving.worker.guiding.process import STUCK_S, GuideProcess
 from pypto_serving.worker.guiding.wire import DropRow
 from pypto_serving.worker.masks import RowMasks
@@ -45,24 +45,24 @@ class Rows:
         self.guides.clear(row)
         del self.outputs[row]
 
-    def tell(self) -> Told:
-        told = self.guides.tell(np.array(list(self.outputs), np.int32))
-        assert told is not None
-        return told
+    def constrain(self) -> StepConstraints:
+        constraints = self.guides.constrain(np.array(list(self.outputs), np.int32))
+        assert constraints is not None
+        return constraints
 
     def step(self, rng: random.Random) -> dict[int, BaseException]:
         """Let each row that is ready append a token; return faults by row."""
-        rows, told = list(self.outputs), self.tell()
+        rows, constraints = list(self.outputs), self.constrain()
         counts, chosen = np.zeros(len(rows), np.int32), []
         for i, row in enumerate(rows):
-            if i not in told.withheld and i not in told.faults:
+            if i not in constraints.withheld and i not in constraints.faults:
                 (at,) = self.masks.find(np.array([row], np.int32))
                 bits = np.unpackbits(self.masks.bits[at].view(np.uint8), bitorder="little")
                 chosen.append(rng.choice(np.flatnonzero(bits).tolist()))
                 self.outputs[row].append(chosen[-1])
                 counts[i] = 1
-        self.guides.follow(np.array(rows, np.int32), told, counts, np.array(chosen, np.int32))
-        return {rows[i]: error for i, error in told.faults.items()}
+        self.guides.append(np.array(rows, np.int32), constraints, counts, np.array(chosen, np.int32))
+        return {rows[i]: error for i, error in constraints.faults.items()}
 
     def child(self) -> psutil.Process:
         assert self.process.pid is not None
@@ -116,10 +116,10 @@ def test_an_ambiguous_grammar_is_ended_alone(rows: Rows) -> None:
         assert 0 not in faults
         seen.add(rows.process.pid)
     assert "takes too long" in str(faults[1])
-    assert not rows.guides._rows[0].num_strikes
+    assert not rows.guides._rows[0].num_crashes
     rows.clear(1)
     rows.start(2, hostile)
-    assert rows.tell().faults
+    assert rows.constrain().faults
     rows.clear(2)
     length = len(rows.outputs[0])
     while len(rows.outputs[0]) < length + 10:
@@ -175,7 +175,7 @@ def peak_bytes(pid: int) -> int:
 def test_steps_wait_while_no_process_may_start(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between processes that keep ending, rather than compute in vain."""
     rows.start(1, GOOD)
-    while rows.tell().withheld:
+    while rows.constrain().withheld:
         pass
     assert rows.process.pid is not None
     os.kill(rows.process.pid, signal.SIGKILL)
@@ -183,9 +183,9 @@ def test_steps_wait_while_no_process_may_start(rows: Rows, monkeypatch: pytest.M
     waits: list[float] = []
     monkeypatch.setattr(time, "sleep", waits.append)
     while rows.process.pid is not None:
-        rows.tell()
+        rows.constrain()
     waits.clear()
-    assert rows.tell().withheld == {0} and sum(waits) > 0
+    assert rows.constrain().withheld == {0} and sum(waits) > 0
 
 
 def test_a_process_that_is_silent_is_ended_and_no_other(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,9 +202,9 @@ def test_a_process_that_is_silent_is_ended_and_no_other(rows: Rows, monkeypatch:
     rows.clear(2)
     for _ in range(3):
         ahead_s += STUCK_S - 5
-        num_beats = int(shared.num_beats[0])
+        num_heartbeats = int(shared.num_heartbeats[0])
         rows.process.send(DropRow(99))
-        while int(shared.num_beats[0]) == num_beats:
+        while int(shared.num_heartbeats[0]) == num_heartbeats:
             os.sched_yield()
         assert rows.process.death() is None
     os.kill(pid, signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""The guides of a worker's rows: what they tell a step, and what becomes of them when the process that follows dies."""
+"""The guides of a worker's rows: what they allow in a step, and what follows when their process dies."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from pypto_serving.guidance import Compiler, Matcher
 from pypto_serving.types.guide import MAX_MATCHER_BYTES, Grammar, Guide, Reasoning
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.types.tokens import pack_ids
-from pypto_serving.worker.follower import MAX_MUTE, MAX_STRIKES, OWN_FAULTS
-from pypto_serving.worker.guides import RowGuides, Told
+from pypto_serving.worker.guide_client import MAX_CRASHES, MAX_MUTE, OWN_FAULTS
+from pypto_serving.worker.guides import RowGuides, StepConstraints
 from pypto_serving.worker.guiding.followed_row import SLOW_S
-from pypto_serving.worker.guiding.following import WAIT_S
 from pypto_serving.worker.guiding.process import Death
+from pypto_serving.worker.guiding.server import WAIT_S
 from pypto_serving.worker.guiding.wire import GuideAnswers
 from pypto_serving.worker.masks import RowMasks
 from tests.checkpoints import NUM_BYTES, byte_ids, write_tokenizer
@@ -54,19 +54,21 @@ class Rows:
     def start(self, row: int, guide: Guide, output: Sequence[int] = (), **changes: Any) -> None:
         self.guides.start(row, RowSampling(guide=guide, eos_ids=pack_ids([END]), **changes), output)
 
-    def tell(self, *rows: int) -> Told:
-        told = self.guides.tell(np.array(rows, np.int32))
-        assert told is not None
-        return told
+    def constrain(self, *rows: int) -> StepConstraints:
+        constraints = self.guides.constrain(np.array(rows, np.int32))
+        assert constraints is not None
+        return constraints
 
-    def ready(self, *rows: int) -> Told:
+    def ready(self, *rows: int) -> StepConstraints:
         """What guides tell once all are ready."""
-        while (told := self.tell(*rows)).withheld:
+        while (constraints := self.constrain(*rows)).withheld:
             pass
-        return told
+        return constraints
 
-    def append(self, told: Told, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        self.guides.follow(np.array(rows, np.int32), told, np.ones(len(rows), np.int32), np.array(tokens, np.int32))
+    def append(self, constraints: StepConstraints, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        self.guides.append(
+            np.array(rows, np.int32), constraints, np.ones(len(rows), np.int32), np.array(tokens, np.int32)
+        )
 
     def allowed(self, row: int) -> set[int]:
         (at,) = self.masks.find(np.array([row], np.int32))
@@ -92,31 +94,31 @@ def tokens(text: str) -> set[int]:
 
 def test_a_row_without_a_grammar_has_a_budget(rows: Rows) -> None:
     """Of its tokens, which end the reasoning by their text; then nothing holds any more."""
-    assert rows.guides.tell(np.array([0, 1], np.int32)) is None
+    assert rows.guides.constrain(np.array([0, 1], np.int32)) is None
     rows.start(2, BUDGET, output=[5, 5])
-    told = rows.ready(0, 2)
-    assert told.guides.keys() == {1} and not told.forced
-    rows.append(told, [0, 2], [7, 65])
-    told = rows.ready(2)
-    assert told.forced == {0: (66,)}
-    rows.append(told, [2], [66])
+    constraints = rows.ready(0, 2)
+    assert constraints.guides.keys() == {1} and not constraints.forced
+    rows.append(constraints, [0, 2], [7, 65])
+    constraints = rows.ready(2)
+    assert constraints.forced == {0: (66,)}
+    rows.append(constraints, [2], [66])
     assert rows.ready(2).forced == {}
-    assert rows.guides.tell(np.array([2], np.int32)) is None
+    assert rows.guides.constrain(np.array([2], np.int32)) is None
 
 
 def test_a_row_that_is_not_ready_is_withheld_alone(rows: Rows) -> None:
     rows.process.is_stuck = True
     rows.start(1, REGEX)
-    told = rows.tell(0, 1)
-    assert told.withheld == {1} and not told.faults and rows.allowed(1) == set(range(VOCAB_SIZE))
+    constraints = rows.constrain(0, 1)
+    assert constraints.withheld == {1} and not constraints.faults and rows.allowed(1) == set(range(VOCAB_SIZE))
     rows.process.is_stuck = False
-    told = rows.ready(0, 1)
-    assert told.guides.keys() == {1} and rows.allowed(1) == tokens("ab")
-    rows.append(told, [0, 1], [5, *ids("a")])
+    constraints = rows.ready(0, 1)
+    assert constraints.guides.keys() == {1} and rows.allowed(1) == tokens("ab")
+    rows.append(constraints, [0, 1], [5, *ids("a")])
     assert rows.ready(1).guides[0].output == ids("a")
     rows.guides.clear(1)
     rows.guides.clear(2)
-    assert rows.guides.tell(np.array([0, 1], np.int32)) is None
+    assert rows.guides.constrain(np.array([0, 1], np.int32)) is None
 
 
 def test_steps_wait_less_and_less_for_a_guide_that_comes_late(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +134,7 @@ def test_steps_wait_less_and_less_for_a_guide_that_comes_late(rows: Rows, monkey
         rows.append(rows.ready(0, 1), [0, 1], [5, *ids("a")])
         waits.clear()
         rows.process.is_stuck = True
-        assert rows.tell(0, 1).withheld == {1}
+        assert rows.constrain(0, 1).withheld == {1}
         rows.process.is_stuck = False
         return any(waits)
 
@@ -143,7 +145,7 @@ def test_steps_wait_less_and_less_for_a_guide_that_comes_late(rows: Rows, monkey
     rows.guides.clear(1)
     rows.start(1, Guide(Grammar("regex", "a{100}c"), compile_s=SLOW_S))
     rows.process = rows.slow
-    rows.slow.following.cost(Guide(Grammar("regex", "a{100}c"))).token_s = 1000 * SLOW_S
+    rows.slow.server.cost(Guide(Grammar("regex", "a{100}c"))).token_s = 1000 * SLOW_S
     assert not any(is_waited_for() for _ in range(20)), "a slow one"
 
 
@@ -151,24 +153,28 @@ def test_memory_is_refused_to_those_who_ask_for_it(rows: Rows, monkeypatch: pyte
     """One row may take a quarter. Others wait while half is taken, and are refused after WAIT_S; those before go on."""
     ahead_s, memory = 0.0, rows.process.memory
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s, process_time=time.process_time)
-    monkeypatch.setattr("pypto_serving.worker.guiding.following.time", clock)
+    monkeypatch.setattr("pypto_serving.worker.guiding.server.time", clock)
     for row in (1, 2, 3):
         rows.start(row, OTHER)
-        told = rows.ready(row)
-        rows.append(told, [row], ids("a"))
+        constraints = rows.ready(row)
+        rows.append(constraints, [row], ids("a"))
         memory.num_bytes += MAX_MATCHER_BYTES // 5
         assert not rows.ready(row).faults
     rows.start(4, REGEX)
-    assert rows.tell(4).withheld
+    assert rows.constrain(4).withheld
     ahead_s = WAIT_S - 1
-    assert rows.tell(4).withheld and not rows.tell(4).faults
+    assert rows.constrain(4).withheld and not rows.constrain(4).faults
     ahead_s = WAIT_S + 1
     fault = rows.ready(1, 2, 3, 4).faults
     assert fault.keys() == {3} and fault[3].status == 503
     rows.append(rows.ready(1), [1], ids("a"))
     memory.num_bytes += MAX_MATCHER_BYTES // 5
-    told = rows.ready(1, 2, 3)
-    assert told.faults.keys() == {0} and told.faults[0].status == 400 and "64 MiB" in str(told.faults[0])
+    constraints = rows.ready(1, 2, 3)
+    assert (
+        constraints.faults.keys() == {0}
+        and constraints.faults[0].status == 400
+        and "64 MiB" in str(constraints.faults[0])
+    )
 
 
 def test_the_newest_large_row_ends_when_memory_is_short(rows: Rows) -> None:
@@ -179,21 +185,21 @@ def test_the_newest_large_row_ends_when_memory_is_short(rows: Rows) -> None:
     for row in (5, 4, 0, 1, 2):
         rows.append(rows.ready(row), [row], ids("a"))
         rows.process.memory.num_bytes += MAX_MATCHER_BYTES // 4 - 1000
-        told = rows.ready(*range(6))
-        faults = {at: fault.status for at, fault in told.faults.items()}
+        constraints = rows.ready(*range(6))
+        faults = {at: fault.status for at, fault in constraints.faults.items()}
     assert faults == {5: 503}
 
 
 def test_a_row_may_take_so_much_cpu_time(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = itertools.count(0.0, 0.5)
     clock = SimpleNamespace(monotonic=time.monotonic, process_time=seconds.__next__)
-    monkeypatch.setattr("pypto_serving.worker.guiding.following.time", clock)
+    monkeypatch.setattr("pypto_serving.worker.guiding.server.time", clock)
     rows.start(1, Guide(Grammar("regex", "[ab]{1000}")))
     num_tokens = 0
-    while not (told := rows.ready(1)).faults:
-        rows.append(told, [1], ids("a"))
+    while not (constraints := rows.ready(1)).faults:
+        rows.append(constraints, [1], ids("a"))
         num_tokens += 1
-    assert num_tokens == 7 and "takes too long to follow" in str(told.faults[0])
+    assert num_tokens == 7 and "takes too long to follow" in str(constraints.faults[0])
 
 
 def test_a_death_costs_no_row_anything(rows: Rows, model: Path) -> None:
@@ -205,18 +211,18 @@ def test_a_death_costs_no_row_anything(rows: Rows, model: Path) -> None:
     for _ in range(60):
         for _ in range(rng.randrange(3)):
             rows.process.deaths.append(Death(0, signal.SIGKILL, 1))
-        told, right = rows.ready(1, 2), alone.ready(1, 2)
-        assert told.forced == right.forced and not told.faults
+        constraints, right = rows.ready(1, 2), alone.ready(1, 2)
+        assert constraints.forced == right.forced and not constraints.faults
         choices = [sorted(alone.allowed(row)) for row in (1, 2)]
         assert choices == [sorted(rows.allowed(row)) for row in (1, 2)]
         if right.forced:
             break
-        if rng.random() < 0.5:  # between what it told and what the rows append
+        if rng.random() < 0.5:  # between its answer and what the rows append
             rows.process.deaths.append(Death(0, signal.SIGKILL, 1))
-            assert rows.tell(1).withheld == {0}
-            rows.process.following.turn(0.0)
+            assert rows.constrain(1).withheld == {0}
+            rows.process.server.turn(0.0)
         appended = [rng.choice(each) for each in choices]
-        rows.append(told, [1, 2], appended)
+        rows.append(constraints, [1, 2], appended)
         alone.append(right, [1, 2], appended)
     assert right.forced
 
@@ -227,43 +233,43 @@ def test_who_ended_the_process_is_refused_and_remembered(rows: Rows, ended_by: i
     rows.start(2, OTHER)
     life = rows.ready(1, 2).guides[0].life
     rows.process.deaths.append(Death(life, ended_by, 1))
-    rows.append(rows.tell(1, 2), [1, 2], ids("aa"))
-    told = rows.ready(1, 2)
-    assert told.faults.keys() == {0} and rows.allowed(2) == tokens("ab")
-    assert (told.faults[0].status, told.faults[0].error_code) == (400, "invalid_grammar")
+    rows.append(rows.constrain(1, 2), [1, 2], ids("aa"))
+    constraints = rows.ready(1, 2)
+    assert constraints.faults.keys() == {0} and rows.allowed(2) == tokens("ab")
+    assert (constraints.faults[0].status, constraints.faults[0].error_code) == (400, "invalid_grammar")
     rows.process.is_stuck = True
     rows.start(3, REGEX)
-    assert rows.tell(3).faults.keys() == {0}
+    assert rows.constrain(3).faults.keys() == {0}
 
 
 def test_a_row_that_left_is_to_blame_as_well(rows: Rows) -> None:
     """What its process found out while it left is remembered: that it ended it, or that it is slow."""
     rows.start(1, REGEX)
     rows.start(2, OTHER)
-    told = rows.ready(1, 2)
-    life = told.guides[0].life
-    rows.append(told, [1, 2], ids("aa"))
+    constraints = rows.ready(1, 2)
+    life = constraints.guides[0].life
+    rows.append(constraints, [1, 2], ids("aa"))
     rows.guides.clear(1)
     rows.process.deaths.append(Death(life, signal.SIGPROF, 1))
     assert not rows.ready(2).faults
     rows.start(1, REGEX)
-    assert rows.tell(1).faults.keys() == {0}
+    assert rows.constrain(1).faults.keys() == {0}
 
 
 def test_a_grammar_whose_row_left_while_it_was_slow_is_known(rows: Rows) -> None:
     rows.start(2, OTHER)
     rows.append(rows.ready(2), [2], ids("a"))
     rows.start(1, REGEX)
-    following = rows.process.following
-    following.cost(REGEX).token_s = 2 * SLOW_S
-    while any(row.guide is None for row in following._rows.values()) or following.is_busy or len(following._rows) < 2:
-        following.turn(0.0)
+    server = rows.process.server
+    server.cost(REGEX).token_s = 2 * SLOW_S
+    while any(row.guide is None for row in server._rows.values()) or server.is_busy or len(server._rows) < 2:
+        server.turn(0.0)
     rows.guides.clear(1)
     rows.ready(2)
     rows.start(1, REGEX)
-    assert len(rows.slow.following._rows) == 0
+    assert len(rows.slow.server._rows) == 0
     rows.ready(1)
-    assert len(rows.slow.following._rows) == 1
+    assert len(rows.slow.server._rows) == 1
 
 
 def test_the_tokenizer_is_loaded_for_no_row(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,13 +289,13 @@ def test_the_tokenizer_is_loaded_for_no_row(rows: Rows, monkeypatch: pytest.Monk
 def test_a_row_is_given_up_when_processes_keep_ending_for_it(rows: Rows) -> None:
     rows.start(1, REGEX)
     rows.start(2, OTHER)
-    for strikes in range(MAX_STRIKES):
-        told = rows.ready(1, 2)
-        assert not told.faults, strikes
-        rows.process.deaths.append(Death(told.guides[0].life, signal.SIGKILL, 1))
-        rows.append(told, [1, 2], ids("aa"))
-    told = rows.ready(1, 2)
-    assert told.faults.keys() == {0} and told.faults[0].status == 500
+    for strikes in range(MAX_CRASHES):
+        constraints = rows.ready(1, 2)
+        assert not constraints.faults, strikes
+        rows.process.deaths.append(Death(constraints.guides[0].life, signal.SIGKILL, 1))
+        rows.append(constraints, [1, 2], ids("aa"))
+    constraints = rows.ready(1, 2)
+    assert constraints.faults.keys() == {0} and constraints.faults[0].status == 500
 
 
 def test_rows_are_given_up_when_no_process_answers(rows: Rows) -> None:
@@ -297,20 +303,20 @@ def test_rows_are_given_up_when_no_process_answers(rows: Rows) -> None:
     rows.start(2, BUDGET)
     rows.process.is_stuck = True
     for mute in range(1, MAX_MUTE + 1):
-        assert not rows.tell(1, 2).faults
+        assert not rows.constrain(1, 2).faults
         rows.process.deaths.append(Death(0, 0, mute))
-    told = rows.tell(1, 2)
-    assert told.faults.keys() == {0, 1} and told.faults[0].status == 500
+    constraints = rows.constrain(1, 2)
+    assert constraints.faults.keys() == {0, 1} and constraints.faults[0].status == 500
 
 
 def test_a_choice_of_another_length_is_none(rows: Rows) -> None:
     """A process that starts over answers for what the row had; the row may have appended more since."""
     rows.start(1, Guide(Grammar("regex", "[ab][cd][ef]")))
-    told = rows.ready(1)
+    constraints = rows.ready(1)
     rows.process.deaths.append(Death(0, signal.SIGKILL, 1))
-    assert rows.tell(1).withheld == {0}
-    rows.process.following.turn(0.0)
-    rows.append(told, [1], ids("a"))
+    assert rows.constrain(1).withheld == {0}
+    rows.process.server.turn(0.0)
+    rows.append(constraints, [1], ids("a"))
     assert not rows.ready(1).withheld and rows.allowed(1) == tokens("cd")
 
 
@@ -324,11 +330,15 @@ def test_a_panic_ends_its_row_alone(rows: Rows, monkeypatch: pytest.MonkeyPatch)
 
     rows.start(1, REGEX)
     rows.start(2, REGEX)
-    told = rows.ready(1, 2)
+    constraints = rows.ready(1, 2)
     monkeypatch.setattr(Matcher, "consume", panic)
-    rows.append(told, [1, 2], ids("aa"))
-    told = rows.ready(1, 2)
-    assert told.faults.keys() == {0} and told.faults[0].status == 500 and "index out of bounds" in str(told.faults[0])
+    rows.append(constraints, [1, 2], ids("aa"))
+    constraints = rows.ready(1, 2)
+    assert (
+        constraints.faults.keys() == {0}
+        and constraints.faults[0].status == 500
+        and "index out of bounds" in str(constraints.faults[0])
+    )
     assert rows.allowed(2) == tokens("ab")
 
 
@@ -347,11 +357,11 @@ def test_rows_that_are_slow_move_to_another_process(rows: Rows, model: Path) -> 
         each.start(2, OTHER)
 
     def num_slow() -> int:
-        return len(rows.slow.following._rows)
+        return len(rows.slow.server._rows)
 
     for text in ("aa", "bb", "ab", "ba"):
         if text == "bb":
-            rows.process.following.cost(REGEX).add(2 * SLOW_S, is_token=True)
+            rows.process.server.cost(REGEX).add(2 * SLOW_S, is_token=True)
         for each in (rows, alone):
             each.append(each.ready(1, 2), [1, 2], ids(text))
         for each in (rows, alone):
@@ -374,7 +384,7 @@ def test_what_a_worker_measures_counts_more_than_what_the_api_did(rows: Rows) ->
         rows.start(1, Guide(REGEX.grammar, compile_s=SLOW_S))
         rows.append(rows.ready(1), [1], ids("a"))
         rows.ready(1)
-        assert len(rows.process.following._rows) == (not is_slow)
+        assert len(rows.process.server._rows) == (not is_slow)
         rows.guides.clear(1)
 
 
@@ -385,21 +395,21 @@ def test_rows_that_were_quick_come_first_in_a_new_process(rows: Rows) -> None:
     rows.process.deaths.append(Death(0, signal.SIGKILL, 1))
     rows.start(2, Guide(Grammar("regex", "a")))
     rows.process.is_stuck = True
-    assert rows.tell(1, 2).withheld == {0, 1}
-    following = rows.process.following
-    following.turn(0.0)
-    following.turn(0.0)
-    assert [(row.num_tokens, row.guide is None) for row in following._rows.values()] == [(1, False), (0, True)]
+    assert rows.constrain(1, 2).withheld == {0, 1}
+    server = rows.process.server
+    server.turn(0.0)
+    server.turn(0.0)
+    assert [(row.num_tokens, row.guide is None) for row in server._rows.values()] == [(1, False), (0, True)]
 
 
 def test_work_of_rows_that_left_is_dropped(rows: Rows) -> None:
     rows.start(1, REGEX, output=ids("ab" * 10))
     rows.start(2, REGEX)
-    following = rows.process.following
-    following.turn(0.0)
+    server = rows.process.server
+    server.turn(0.0)
     rows.guides.clear(1)
     turns = 0
-    while following.is_busy:
-        following.turn(0.0)
+    while server.is_busy:
+        server.turn(0.0)
         turns += 1
     assert turns <= 2

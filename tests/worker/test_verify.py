@@ -12,7 +12,7 @@ from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.worker.batch import Dispatch
-from pypto_serving.worker.guides import Told
+from pypto_serving.worker.guides import StepConstraints
 from pypto_serving.worker.sampler import RowSamplers
 from pypto_serving.worker.verify import (
     DispatchResult,
@@ -94,8 +94,8 @@ def test_a_row_that_is_not_finite_fails_alone(drafts: bool) -> None:
 def test_a_row_that_waits_for_its_guide_keeps_nothing_and_accepts_no_drafts() -> None:
     """Three rows verify two drafts, both right: one waits, one is forced to other tokens from the second on."""
     tokens = [[0, 4, 5]] * 3
-    told = Told(guides={}, withheld={0}, forced={1: (4, 9, 9)}, faults={}, limits={})
-    found = apply_guides(dispatch(tokens), chosen(tokens, [4, 5, 6] * 3), told)
+    constraints = StepConstraints(guides={}, withheld={0}, forced={1: (4, 9, 9)}, faults={}, known_drafts={})
+    found = apply_guides(dispatch(tokens), chosen(tokens, [4, 5, 6] * 3), constraints)
     assert found.token_ids.tolist() == [4, 9, 9, 4, 5, 6]
     assert (found.each(3).tolist(), found.each_accepted(3).tolist()) == ([0, 3, 3], [0, 1, 2])
 

@@ -2,7 +2,7 @@
 
 - `wire`: the messages between the worker and a guide process, and the memory that they share.
 - `process`: a guide process, seen from the worker.
-- `following`: what a guide process does: follow the outputs of rows.
-- `followed_row`: one of them, and what its grammar costs.
+- `server`: what a guide process does: follow the outputs of rows.
+- `followed_row`: one of these rows, and what its grammar costs.
 - `__main__`: the process itself.
 """

@@ -14,7 +14,7 @@ from pypto_serving.ipc import SocketChannel
 from pypto_serving.limits import ProcessMemory, limit_memory
 from pypto_serving.processes import Parent
 from pypto_serving.types.guide import MAX_MATCHER_BYTES
-from pypto_serving.worker.guiding.following import Following
+from pypto_serving.worker.guiding.server import GuideServer
 from pypto_serving.worker.guiding.wire import GuideStart, SharedMasks, ToGuides
 
 IDLE_S = 10.0
@@ -31,7 +31,7 @@ def main() -> int:
     channel: SocketChannel[ToGuides] = SocketChannel(socket.socket(fileno=start.channel), ToGuides)
     shared = SharedMasks(start.memory, start.max_rows, start.vocab_size, start.max_drafts)
     limit_memory(MAX_MATCHER_BYTES + BASE_BYTES)
-    following = Following(channel, shared, start.model_dir, start.vocab_size, ProcessMemory())
+    following = GuideServer(channel, shared, start.model_dir, start.vocab_size, ProcessMemory())
     while not channel.gone:
         following.turn(IDLE_S)
     return EXIT_OK

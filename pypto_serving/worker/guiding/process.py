@@ -19,9 +19,9 @@ logger = logging.getLogger("pypto_serving.worker")
 FIRST_WAIT_S, MAX_WAIT_S = 0.05, 5.0
 """Waits between processes that end without an answer. They double."""
 STUCK_S = 60.0
-"""How long a process may be silent. CPU time has walls of its own."""
+"""How long a process may be silent. CPU time has limits of its own."""
 CPUS = tuple(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
-"""Those of the worker when it imports this module, before a backend pins its main thread."""
+"""The CPUs of the worker when it imports this module, before a backend pins its main thread."""
 
 
 class Death(NamedTuple):
@@ -54,7 +54,7 @@ class GuideProcess:
         self._unsent: list[msgspec.Struct] = []
         self._num_mute = 0
         self._restart_s = 0.0
-        self._num_beats = 0
+        self._num_heartbeats = 0
         self._heard_s = 0.0
 
     @property
@@ -62,7 +62,7 @@ class GuideProcess:
         return None if self._child is None else self._child.pid
 
     def send(self, message: msgspec.Struct) -> None:
-        """Tell the process something; never waits."""
+        """Send a message to the process; never wait."""
         self._unsent.append(message)
         self._flush()
 
@@ -85,7 +85,7 @@ class GuideProcess:
         return channel
 
     def receive(self, timeout_s: float) -> GuideAnswers | None:
-        """Return what the process found out, or None if nothing comes in time.
+        """Return the next answers of the process, or None if none come in time.
 
         Between processes it waits as well, so that the caller does not compute in vain until the next one starts.
         """
@@ -113,9 +113,9 @@ class GuideProcess:
 
     def _is_stuck(self) -> bool:
         """Return whether the process has been silent for too long."""
-        now_s, num_beats = time.monotonic(), int(self.shared.num_beats[0])
-        if num_beats != self._num_beats:
-            self._num_beats, self._heard_s = num_beats, now_s
+        now_s, num_heartbeats = time.monotonic(), int(self.shared.num_heartbeats[0])
+        if num_heartbeats != self._num_heartbeats:
+            self._num_heartbeats, self._heard_s = num_heartbeats, now_s
         return now_s - self._heard_s > STUCK_S
 
     def _end(self) -> int:

@@ -21,7 +21,7 @@ Pace = Literal["new", "quick", "slow"]
 class GuideStart(msgspec.Struct, frozen=True):
     """What a guide process needs to start.
 
-    `channel` and `memory` are inherited file descriptors, `cpus` those that it may run on; () for those of its parent.
+    `channel` and `memory` are inherited file descriptors. `cpus`: where it may run; () for the CPUs of its parent.
     """
 
     channel: int
@@ -36,7 +36,7 @@ class GuideStart(msgspec.Struct, frozen=True):
 class OpenRow(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     """Follow a row from its first output token on; it has `output` already. `life` names it, `row` is its mask.
 
-    `is_quick` is what another process said of its grammar before it died.
+    `is_quick`: whether another process found its grammar quick before it died.
     """
 
     life: int
@@ -57,7 +57,7 @@ class AppendTokens(msgspec.Struct, frozen=True, array_like=True, tag="append", g
 
 
 class DraftTokens(msgspec.Struct, frozen=True, array_like=True, tag="draft", gc=False):
-    """Rows `lives[i]` verify `counts[i]` of `token_ids`, row after row, behind all that they appended."""
+    """Rows `lives[i]` verify `counts[i]` of `token_ids`, row after row, after all that they appended."""
 
     lives: list[int]
     counts: list[int]
@@ -86,9 +86,9 @@ class RowChoice(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RowAhead(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What may follow behind each of the first `num_drafts` drafts of a row of `num_tokens` output tokens.
+    """The first `num_drafts` drafts of a row of `num_tokens` output tokens match, and masks after each are known.
 
-    Its masks are in the shared memory. Further drafts do not match, or nothing is known of them.
+    The masks are in the shared memory. Further drafts do not match, or nothing is known of them.
     """
 
     life: int
@@ -106,7 +106,7 @@ class RowRefusal(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class GuideAnswers(msgspec.Struct, frozen=True, array_like=True):
-    """What the process found out of some rows."""
+    """What is new of some rows."""
 
     choices: list[RowChoice]
     refusals: list[RowRefusal]
@@ -119,17 +119,17 @@ ToGuides = OpenRow | AppendTokens | DraftTokens | DropRow
 class SharedMasks:
     """Memory that a worker and a guide process share.
 
-    - `masks` [R, 1 + D, words]: what each row may choose next, and behind each of D drafts. Written by the process
+    - `masks` [R, 1 + D, words]: what each row may choose next, and after each of D drafts. Written by the process
       before it answers, then read by the worker.
-    - `num_beats` [1]: how many turns the process began. It is alive while they become more.
-    - `at_work` [1]: the life of the row that the process works for; 0 for none. It tells who ended the process.
+    - `num_heartbeats` [1]: how many turns the process began. It is alive while this grows.
+    - `at_work` [1]: the life of the row that the process works for; 0 for none. It is to blame if the process ends.
     """
 
     def __init__(self, fd: int, max_rows: int, vocab_size: int, max_drafts: int = 0) -> None:
         shape = max_rows, 1 + max_drafts, -(-vocab_size // 32)
         memory = mmap.mmap(fd, self.num_bytes(max_rows, vocab_size, max_drafts))
         self.at_work: NDArray[np.int64] = np.frombuffer(memory, np.int64, 1)
-        self.num_beats: NDArray[np.int64] = np.frombuffer(memory, np.int64, 1, offset=8)
+        self.num_heartbeats: NDArray[np.int64] = np.frombuffer(memory, np.int64, 1, offset=8)
         self.masks: MaskArray = np.frombuffer(memory, np.uint32, offset=HEAD_BYTES).reshape(shape)
 
     @staticmethod

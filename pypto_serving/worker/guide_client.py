@@ -1,4 +1,4 @@
-"""Follower: a guide process, and the rows that it follows."""
+"""GuideClient: the rows that a guide process follows, seen from the worker."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from pypto_serving.worker.guiding.wire import (
 )
 from pypto_serving.worker.row_guide import NextTokens
 
-MAX_STRIKES = 3
+MAX_CRASHES = 3
 """How many processes may end while they work for a row, for reasons that may not be its own."""
 MAX_MUTE = 8
 """How many processes may end one after the other for no row and without an answer."""
 MAX_LEFT = 1024
-"""Rows that left, whose grammars are known while their process may yet work for them."""
+"""Rows that left, whose grammars are kept while their process may still work for them."""
 MAX_REMEMBERED = 1024
-"""Grammars that ended a process, and as many that were slower or quicker than told."""
+"""Grammars remembered as refused, and as many whose pace differs from that of their check."""
 OWN_FAULTS: dict[int, str] = {
     signal.SIGPROF: "takes too long to follow: one token took more CPU time than is allowed",
     signal.SIGABRT: "takes too much memory to follow, or nests too deeply",
     signal.SIGSEGV: "nests too deeply to be followed",
 }
-"""Why a process ended by a signal that the row brought about for which it worked."""
+"""Signals that the row which a process works for brings about, and why."""
 
 
 class KnownGrammars:
@@ -72,12 +72,11 @@ class KnownGrammars:
                 self._slow.popitem(last=False)
 
 
-class Follower:
+class GuideClient:
     """Owns a guide process and knows the rows that it follows, by their lives. Owned by RowGuides.
 
-    What a process says depends on the guide and the tokens of a row alone, so when it dies, another one follows the
-    same rows from their first token on. It may be at work for a row that has left: what becomes of that tells of its
-    grammar.
+    The answers of a process depend on the guide and the tokens of a row alone. So when it dies, another one follows the
+    same rows from their first token on. It may be working for a row that has left; its grammar is judged all the same.
     """
 
     def __init__(self, process: GuideProcess, lives: itertools.count[int], known: KnownGrammars) -> None:
@@ -98,7 +97,7 @@ class Follower:
         self.process.send(opened)
 
     def drop(self, guided: GuidedRow) -> None:
-        """Follow a row no longer; what is to be done for it is dropped."""
+        """Stop following a row, and drop the work left for it."""
         if self.rows.pop(guided.life, None) is not None:
             self.process.send(DropRow(guided.life))
             if guided.guide.grammar is not None:
@@ -112,13 +111,13 @@ class Follower:
             self._appended.append((guided.life, token_ids))
 
     def draft(self, guided: GuidedRow, token_ids: Int32Array) -> None:
-        """Ask with the next `flush` what may follow behind each draft of a row."""
+        """Ask with the next `flush` which tokens are allowed after each draft of a row."""
         if guided.life in self.rows:
             guided.ahead = None
             self._drafted.append((guided.life, token_ids))
 
     def flush(self) -> None:
-        """Tell the process what rows appended, and what they draft behind that."""
+        """Send the process what rows appended, and their drafts after that."""
         if self._appended:
             self.process.send(AppendTokens(*_packed(self._appended)))
             self._appended = []
@@ -127,13 +126,13 @@ class Follower:
             self._drafted = []
 
     def receive(self, timeout_s: float) -> bool:
-        """Take in what the process found out of its rows; return False for nothing. If it died, start over."""
+        """Take the answers of the process; return False if there are none. If it died, start another."""
         if not self.rows:
             return False
         answers = self.process.receive(timeout_s)
         if answers is None:
             if (death := self.process.death()) is not None:
-                self._bury(death)
+                self._recover(death)
             return False
         while answers is not None:
             for choice in answers.choices:
@@ -159,8 +158,8 @@ class Follower:
         if guided is not None and guided.ahead is None and ahead.num_tokens == len(guided.output):
             guided.ahead = self.process.shared.masks[guided.row, 1 : 1 + ahead.num_drafts]
 
-    def _bury(self, death: Death) -> None:
-        """Find out who is to blame for the death of the process, and let another one follow the rows."""
+    def _recover(self, death: Death) -> None:
+        """Blame the row that ended the process, and let another process follow the rows."""
         guilty = self.rows.get(death.life)
         guide = self._left.get(death.life) if guilty is None else guilty.guide
         grammar = None if guide is None else guide.grammar
@@ -171,14 +170,14 @@ class Follower:
             if guilty is not None:
                 self._fail(guilty, error)
         elif guilty is not None:
-            guilty.num_strikes += 1
-            if guilty.num_strikes == MAX_STRIKES:
-                self._fail(guilty, RequestFailedError(f"{MAX_STRIKES} processes ended while they followed its grammar"))
+            guilty.num_crashes += 1
+            if guilty.num_crashes == MAX_CRASHES:
+                self._fail(guilty, RequestFailedError(f"{MAX_CRASHES} processes ended while they followed its grammar"))
         if death.num_mute >= MAX_MUTE:
             for guided in list(self.rows.values()):
                 self._fail(guided, RequestFailedError("the process that follows grammars keeps ending; see the log"))
         rows, self.rows = self.rows.values(), {}
-        for guided in sorted(rows, key=lambda each: each.num_strikes):
+        for guided in sorted(rows, key=lambda each: each.num_crashes):
             self.open(guided)
 
     def _fail(self, guided: GuidedRow, error: RequestError) -> None:
@@ -187,7 +186,7 @@ class Follower:
 
 
 def _packed(pieces: list[tuple[int, Int32Array]]) -> tuple[list[int], list[int], bytes]:
-    """Return the lives of rows, how many tokens each has, and all of them."""
+    """Return the lives of rows, how many tokens each has, and all tokens."""
     lives, tokens = zip(*pieces, strict=True)
     return list(lives), [len(each) for each in tokens], np.concatenate(tokens, dtype=np.int32).tobytes()
 

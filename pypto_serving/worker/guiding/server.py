@@ -1,4 +1,4 @@
-"""Following: follow the outputs of rows, one token at a time, and say what each may append next."""
+"""GuideServer: follow the outputs of rows, one token at a time, and answer what each may append next."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ HELD = (
 )
 
 
-class Following:
+class GuideServer:
     """Owns the guides of rows in a guide process. Each has matchers of its own, so no row depends on others.
 
     Turns: rows with something to do share the CPU time by weighted fair queueing. A row that has not proven quick goes
     after the quick ones that begin now.
 
     Memory: while all matchers together take more than half of what they may, rows that are not open yet wait for others
-    to leave, for WAIT_S at most. A row that takes more than ROW_BYTES ends; beyond all of it, the newest of those that
-    take at least their share.
+    to leave, for WAIT_S at most. A row that takes more than ROW_BYTES ends. If all take more than
+    they may, the newest row with at least an equal share ends.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Following:
 
     def turn(self, wait_s: float) -> None:
         """Take what arrived, work for one row, and answer. Without work, wait at most `wait_s` for some."""
-        self._shared.num_beats[0] += 1
+        self._shared.num_heartbeats[0] += 1
         message = self._channel.receive(0.0 if self._turns else min(wait_s, WAIT_S) if self._waiting else wait_s)
         while message is not None:
             self._take(message)
@@ -194,7 +194,7 @@ class Following:
             self._look_ahead(row, row.guide)
 
     def _look_ahead(self, row: FollowedRow, guide: RowGuide) -> None:
-        """Find out what may follow after the drafts of a row, as far as they match."""
+        """Write the masks after the drafts of a row, as far as they match."""
         drafts, row.drafts = row.drafts, ()
         masks, found = self._shared.masks[row.source.row], 0
 
@@ -285,7 +285,7 @@ class Following:
             self._refuse(self._rows[newest], UnavailableError(HELD))
 
     def _answer(self) -> None:
-        """Send what was found out since the last answer."""
+        """Send what is new since the last answer."""
         if self._answers.choices or self._answers.refusals or self._answers.aheads:
             self._channel.send(self._answers)
             self._answers = GuideAnswers([], [], [])
