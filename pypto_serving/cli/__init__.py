@@ -69,7 +69,7 @@ def _message(error: typer.TyperException) -> str:
 
 
 def _flushed(code: int) -> int:
-    """Write what is left of the output and return `code`, or another one if that fails."""
+    """Write the rest of the output and return `code`, or another one if that fails."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

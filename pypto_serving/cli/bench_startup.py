@@ -24,7 +24,7 @@ def startup(
     runs: Annotated[int, typer.Option(min=1, help="Starts.")] = 5,
     output_json: OutputJson = None,
 ) -> None:
-    """Start `serve` with the options behind --, and measure the seconds until it is ready and to its first text.
+    """Start `serve` with the options after --, and measure the seconds until it is ready and to its first text.
 
     For example: bench startup --runs 3 -- MODEL --packed-cache
     """

@@ -30,7 +30,7 @@ HELP = """\
 /retry            answer the last message again
 /undo             forget the last message and its answer
 /clear            forget the conversation
-/stats            show or hide statistics behind each answer
+/stats            show or hide statistics after each answer
 /exit             leave"""
 _COMMAND = re.compile(r"/\w*")
 """A first word that is one, or meant to be; paths are none."""

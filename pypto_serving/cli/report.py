@@ -177,7 +177,7 @@ def _as_given(setting: Setting) -> str:
 
 
 def _as_decided(setting: Setting) -> str:
-    """Write a setting that nobody gave; with the reason for one that turns something off."""
+    """Write a setting that was decided here, with the reason if it turns something off."""
     return f"{setting.name} {_value(setting.value)}" + (f" ({setting.reason})" if setting.value == "off" else "")
 
 
@@ -309,7 +309,7 @@ def _room(resolved: Resolved) -> str:
 
 
 def _rank_lines(ranks: Sequence[RankPlan], workspace_bytes: int) -> list[str]:
-    """Write what each rank computes, where, and its part of the memory plan; then what is left for other processes."""
+    """Write what each rank computes, where, and its part of the memory plan; then the rest, for other processes."""
     head = (
         "rank",
         "host",

@@ -12,7 +12,7 @@ from pypto_serving.types.config import EngineConfig, ServerConfig
 def choose_events(settings: Settings, num_replicas: int) -> tuple[str, str]:
     """Choose the endpoints of KV events and of their replay for the first replica, empty for none.
 
-    Others have the ports behind it. Replays are behind the events of all by default.
+    The other replicas have the ports after it. By default, replays have the ports after those of all events.
     """
     options = settings.options
     endpoint, replay = options.kv_events or "", options.kv_events_replay or ""

@@ -29,7 +29,7 @@ from pypto_serving.util import ceil_div
 MAX_SLOT = 2**31
 """Slots, block id * block_size + offset, are int32."""
 TRANSFERRED_PART = 8
-"""With lower tiers there is one more block for so many blocks of the longest sequence."""
+"""With lower tiers, blocks of the longest sequence for which there is one more block."""
 
 
 class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -154,7 +154,7 @@ def _hint(name: str, as_arguments: bool) -> str:
 
 
 def _what_is_wrong(given: object, rule: OptionRule) -> str:
-    """Say what is wrong with keys without showing them."""
+    """Describe the fault of keys without showing them."""
     keys = given if isinstance(given, list | tuple) else [given]
     if not all(isinstance(key, str) for key in keys):
         return "is not text, but must be; put it in quotes"

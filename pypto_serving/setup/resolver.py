@@ -156,7 +156,7 @@ def _as_served(
 def _over_ranks(
     settings: Settings, model: ModelSpec, host: HostFacts, backend: BackendDefaults, kernels: str
 ) -> tuple[Topology, ModelSpec]:
-    """Choose the ranks, and return the model with the weights of those on the host that holds most."""
+    """Choose the ranks, and return the model with the weights of those on the host that holds the most bytes."""
     topology = choose_topology(settings, model, host, backend, kernels)
     if topology.num_ranks > 1 and model.parts is not None:
         hosts = map(topology.on_host, range(topology.hosts))
