@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
 from pypto_serving.api.grammars.ecma import to_rust
-from pypto_serving.api.grammars.keyword_shapes import COUNTS, LISTS, MAPS, SHAPES
-from pypto_serving.api.grammars.numbers import BOUNDS, Bounds, Multiples, inward, is_exact
+from pypto_serving.api.grammars.numbers import BOUNDS, Bounds, Multiples, inward, is_exact, is_number
 from pypto_serving.api.grammars.one_of import OneOf
-from pypto_serving.api.grammars.string_formats import narrowed
 from pypto_serving.util import brief
 
 WHITESPACE = r"\x20|\r?\n[\x20\x09]{0,20}"
@@ -19,9 +18,14 @@ WHITESPACE = r"\x20|\r?\n[\x20\x09]{0,20}"
 ESCAPES = 'nrbtf\\"'
 """Escapes in texts. Without `u` each text has one spelling, so no key can be another one's in disguise."""
 
+SCHEMAS = frozenset({"additionalProperties", "items"})
+LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
+MAPS = frozenset({"properties", "patternProperties"})
+"""Keywords whose values are a schema, a list of them, and schemas by name."""
+_COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
+_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 _NUMBERS = frozenset({"const", "enum", "multipleOf", *BOUNDS})
-_ASSERTIONS = frozenset({"type", "pattern", "format", "required"}) | COUNTS | _NUMBERS
-_SCHEMAS = frozenset({"additionalProperties", "items"})
+_ASSERTIONS = frozenset({"type", "pattern", "format", "required"}) | _COUNTS | _NUMBERS
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "not": (),
     "if": (),
@@ -43,6 +47,23 @@ MAX_HOPS = 16
 """References that lead to references."""
 _UNWRITABLE = re.compile("[\\x00-\\x07\\x0b\\x0e-\\x1f\\x7f\\ud800-\\udfff]")
 """Characters that JSON writes as \\u, or should."""
+
+_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DAY = f"(?:{_YEAR}-(?:0[13-9]|1[0-2])-[0-9]{{2}}|{_YEAR}-02-(?:[01][0-9]|2[0-8])|{_LEAP_YEAR}-02-29)"
+_TIME = "[0-9]{2}:[0-9]{2}:[0-5]"
+_LABEL = "(?:[^.]{1,2}|[^.]{2}(?:[^.-][^.]*|-(?:[^.-][^.]*)?))"
+_HOST_CHARS = 253
+_NARROWER: Mapping[str, str] = {
+    "date": f"^{_DAY}$",
+    "date-time": f"^{_DAY}[Tt]{_TIME}",
+    "time": f"^{_TIME}",
+    "hostname": rf"^{_LABEL}(?:\.{_LABEL})*$",
+}
+"""Patterns that texts of a format must match as well, since llguidance's formats allow more.
+
+February 29 in leap years only, no year 0, no leap second, no label with `--` in its third place, which is for Punycode.
+"""
 
 
 class SchemaError(Exception):
@@ -109,7 +130,7 @@ class _SchemaCopier:
                 made[name] = dict(zip(names, copies, strict=True))
             elif name in LISTS and isinstance(value, list):
                 made[name] = [self.copy(each, f"{where}/{i}", base) for i, each in enumerate(value)]
-            elif name in _SCHEMAS:
+            elif name in SCHEMAS:
                 made[name] = self.copy(value, where, base)
             elif name in _ASSERTIONS or name in MAPS or name in LISTS:
                 made[name] = _checked(name, value, where)
@@ -120,7 +141,7 @@ class _SchemaCopier:
         _check_count(made, place)
         if self._close_objects and _is_open_object(made) and ("properties" in made or not self._keep_free):
             made["additionalProperties"] = False
-        return self._bounds.add(narrowed(made))
+        return self._bounds.add(_narrowed(made))
 
     def _without_one_of(self, schema: Mapping[str, Any], place: str, base: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a schema whose `oneOf` is an `anyOf`, if no two of its cases can hold at once."""
@@ -251,12 +272,12 @@ def _check_count(schema: Mapping[str, Any], place: str) -> None:
 
 def _checked(name: str, value: Any, where: str) -> Any:
     """Return the value of an assertion as llguidance reads it."""
-    wanted, is_right = SHAPES[name]
+    wanted, is_right = _SHAPES[name]
     if not is_right(value):
         raise SchemaError(f"{where} is {brief(value)}, but must be {wanted}")
     if name == "pattern":
         return _pattern(value, where)
-    if name in COUNTS and isinstance(value, float) and value.is_integer():
+    if name in _COUNTS and isinstance(value, float) and value.is_integer():
         return int(value)
     if name in BOUNDS:
         value = inward(name, value)
@@ -276,3 +297,51 @@ def _check_exact(value: Any, where: str) -> None:
         raise SchemaError(f"{where} cannot be enforced: {brief(value)} is not below 2**53, or has more than 15 digits")
     elif isinstance(value, str) and (found := _UNWRITABLE.search(value)):
         raise SchemaError(f"{where} cannot be enforced: a text with U+{ord(found[0]):04X} is not supported")
+
+
+def _narrowed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema with what llguidance's formats leave open: see `_NARROWER`."""
+    pattern = _NARROWER.get(str(schema.get("format")))
+    if pattern is None:
+        return schema
+    if schema["format"] == "hostname":
+        longest = schema.get("maxLength", _HOST_CHARS)
+        schema = {**schema, "maxLength": min(longest, _HOST_CHARS) if isinstance(longest, int) else longest}
+    if "pattern" not in schema:
+        return {**schema, "pattern": pattern}
+    others = schema.get("allOf", [])
+    return {**schema, "allOf": [*others, {"pattern": pattern}]} if isinstance(others, list) else schema
+
+
+def _is_count(value: Any) -> bool:
+    return is_number(value) and value >= 0 and math.isfinite(value) and value == int(value)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _is_type(value: Any) -> bool:
+    names = [value] if isinstance(value, str) else value
+    return _is_texts(names) and bool(names) and _TYPES.issuperset(names)
+
+
+_Shape = tuple[str, Callable[[Any], bool]]
+_OBJECT: _Shape = ("an object", lambda value: isinstance(value, Mapping))
+_LIST: _Shape = ("a list", lambda value: isinstance(value, list))
+_TEXT: _Shape = ("a text", lambda value: isinstance(value, str))
+_BOUND: _Shape = ("a number", lambda value: is_number(value) or isinstance(value, bool))
+_SHAPES: Mapping[str, _Shape] = {
+    "type": (f"one or more of {', '.join(sorted(_TYPES))}", _is_type),
+    "pattern": _TEXT,
+    "format": _TEXT,
+    "required": ("a list of texts", _is_texts),
+    "enum": ("a list that is not empty", lambda value: isinstance(value, list) and bool(value)),
+    "const": ("any value", lambda value: True),
+    "multipleOf": ("a number above 0", lambda value: is_number(value) and value > 0),
+    **dict.fromkeys(_COUNTS, ("a whole number of at least 0", _is_count)),
+    **dict.fromkeys(BOUNDS, _BOUND),
+    **dict.fromkeys(LISTS, _LIST),
+    **dict.fromkeys(MAPS, _OBJECT),
+}
+"""What the value of a keyword must be. The bounds of draft 4 may be true or false."""

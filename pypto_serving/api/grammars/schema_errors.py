@@ -11,6 +11,7 @@ from typing import Any
 
 from pypto_serving import guidance
 from pypto_serving.api.grammars.grammar_text import PLACE, placed
+from pypto_serving.api.grammars.json_schema import LISTS, MAPS, SCHEMAS
 from pypto_serving.types.guide import Grammar
 
 MAX_TRIED = 32
@@ -128,12 +129,12 @@ def _schemas(schema: Any, at: str) -> Iterator[tuple[str, Any]]:
     """Yield a schema and those in it, with their places."""
     yield at, schema
     for name, value in schema.items() if isinstance(schema, dict) else ():
-        if name in ("additionalProperties", "items"):
+        if name in SCHEMAS:
             yield from _schemas(value, f"{at}/{name}")
-        elif name in ("properties", "patternProperties", "$defs") and isinstance(value, dict):
+        elif name in MAPS | {"$defs"} and isinstance(value, dict):
             for key, each in value.items():
                 yield from _schemas(each, f"{at}/{name}/{key}")
-        elif name in ("allOf", "anyOf", "oneOf", "prefixItems") and isinstance(value, list):
+        elif name in LISTS and isinstance(value, list):
             for i, each in enumerate(value):
                 yield from _schemas(each, f"{at}/{name}/{i}")
 

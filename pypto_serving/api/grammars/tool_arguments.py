@@ -13,6 +13,7 @@ from pypto_serving.api.chat.tools import types_of
 from pypto_serving.api.grammars.ecma import to_rust
 from pypto_serving.api.grammars.grammar_text import ANY, GrammarText, any_of, joined, regex, without
 from pypto_serving.api.grammars.json_schema import SchemaError
+from pypto_serving.api.grammars.references import DEFINITIONS
 from pypto_serving.api.grammars.tool_schema import (
     ParameterText,
     Property,
@@ -45,8 +46,8 @@ Numbers, lists and objects are told from text by how they begin, since a grammar
 
 def json_arguments(rules: GrammarText, schema: Schema) -> str:
     """Write a JSON object."""
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    return rules.json({**as_object({key: schema[key] for key in schema if key not in shared}), **shared})
+    own, definitions = _split_definitions(schema)
+    return rules.json({**as_object(own), **definitions})
 
 
 def python_arguments(rules: GrammarText, schema: Schema) -> str:
@@ -178,9 +179,14 @@ def _branches(pattern: str) -> list[str]:
 
 def _only(schema: Schema, kinds: list[str]) -> Schema:
     """Return a schema of the values of `schema` that have one of the types `kinds`."""
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    own = {key: value for key, value in schema.items() if key not in shared}
-    return {"allOf": [own, {"type": kinds}], **shared}
+    own, definitions = _split_definitions(schema)
+    return {"allOf": [own, {"type": kinds}], **definitions}
+
+
+def _split_definitions(schema: Schema) -> tuple[Schema, Schema]:
+    """Return a schema without its definitions, and these."""
+    definitions = {key: schema[key] for key in DEFINITIONS if key in schema}
+    return {key: schema[key] for key in schema if key not in definitions}, definitions
 
 
 def _dsml_head(name: str = "") -> str:
