@@ -28,7 +28,7 @@ _TOKEN = re.compile(
 )
 _IS_COUNT = re.compile(_COUNT)
 _UNCOUNTED = re.compile(rf"{_COUNT}|\(\?.*|[(|^$]?|\\[bB]")
-"""Tokens that a quantifier cannot stand behind."""
+"""Tokens that a quantifier cannot follow."""
 _IN_BRACKETS = re.compile(rf"{_ESCAPE}|.", re.S)
 
 

@@ -144,7 +144,7 @@ def joined(*parts: str) -> str:
 
 
 def any_of(options: Sequence[str]) -> str:
-    """Write what is one of `options`."""
+    """Write one of `options`."""
     return options[0] if len(options) == 1 else f"({' | '.join(options)})"
 
 

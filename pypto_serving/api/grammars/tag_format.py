@@ -19,7 +19,7 @@ Format = Mapping[str, Any]
 Ends = Sequence[str] | None
 """The texts of which one must follow a format directly, and belongs to what is written for it.
 
-() if the output ends there; None if something else follows, which could not be told from free text.
+() if the output ends there; None if something else follows, which looks like free text.
 """
 MAX_TRIGGERS = 128
 _TOLD_APART = "free text must be the content of a tag, come right before a const_string, or be last"
@@ -214,7 +214,7 @@ class FormatWriter:
 
     @contextmanager
     def _schema_of(self, given: Format, place: str) -> Iterator[Mapping[str, Any]]:
-        """Yield the schema of a format; errors of what is written for it name its place."""
+        """Yield the schema of a format; errors in its grammar name its place."""
         schema = {} if given.get("json_schema") is True else given.get("json_schema")
         if not isinstance(schema, Mapping):
             raise ValueError(f"{place}.json_schema is {brief(schema)}, but must be an object")
@@ -222,11 +222,11 @@ class FormatWriter:
             yield schema
 
     def _ended(self, written: str, ends: Ends) -> str:
-        """Append the ends to what is written."""
+        """Append the ends to the written text."""
         return joined(written, self._rules.new(any_of(list(map(self._rules.text, ends))))) if ends else written
 
     def _free_text(self, given: Format, place: str) -> str:
-        """Return the terminal of text without what is excluded."""
+        """Return the terminal of text without the excluded strings."""
         for name in ("max_tokens", "max_chars"):
             if given.get(name) is not None:
                 raise ValueError(f"{place}.{name} is not supported")

@@ -40,7 +40,7 @@ _LOOKS = {
 }
 """What texts look like that the parser of Qwen3-Coder reads as another type, and what may follow that.
 
-Numbers, lists and objects are told from text by how they begin, since a grammar cannot go back and read a text.
+Numbers, lists and objects differ from text in how they begin, since a grammar cannot go back and read a text.
 """
 
 
@@ -51,7 +51,7 @@ def json_arguments(rules: GrammarText, schema: Schema) -> str:
 
 
 def python_arguments(rules: GrammarText, schema: Schema) -> str:
-    """Write `a=1, b="x"`: required ones first, and any of the others behind them."""
+    """Write `a=1, b="x"`: required ones first, then any of the others."""
     if is_any_object(schema):
         one = rules.new(rf'/[^\W\d]\w{{0,60}}/ "=" {rules.json({})}')
         return f'({one} (", " {one})*)?'
@@ -67,7 +67,7 @@ def python_arguments(rules: GrammarText, schema: Schema) -> str:
 
 
 def xml_arguments(rules: GrammarText, schema: Schema, gap: str = '"\\n"') -> str:
-    """Write `<parameter=a>`, a line with the value, and `</parameter>` for each, with `gap` behind them."""
+    """Write `<parameter=a>`, a line with the value, and `</parameter>` for each, with `gap` after them."""
     if is_any_object(schema):
         name = regex(qwen3_coder.NAME.pattern)
         return f'("<parameter=" {name} ">" {rules.until([XML_END])} {gap})*'
@@ -250,4 +250,4 @@ FUNCTION_NAME: Mapping[str, Callable[[str], Any]] = {
     "xml": lambda name: True,
     "dsml": lambda name: True,
 }
-"""Which names of functions each form can write so that its parser reads them: of those that requests may have."""
+"""Whether each form can write the name of a function so that its parser reads it."""

@@ -38,7 +38,7 @@ def calls_beside_json(
 ) -> Grammar:
     """Return the grammar of calls for `either`. Raises like `forced_calls`.
 
-    Where calls are JSON without a mark they are schemas, too: a grammar cannot tell JSON from text that looks like it.
+    Where calls are JSON without a mark they are schemas, too: a grammar cannot tell JSON from similar text.
     Of such calls a list would be one more kind of JSON, so there is none.
     """
     if not form.opens or form.arguments != "json":
@@ -88,10 +88,10 @@ class _Writer:
                 self._calls.append(self._call(function))
 
     def calls(self, one: bool) -> str:
-        """Write all calls of an output, with what is around and between them."""
+        """Write all calls of an output, with the text around and between them."""
         form = self._form
         begin, end = ("", "") if one and form.alone else (form.begin, form.end)
-        return joined(self._behind(begin + form.head, one), self.rules.text(end))
+        return joined(self._calls_after(begin + form.head, one), self.rules.text(end))
 
     def marked(self, one: bool) -> list[str]:
         """Write free text in which each start of calls is followed by calls."""
@@ -99,12 +99,12 @@ class _Writer:
         blocks = []
         for start in form.starts:
             _, _, head = (form.begin + form.head).partition(start)
-            calls = self._behind(head, one or not form.end)
+            calls = self._calls_after(head, one or not form.end)
             blocks.append(joined(rules.until([start], text), calls, rules.text(form.end)))
         return [f"start: block{'?' if one else '*'} {text}", f"block: {any_of(blocks)}"]
 
     def opened(self, one: bool) -> list[str]:
-        """Write calls at the beginning, or free text that does not begin like one; behind starts there are calls, too.
+        """Write calls at the beginning, or free text that does not begin like one; calls follow starts, too.
 
         Where no special token tells a start, its calls could not be followed: it does not stand in the text.
         """
@@ -131,8 +131,8 @@ class _Writer:
         """Write text in which none of `starts` is spelled."""
         return self.rules.terminal(" & ".join(["TEXT", *map(without, starts)])) if starts else "TEXT"
 
-    def _behind(self, head: str, one: bool) -> str:
-        """Write a call behind `head`, and maybe more calls."""
+    def _calls_after(self, head: str, one: bool) -> str:
+        """Write a call after `head`, and maybe more calls."""
         first, form = self._any_call(head), self._form
         return first if one else f"{first} ({self._any_call(form.between + form.head)})*"
 

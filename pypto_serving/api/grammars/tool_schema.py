@@ -147,7 +147,7 @@ def _are_apart(cases: list[list[ParameterText]]) -> bool:
 
 
 def _next_visit(visits: Iterator[int] | None) -> Iterator[int]:
-    """Count the schemas that are looked at for one parameter: those that refer to each other may be without end."""
+    """Count the schemas read for one parameter, since schemas that refer to each other may never end."""
     visits = itertools.count() if visits is None else visits
     if next(visits) >= MAX_VISITS:
         raise SchemaError(f"a text has more than {MAX_VISITS} schemas that refer to each other; use fewer")
@@ -190,7 +190,7 @@ def _merged(schemas: list[Any]) -> Schema:
 
 
 class Definitions:
-    """Owns what is known of the definitions of `root`, and how much of them was copied."""
+    """Owns an index of the definitions of `root`, and how much may still be copied."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root
