@@ -12,7 +12,6 @@ import pytest
 from pypto_serving.api import run
 from pypto_serving.api.http import gate
 from pypto_serving.api.http.gate import QUIET_S, ConnectionPlaces, Gate, RefusalLog
-from pypto_serving.api.reading.process import MAX_COPIES
 from tests.api.running import RunningServer
 from tests.api.scripted_engine import WAIT_S, Script
 from tests.api.sockets import BODY, HEAD, LENGTH, answer, dialled, held, padded
@@ -135,13 +134,13 @@ def unread(start: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(gate, "MIN_HELD_BYTES", 0)
     monkeypatch.setattr(run, "CLOSE_TIMEOUT_S", 0.1)
     server = start(max_body_bytes=100_000)
-    queue = server.app.state.reading._reader.queue
-    for _ in range(MAX_COPIES):
+    queues = server.app.state.reading._reader.queues.values()
+    for queue in queues:
         asyncio.run_coroutine_threadsafe(queue.take_turn("busy"), server.loop).result(WAIT_S)
     yield server
-    for _ in range(MAX_COPIES):
+    for queue in queues:
         if server.thread.is_alive():
-            server.call(lambda: queue.end_turn("busy", 0.0))
+            server.call(queue.end_turn)
 
 
 def test_a_body_counts_until_it_is_parsed_also_if_it_came_at_once(unread: RunningServer) -> None:

@@ -21,10 +21,10 @@ import pytest
 
 from pypto_serving import limits
 from pypto_serving.api.reading import process, reading, verdicts
-from pypto_serving.api.reading.__main__ import serve, start_job
-from pypto_serving.api.reading.process import MAX_COPIES, Reader
-from pypto_serving.api.reading.reading import SMALL_BYTES, Reading
-from pypto_serving.api.reading.wire import END, HEAD, JOB, KINDS, JobKind
+from pypto_serving.api.reading.__main__ import serve, start_copy
+from pypto_serving.api.reading.process import QueueName, Reader
+from pypto_serving.api.reading.reading import LARGE_BYTES, SMALL_BYTES, Reading
+from pypto_serving.api.reading.wire import END, JOB, KINDS, READY, START, JobKind
 from pypto_serving.api.settings import load_serving_config
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import RequestError
@@ -65,10 +65,20 @@ def reader_of(server: RunningServer) -> Reader:
 @contextmanager
 def stopped(reader: Reader) -> Iterator[None]:
     """A reader that stands still."""
-    assert reader.child is not None
-    os.kill(reader.child.pid, signal.SIGSTOP)
+    family = suspend(reader)
     yield
-    os.kill(reader.child.pid, signal.SIGCONT)
+    for each in family:
+        each.resume()
+
+
+def suspend(reader: Reader) -> list[psutil.Process]:
+    """Stop the reader and its copies."""
+    assert reader.child is not None
+    process = psutil.Process(reader.child.pid)
+    family = [process, *process.children()]
+    for each in family:
+        each.suspend()
+    return family
 
 
 def test_chats_are_answered_while_grammars_compile(server: RunningServer) -> None:
@@ -78,7 +88,7 @@ def test_chats_are_answered_while_grammars_compile(server: RunningServer) -> Non
     with ThreadPoolExecutor(NUM_SLOW) as others:
         with stopped(reader):
             slow = [others.submit(guided, server, guided_regex=f"a{i}") for i in range(NUM_SLOW)]
-            server.wait_for(lambda: len(reader.queue) == NUM_SLOW - MAX_COPIES)
+            server.wait_for(lambda: len(reader.queues["grammars"]) == NUM_SLOW - 1)
             for _ in range(3):
                 for path, body in ((CHAT, {"messages": [HELLO]}), (COMPLETIONS, {"prompt": "a"})):
                     assert server.post(path, {**body, "max_tokens": 1}).status_code == 200
@@ -87,36 +97,50 @@ def test_chats_are_answered_while_grammars_compile(server: RunningServer) -> Non
         assert [each.result(WAIT_S).status_code for each in slow] == [200] * NUM_SLOW
 
 
-def test_a_grammar_that_takes_long_holds_up_none_that_does_not(
-    server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It comes from the same host, and has not ended when others are answered."""
+def test_equal_grammars_are_compiled_once(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many requests bring one at once."""
+    assert guided(server, guided_regex="first").status_code == 200
+    compiled = asked(monkeypatch)
+    with ThreadPoolExecutor(NUM_SLOW) as others:
+        with stopped(reader_of(server)):
+            same = [others.submit(guided, server, guided_regex="same") for _ in range(NUM_SLOW)]
+            server.wait_for(lambda: len(reader_of(server).queues["grammars"]) == NUM_SLOW - 1)
+        assert [each.result(WAIT_S).status_code for each in same] == [200] * NUM_SLOW
+    assert len(compiled) == 1
+
+
+def test_grammars_that_take_long_hold_up_no_body(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come from the same host, and have not ended when others are answered; nor does a large body hold up one."""
     monkeypatch.setattr(limits, "CPU_S", 20.0)
     assert guided(server, guided_regex="first").status_code == 200
     child = reader_of(server).child
-    with ThreadPoolExecutor(1) as others:
-        slow = others.submit(guided, server, guided_json=slow_schema(0))
-        server.wait_for(lambda: reader_of(server).queue.num_running)
-        for i in range(3):
-            assert guided(server, guided_regex=f"quick{i}").status_code == 200
-        assert not slow.done()
-        assert child is not None
-        for copy in psutil.Process(child.pid).children():
-            copy.send_signal(signal.SIGPROF)
-        assert slow.result(WAIT_S).status_code == 400
+    assert child is not None
+    padded = {"messages": [HELLO], "max_tokens": 1, "user": "x" * SMALL_BYTES}
+    with ThreadPoolExecutor(NUM_SLOW + 1) as others:
+        slow = [others.submit(guided, server, guided_json=slow_schema(i)) for i in range(NUM_SLOW)]
+        server.wait_for(lambda: len(reader_of(server).queues["grammars"]) == NUM_SLOW - 1)
+        (busy,) = psutil.Process(child.pid).children()
+        large = others.submit(server.post, CHAT, {"messages": [HELLO] * 16_000, "user": "x" * LARGE_BYTES})
+        for _ in range(3):
+            assert server.post(CHAT, padded).status_code == 200
+        assert not any(each.done() for each in slow)
+        monkeypatch.setattr(limits, "CPU_S", 0.1)
+        busy.send_signal(signal.SIGPROF)
+        assert [each.result(WAIT_S).status_code for each in slow] == [400] * NUM_SLOW
+        assert large.result(WAIT_S).status_code == 400
     assert reader_of(server).child is child and child.process.poll() is None, "only copies end"
 
 
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Grammar]:
     """The grammars that are compiled from now on."""
     found: list[Grammar] = []
-    ask = Reader.ask
+    do = Reader.do
 
-    async def counting(self: Reader, kind: JobKind, raw: bytes, host: str = "") -> process.Answer:
+    async def counting(self: Reader, name: QueueName, host: str, kind: JobKind, raw: bytes) -> process.Answer:
         found.append(msgspec.msgpack.decode(raw, type=Grammar))
-        return await ask(self, kind, raw, host)
+        return await do(self, name, host, kind, raw)
 
-    monkeypatch.setattr(Reader, "ask", counting)
+    monkeypatch.setattr(Reader, "do", counting)
     return found
 
 
@@ -150,9 +174,7 @@ def test_a_busy_machine_is_not_the_fault_of_a_grammar_or_body(
     requests = [(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "guided_regex": "busy"}), (CHAT, padded)]
     for path, body in requests:
         assert guided(server, guided_regex=f"idle{path}").status_code == 200
-        reader = reader_of(server)
-        assert reader.child is not None
-        psutil.Process(reader.child.pid).suspend()
+        suspend(reader_of(server))
         with monkeypatch.context() as impatient:
             impatient.setattr(process, "PATIENCE", 0)
             impatient.setattr(process, "PATIENCE_S", 0.05)
@@ -228,9 +250,11 @@ def control() -> Iterator[socket.socket]:
 @pytest.mark.parametrize("name", ENDS)
 def test_a_copy_that_ends_says_how(name: str, control: socket.socket) -> None:
     job, end = socket.socketpair()
+    kind = list(ENDS).index(name)
     with job, end:
-        socket.send_fds(control, [JOB.pack(7, list(ENDS).index(name))], [end.fileno()])
-        job.sendall(HEAD.pack(0, 0.05))
+        socket.send_fds(control, [START.pack(7, kind)], [end.fileno()])
+        assert job.recv(1) == READY
+        job.sendall(JOB.pack(kind, 0, 0.05))
         number, code, used_s = END.unpack(control.recv(END.size))
     assert (number, code) == (7, ENDS[name][1]) and used_s >= (0.05 if name == "takes too long" else 0.0)
 
@@ -240,13 +264,14 @@ def test_too_few_processes_or_files_for_a_copy_are_no_fault_of_the_job(monkeypat
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(os, "fork", fail)
+    jobs: Any = SimpleNamespace(prepared=lambda kind: None)
     before = psutil.Process().num_fds()
     job, end = socket.socketpair()
     with job, pytest.raises(OSError, match="Resource temporarily unavailable"):
-        start_job([end.detach()], ENDS["exits"][0])
+        start_copy([end.detach()], jobs, KINDS[0])
     assert psutil.Process().num_fds() == before
     with pytest.raises(OSError, match="too many files"):
-        start_job([], ENDS["exits"][0])
+        start_copy([], jobs, KINDS[0])
 
 
 def test_a_grammar_without_a_copy_gets_a_503_and_is_good_when_it_comes_again(server: RunningServer) -> None:
@@ -271,10 +296,10 @@ def test_a_server_that_ends_waits_for_no_grammar(
     assert guided(server, guided_regex="first").status_code == 200
     reader = reader_of(server)
     assert reader.child is not None
-    os.kill(reader.child.pid, signal.SIGSTOP)
+    suspend(reader)
     with ThreadPoolExecutor(2) as others:
         waits = others.submit(guided, server, guided_regex="a")
-        server.wait_for(lambda: reader.queue.num_running)
+        server.wait_for(lambda: reader.is_running)
         if is_busy:
             server.engine.script = lambda request: Script([5], hang=True)
             others.submit(server.post, "/v1/completions", {"prompt": "hello"})
@@ -292,8 +317,8 @@ def test_a_reader_that_makes_copies_has_no_threads(checkpoint: Path) -> None:
 
     async def scenario() -> None:
         reader = Reader(engine_config(500), load_serving_config(checkpoint))
-        await reader.ask("grammar", msgspec.msgpack.encode(Grammar("regex", "a")))
-        await reader.ask("completions", b'{"prompt": [1]}')
+        await reader.do("grammars", "", "grammar", msgspec.msgpack.encode(Grammar("regex", "a")))
+        await reader.do("bodies", "", "completions", b'{"prompt": [1]}')
         assert reader.child is not None
         assert psutil.Process(reader.child.pid).num_threads() == 1
         await reader.close()

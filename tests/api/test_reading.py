@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +25,9 @@ import pytest
 from pypto_serving import fair_queue, limits
 from pypto_serving.api.common.body import MAX_MESSAGES, ReadBody
 from pypto_serving.api.reading.__main__ import Jobs, guarded, serve
-from pypto_serving.api.reading.process import MAX_COPIES, Reader, ReaderQueue
+from pypto_serving.api.reading.process import Reader, ReaderQueue
 from pypto_serving.api.reading.reading import SMALL_BYTES, is_small
-from pypto_serving.api.reading.wire import JOB, ReaderFault, ReaderStart
+from pypto_serving.api.reading.wire import START, JobKind, ReaderFault, ReaderStart
 from pypto_serving.api.settings import load_serving_config
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import QueueFullError, RequestError, UnavailableError
@@ -44,6 +45,11 @@ HOSTILE = {
     "numbers": "{{ 9 ** (9 ** 9) }}",
     "doubling": "{% set n = namespace(x='x' * 999) %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
     "range": "{{ range(9999999999) | list }}",
+    "adding": "{% set n = namespace(x='x' * 999) %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "squares": "{% set n = namespace(x=3) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "padding": "{% for i in range(999) %}{{ 'x'.center(1000000) }}{{ 'x' | center(1000000) }}{% endfor %}",
+    "widths": "{% for i in range(3000) %}{{ '%01000000d' % 1 }}{% endfor %}",
+    "sums": "{% for i in range(3000) %}{{ range(99999) | sum }}{% endfor %}",
     "recursion": "{% macro g() %}{{ g() }}{% endmacro %}{{ g() }}",
 }
 CASES = "".join(f"{{% if messages[0].content == '{name}' %}}{text}{{% endif %}}" for name, text in HOSTILE.items())
@@ -65,7 +71,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
     yield server
     with ThreadPoolExecutor(1) as other:
         last = other.submit(server.post, CHAT, chat("loops"))
-        server.wait_for(lambda: server.app.state.reading._reader._ends)
+        server.wait_for(lambda: server.app.state.reading._reader.is_running)
         server.stop()
         last.cancel()
         assert isinstance(last.exception(WAIT_S), httpx.HTTPError) or last.result().status_code >= 400
@@ -111,18 +117,20 @@ def test_a_chat_that_takes_long_does_not_hold_up_others(
     reader = hostile.app.state.reading._reader
     padded = json.dumps(chat("hello")).encode() + b" " * SMALL_BYTES
     assert hostile.http.post(CHAT, content=padded).status_code == 200
-    child = reader.child
+    child, killed = reader.child, set[int]()
+    (working,) = copies_of(reader)
     with ThreadPoolExecutor(1) as others:
         long = others.submit(hostile.post, CHAT, chat("loops"))
-        hostile.wait_for(lambda: reader.queue.num_running)
+        hostile.wait_for(lambda: reader.is_running)
         for _ in range(3):
             assert hostile.post(CHAT, chat("hello")).status_code == 200
-            assert hostile.http.post(CHAT, content=padded).status_code == 200
-        killed = None
+            assert hostile.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "guided_regex": "a"}).status_code == 200
+        of_grammars = copies_of(reader) - {working}
         for _ in range(2):
-            hostile.wait_for(lambda killed=killed: copies_of(reader) - {killed})
-            (killed,) = copies_of(reader) - {killed}
-            os.kill(killed, signal.SIGKILL)
+            hostile.wait_for(lambda: copies_of(reader) - of_grammars - killed)
+            (working,) = copies_of(reader) - of_grammars - killed
+            killed.add(working)
+            os.kill(working, signal.SIGKILL)
         assert long.result(WAIT_S).status_code == 500
     assert reader.child is child and child.process.poll() is None, "only copies end"
 
@@ -189,8 +197,8 @@ def test_an_error_of_ours_reaches_the_log_of_the_api_process() -> None:
         def fail(raw: bytes, kind: type[BaseException] = kind) -> msgspec.Struct:
             raise kind(raw)
 
-        fault = guarded(fail, b"x")
-        assert isinstance(fault, ReaderFault)
+        fault, is_last = guarded(fail, b"x")
+        assert isinstance(fault, ReaderFault) and is_last
         assert f"{kind.__name__}: b'x'" in fault.traceback
 
 
@@ -211,8 +219,12 @@ def completion(prompt: list[int], size: int = 0) -> bytes:
     return json.dumps({"prompt": prompt}).encode() + b" " * size
 
 
+async def ask(reader: Reader, kind: JobKind, raw: bytes) -> Any:
+    return await reader.at_turn("bodies", "", partial(reader.do, "bodies", "", kind, raw))
+
+
 async def ids_of(reader: Reader, prompt: list[int], size: int = 0) -> list[int]:
-    body = await reader.ask("completions", completion(prompt, size))
+    body = await ask(reader, "completions", completion(prompt, size))
     assert isinstance(body, ReadBody)
     return list(body.prompts[0].token_ids)
 
@@ -222,9 +234,9 @@ def test_a_client_that_leaves_takes_no_turn_and_gets_nobody_elses_answer(
 ) -> None:
     async def scenario() -> None:
         reader = new_reader(checkpoint, tokenizer)
-        begun = [asyncio.ensure_future(ids_of(reader, [1], 10_000_000)) for _ in range(MAX_COPIES)]
+        begun = [asyncio.ensure_future(ids_of(reader, [1], 10_000_000))]
         waits = asyncio.ensure_future(ids_of(reader, [2]))
-        while not len(reader.queue):
+        while not len(reader.queues["bodies"]):
             await asyncio.sleep(0)
         for each in (*begun, waits):
             each.cancel()
@@ -254,8 +266,8 @@ def test_a_reader_that_dies_costs_one_request_at_most_and_is_replaced(
         assert await ids_of(reader, [1]) == [1]
         reading, last = asyncio.ensure_future(ids_of(reader, [1], 20_000_000)), 0
         for _ in range(times):
-            while not (pids := copies_of(reader) - {last}):
-                await asyncio.sleep(0)
+            while reader.queues["bodies"].copy is not None or not (pids := copies_of(reader) - {last}):
+                await asyncio.sleep(0)  # it has no job yet
             (last,) = pids
             assert Path(f"/proc/{last}/oom_score_adj").read_text() == "1000\n", "it must be the first to go"
             assert reader.child is not None
@@ -299,7 +311,7 @@ processes.Copy(lambda: print("works alone", flush=True)).wait()
 def test_a_reader_whose_server_is_gone_ends_in_silence(capfd: pytest.CaptureFixture[str]) -> None:
     ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
     job, end = socket.socketpair()
-    socket.send_fds(ours, [JOB.pack(1, 0)], [end.fileno()])
+    socket.send_fds(ours, [START.pack(1, 0)], [end.fileno()])
     for each in (job, end, ours):
         each.close()
     with theirs:
@@ -368,15 +380,14 @@ MAX_WAITING = 8
 
 
 class Waiting:
-    """Jobs that wait for a reader whose copies are all at work for the host "busy"."""
+    """Jobs that wait for a reader whose copy is at work for the host "busy"."""
 
     def __init__(self) -> None:
         self.queue, self.order = ReaderQueue(MAX_WAITING), list[str]()
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     async def fill(self) -> None:
-        for _ in range(MAX_COPIES):
-            await self.queue.take_turn("busy")
+        await self.queue.take_turn("busy")
 
     async def add(self, *hosts: str) -> None:
         for host in hosts:
@@ -393,7 +404,8 @@ class Waiting:
             self.order.append(name)
 
     async def end(self, host: str, used_s: float) -> None:
-        self.queue.end_turn(host, used_s)
+        self.queue.charge(host, used_s)
+        self.queue.end_turn()
         await asyncio.sleep(0)
 
 
@@ -431,12 +443,11 @@ def test_a_turn_that_comes_while_its_client_leaves_is_passed_on() -> None:
         waiting = Waiting()
         await waiting.fill()
         await waiting.add("first", "second")
-        waiting.queue.end_turn("busy", 0.0)
+        waiting.queue.end_turn()
         waiting.tasks["first0"].cancel()
         await asyncio.wait_for(waiting.tasks["second0"], WAIT_S)
-        for host in ("second", "busy"):
-            waiting.queue.end_turn(host, 0.0)
-        assert waiting.tasks["first0"].cancelled() and not waiting.queue.num_running
+        waiting.queue.end_turn()
+        assert waiting.tasks["first0"].cancelled() and not waiting.queue.is_running
 
     asyncio.run(scenario())
 
@@ -457,7 +468,7 @@ def test_clients_that_keep_the_reader_busy_do_not_hold_up_a_longer_body(roomy: R
 
     with ThreadPoolExecutor(8) as others:
         counts = others.map(keep_busy, range(8))
-        roomy.wait_for(lambda: len(roomy.app.state.reading._reader.queue) >= 4)
+        roomy.wait_for(lambda: len(roomy.app.state.reading._reader.queues["bodies"]) >= 4)
         assert roomy.post(COMPLETIONS, long).status_code == 200
         answered.set()
         assert sum(counts) < 8 * 20

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime
@@ -25,9 +26,12 @@ MAX_REPEATED = 1 << 20
 """Characters or values that `*` may repeat something to."""
 MAX_POWER_BITS = 1 << 16
 """Bits of an integer that `**` makes."""
-MAX_STEPS, MAX_STEPS_CHARS = 4000, 1 << 20
-"""Rounds of loops and calls of a template, and characters of a text that it makes, where steps are limited. A chat in a
-small body takes a few steps for each of its messages and tools, in all some milliseconds."""
+MAX_STEPS, MAX_STEPS_CHARS = 4000, 32 << 10
+"""Rounds of loops and calls of a template, and characters or values that it makes at once, where steps are limited. A
+chat in a small body takes a few steps for each of its messages and tools, in all some milliseconds. Its prompt, of at
+most so many characters, is encoded in some more."""
+VALUES_PER_STEP = 64
+"""Characters or values that a call or filter may work on in one step."""
 _steps_left: ContextVar[list[int] | None] = ContextVar("_steps_left", default=None)
 """The steps that are left to the template that runs, if they are limited."""
 
@@ -46,16 +50,42 @@ def steps_limited() -> Iterator[None]:
         _steps_left.reset(token)
 
 
-def _count_step() -> None:
+def _count_steps(count: int = 1) -> None:
     if (left := _steps_left.get()) is not None:
-        left[0] -= 1
+        left[0] -= count
         if left[0] < 0:
             raise TooManyStepsError
 
 
-def _check_chars(num_chars: int) -> None:
-    if num_chars > MAX_STEPS_CHARS and _steps_left.get() is not None:
+def _check_size(size: int) -> None:
+    if size > MAX_STEPS_CHARS and _steps_left.get() is not None:
         raise TooManyStepsError
+
+
+def _size(value: Any) -> int:
+    """Return how much of a value a call may have to go through: values or characters, or bits of an integer."""
+    if isinstance(value, int):
+        return value.bit_length()
+    return len(value) if isinstance(value, Sized) else 0
+
+
+def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a function count the steps that its arguments and result take, and refuse large numbers, where limited."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _steps_left.get() is None:
+            return function(*args, **kwargs)
+        given = (*args, *kwargs.values())
+        for value in given:
+            if isinstance(value, int):
+                _check_size(abs(value))
+        _count_steps(1 + sum(map(_size, given)) // VALUES_PER_STEP)
+        result = function(*args, **kwargs)
+        _check_size(_size(result))
+        return result
+
+    return call
 
 
 def compile_template(source: str) -> jinja2.Template:
@@ -84,7 +114,7 @@ def _join(pieces: Iterable[str]) -> str:
     for piece in pieces:
         joined.append(piece)
         num_chars += len(piece)
-        _check_chars(num_chars)
+        _check_size(num_chars)
         if num_chars > MAX_CHARS:
             message = f"the chat template writes more than {MAX_CHARS} characters for these messages; send fewer"
             raise RequestError(message, param="messages")
@@ -138,21 +168,20 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """Bounds what a text or list is repeated to: unlike a long loop, that takes gigabytes at once. Counts steps."""
 
     code_generator_class = _CodeGenerator
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     @property
     def step(self) -> None:
         """Count a round of a loop."""
-        _count_step()
+        _count_steps()
 
     def call(self, context: jinja2.runtime.Context, called: Any, /, *args: Any, **kwargs: Any) -> Any:
-        _count_step()
-        return super().call(context, called, *args, **kwargs)
+        return _counted(super().call)(context, called, *args, **kwargs)
 
     def join_texts(self, parts: Iterable[Any]) -> str:
         """Return the text that `~` makes."""
         joined = "".join(map(str, parts))
-        _check_chars(len(joined))
+        _check_size(len(joined))
         return joined
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
@@ -162,7 +191,13 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         for value, count in ((left, right), (right, left)):
             if isinstance(value, Sized) and isinstance(count, int) and len(value) * count > MAX_REPEATED:
                 raise jinja2.TemplateError(f"it repeats something to more than {MAX_REPEATED} characters or values")
-        return super().call_binop(context, operator, left, right)
+        if operator == "%" and isinstance(left, str):
+            _check_size(MAX_STEPS_CHARS + 1)  # a width in the format may be any number
+        if operator == "*" and integers:
+            _check_size(left.bit_length() + right.bit_length())
+        result = super().call_binop(context, operator, left, right)
+        _check_size(_size(result))
+        return result
 
 
 def _environment() -> _Environment:
@@ -173,6 +208,7 @@ def _environment() -> _Environment:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     environment.globals.pop("lipsum")
+    environment.filters = {name: _counted(function) for name, function in environment.filters.items()}
     return environment
 
 

@@ -1,12 +1,13 @@
 """Run the reader: `python -m pypto_serving.api.reading FD`. FD is its end of the control pipe.
 
-It prepares what jobs need, and does each in a copy of itself, so that a job that takes too much time or memory ends
-alone and the next one waits for no start of a process. So it must have no threads.
+It prepares what jobs need. Copies of it do them, so that a job that takes too much time or memory ends a copy alone,
+and the next one starts in milliseconds. So it must have no threads.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 import resource
 import select
 import signal
@@ -22,11 +23,14 @@ import msgspec
 
 from pypto_serving import limits
 from pypto_serving.api.reading.wire import (
+    ANSWER,
     END,
-    HEAD,
     JOB,
     KINDS,
     NO_COPY,
+    NOT_PREPARED,
+    READY,
+    START,
     Compiles,
     JobKind,
     ReaderFault,
@@ -44,7 +48,10 @@ if TYPE_CHECKING:
 
 WARMING = Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "string", "pattern": "^a"}}}')
 """Compiled once before the first copy, so that each need not import and initialize what it takes."""
+MAX_KEPT_BYTES = 512 << 20
+"""A copy that took more memory ends after its job."""
 Job = Callable[[bytes], msgspec.Struct]
+logger = logging.getLogger("pypto_serving.api")
 
 
 class Jobs:
@@ -91,7 +98,7 @@ class Jobs:
 
 
 def serve(control: socket.socket, jobs: Jobs) -> None:
-    """Do each job that arrives on `control`, until the other side closes it; tell there how each ended."""
+    """Start the copies that are asked for on `control`, until the other side closes it; say there how each ended."""
     poller, copies = select.poll(), dict[int, tuple[socket.socket, int, Copy]]()
     poller.register(control, select.POLLIN)
     while True:
@@ -104,30 +111,34 @@ def serve(control: socket.socket, jobs: Jobs) -> None:
                 code = copy.wait()
                 control.send(END.pack(number, code, used_by_copies_s() - before_s))
                 continue
-            head, fds, _, _ = socket.recv_fds(control, JOB.size, 1)
+            head, fds, _, _ = socket.recv_fds(control, START.size, 1)
             if not head:
                 return
-            number, kind = JOB.unpack(head)
+            number, kind = START.unpack(head)
             try:
-                ended, copy = start_job(fds, jobs.prepared(KINDS[kind]))
+                ended, copy = start_copy(fds, jobs, KINDS[kind])
             except OSError:
                 control.send(END.pack(number, NO_COPY, 0.0))
-                continue
-            copies[ended.fileno()] = ended, number, copy
-            poller.register(ended, select.POLLHUP)
+            except Exception:
+                logger.exception("the reader cannot load what it needs")
+                control.send(END.pack(number, NOT_PREPARED, 0.0))
+            else:
+                copies[ended.fileno()] = ended, number, copy
+                poller.register(ended, select.POLLHUP)
 
 
-def start_job(fds: list[int], job: Job) -> tuple[socket.socket, Copy]:
-    """Start a copy for a job; return it and a socket whose other end is closed when it ends. Raises OSError."""
+def start_copy(fds: list[int], jobs: Jobs, kind: JobKind) -> tuple[socket.socket, Copy]:
+    """Start a copy that takes jobs; return it and a socket whose other end is closed when it ends. Raises OSError."""
     if not fds:
-        raise OSError("the socket of the job did not arrive: there are too many files")
+        raise OSError("the socket of the copy did not arrive: there are too many files")
     with socket.socket(fileno=fds[0]) as end:
+        jobs.prepared(kind)
         ours, theirs = socket.socketpair()
 
         def work() -> None:
             gc.freeze()  # else a collection would copy all pages of this process
             close_all_but({end.fileno(), theirs.fileno()})
-            answer(end, job)
+            answer_all(end, jobs)
 
         with theirs:
             try:
@@ -137,28 +148,33 @@ def start_job(fds: list[int], job: Job) -> tuple[socket.socket, Copy]:
                 raise
 
 
-def answer(end: socket.socket, job: Job) -> None:
-    """Do the job that comes on `end`. SIGPROF ends this process if it takes too long."""
+def answer_all(end: socket.socket, jobs: Jobs) -> None:
+    """Do the jobs that come on `end`, one after the other. SIGPROF ends this process if one takes too long."""
     with end.makefile("rwb") as channel:
-        if len(head := channel.read(HEAD.size)) < HEAD.size:
-            return  # the API process is gone
-        size, allowed_s = HEAD.unpack(head)
-        raw = channel.read(size)
-        limits.limit_cpu(allowed_s)
-        said = msgspec.msgpack.encode(guarded(job, raw))
-        limits.limit_cpu(0)
-        channel.write(said)
+        channel.write(READY)
+        channel.flush()
+        is_last = False
+        while not is_last and len(head := channel.read(JOB.size)) == JOB.size:
+            kind, size, allowed_s = JOB.unpack(head)
+            raw, started_s = channel.read(size), time.process_time()
+            limits.limit_cpu(allowed_s)
+            answer, is_last = guarded(jobs.prepared(KINDS[kind]), raw)
+            said = msgspec.msgpack.encode(answer)
+            limits.limit_cpu(0)
+            is_last = is_last or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10 > MAX_KEPT_BYTES
+            channel.write(ANSWER.pack(len(said), time.process_time() - started_s, is_last) + said)
+            channel.flush()
 
 
-def guarded(job: Job, raw: bytes) -> msgspec.Struct:
-    """Return the answer, or what became of it instead."""
+def guarded(job: Job, raw: bytes) -> tuple[msgspec.Struct, bool]:
+    """Return the answer, or what became of it instead, and whether this process should do no other job."""
     try:
-        return job(raw)
+        return job(raw), False
     except MemoryError:
         message = f"this takes more than {format_size(limits.MAX_BYTES)} of memory to read; send less"
-        return Refusal(400, message, "request_too_large", None)
+        return Refusal(400, message, "request_too_large", None), True
     except BaseException:  # a panic of Rust is no Exception
-        return ReaderFault(traceback.format_exc())
+        return ReaderFault(traceback.format_exc()), True
 
 
 def used_by_copies_s() -> float:

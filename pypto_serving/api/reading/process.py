@@ -1,4 +1,4 @@
-"""The reader as seen from the API process: its queue, its jobs, and how it starts and ends."""
+"""The reader as seen from the API process: its queues, its copies, and how it starts and ends."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ import itertools
 import logging
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
 
 from pypto_serving.api.common.body import Answered, ReadBody
 from pypto_serving.api.reading.wire import (
+    ANSWER,
     END,
-    HEAD,
     JOB,
     KINDS,
     NO_COPY,
+    NOT_PREPARED,
+    READY,
+    START,
     Compiles,
     JobKind,
     ReaderFault,
@@ -35,17 +39,20 @@ from pypto_serving.types.config import EngineConfig
 
 logger = logging.getLogger("pypto_serving.api")
 
-MAX_COPIES = 2
-"""Jobs that the reader does at once."""
+START_S = 60.0
+"""How long a copy may take to start, with the process and what it loads."""
 IDLE_S = 300.0
 """How long the reader stays without a job."""
 PATIENCE, PATIENCE_S = 6, 10.0
 """The real time of a job may be this multiple of its CPU time, and so much more: other processes use the CPUs too."""
 RETRY_S = 5
+NOT_STARTED = "the process that reads requests did not start; try again later"
 PIECE_BYTES = 1 << 18
 """Bytes written to the reader before others have their turn."""
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 """The reader makes copies of itself, so numpy must start no threads there."""
+QueueName = Literal["grammars", "bodies", "large bodies"]
+T = TypeVar("T")
 Answer = ReadBody | Answered | Compiles
 ANSWERS: msgspec.msgpack.Decoder[Answer | Refusal | ReaderFault] = msgspec.msgpack.Decoder(
     Answer | Refusal | ReaderFault
@@ -64,54 +71,71 @@ class TooLargeError(RequestError):
     code = "request_too_large"
 
 
-class ReaderQueue:
-    """Owns the jobs that wait for the reader. The host whose jobs used the least CPU time is next: see FairQueue.
+class ReaderCopy(NamedTuple):
+    """A copy of the reader: its number, and its socket."""
 
-    If more than `max_waiting` wait, the newest of the host with the most is refused.
+    number: int
+    reading: asyncio.StreamReader
+    writing: asyncio.StreamWriter
+
+
+class ReaderQueue:
+    """Owns a copy of the reader, and the jobs that wait for it. Next is the host that used the least CPU time.
+
+    If more than `max_waiting` wait, the newest of the host with the most is refused. See FairQueue.
     """
 
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
         self._jobs: FairQueue[str, asyncio.Future[None]] = FairQueue()
-        self.num_running = 0
+        self.is_running = False
+        self.copy: ReaderCopy | None = None
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     async def take_turn(self, host: str) -> None:
         """Wait for a turn; call `end_turn` after it. Raises QueueFullError. A call that is cancelled has no turn."""
-        if self.num_running < MAX_COPIES:
-            self.num_running += 1
+        if not self.is_running:
+            self.is_running = True
             return
         turn = asyncio.get_running_loop().create_future()
         self._jobs.push(host, turn)
         if len(self._jobs) > self._max_waiting:
             message = f"{self._max_waiting} requests wait to be read; try again later"
-            self._jobs.pop_longest().set_exception(QueueFullError(message, RETRY_S))
+            refused = self._jobs.pop_longest()
+            if not refused.done():
+                refused.set_exception(QueueFullError(message, RETRY_S))
         try:
             await turn
         except asyncio.CancelledError:
             if not self._jobs.remove(host, turn) and not turn.cancelled() and turn.exception() is None:
-                self.end_turn(host, 0.0)
+                self.end_turn()
             raise
 
-    def end_turn(self, host: str, used_s: float) -> None:
-        """End a turn that took so much CPU time; the next one begins."""
+    def charge(self, host: str, used_s: float) -> None:
+        """Add the CPU time that a job of a host took."""
         self._jobs.charge(host, used_s)
+
+    def end_turn(self) -> None:
+        """End a turn; the next one begins."""
         while (turn := self._jobs.pop()) is not None:
             if not turn.done():
                 turn.set_result(None)
                 return
-        self.num_running -= 1
+        self.is_running = False
 
 
 class Reader:
-    """Owns the reader process and its queue. It starts with the first job and ends when it is idle for long."""
+    """Owns the reader process and its queues. It starts with the first job and ends when it is idle for long.
+
+    Grammars, usual bodies and large ones have a copy each, so that none of them holds up the others.
+    """
 
     def __init__(self, config: EngineConfig, serving: ServingConfig) -> None:
         serving = msgspec.structs.replace(serving, api_keys=())
         self._start_of: Callable[[int], ReaderStart] = lambda control: ReaderStart(config, serving, control)
-        self.queue = ReaderQueue(config.max_unfinished)
+        self.queues = {name: ReaderQueue(config.max_unfinished) for name in get_args(QueueName)}
         self.child: Child | None = None
         self._closed = False
         self._control: socket.socket | None = None
@@ -120,58 +144,105 @@ class Reader:
         self._idle: asyncio.TimerHandle | None = None
         self._burying: asyncio.Future[None] | None = None
 
-    async def ask(self, kind: JobKind, raw: bytes | bytearray, host: str = "") -> Answer:
-        """Return the answer to a job at its host's turn.
+    @property
+    def is_running(self) -> bool:
+        """Return whether a job is being done."""
+        return any(queue.is_running for queue in self.queues.values())
 
-        Raises RefusedError if that is the answer, QueueFullError, TooSlowError, TooLargeError, RequestFailedError if
-        its copy ended in another way twice, UnavailableError if there is no reader or the machine is too busy,
-        RuntimeError if the job failed.
+    async def at_turn(self, name: QueueName, host: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Return the result of `work`, which is called at its host's turn in a queue. Raises QueueFullError.
 
-        A call that is cancelled before its turn costs nothing; a job that has begun goes on to its end.
+        A call that is cancelled before its turn costs nothing; work that has begun goes on to its end.
         """
-        await self.queue.take_turn(host)
-        working = asyncio.ensure_future(self._work(kind, raw, host))
-        working.add_done_callback(lambda done: None if done.cancelled() else done.exception())  # the caller may be gone
+        queue = self.queues[name]
+        await queue.take_turn(host)
+        working = asyncio.ensure_future(work())
+
+        def end(done: asyncio.Future[T]) -> None:
+            queue.end_turn()
+            if not done.cancelled():
+                done.exception()  # the caller may be gone
+            if self._idle is not None:
+                self._idle.cancel()
+            if not self.is_running and not self._closed:
+                self._idle = asyncio.get_running_loop().call_later(IDLE_S, self._end_idle)
+
+        working.add_done_callback(end)
         return await asyncio.shield(working)
 
-    async def _work(self, kind: JobKind, raw: bytes | bytearray, host: str) -> Answer:
-        used_s = 0.0
-        try:
-            for tries_left in (1, 0):
-                said, code, took_s = await self._run(kind, raw)
-                used_s += took_s
-                if not code:
-                    return _read_answer(said)
-                error = _error_of(code)
-                if not tries_left or not isinstance(error, RequestFailedError):
-                    raise error
-            raise AssertionError("the second try returns or raises")
-        finally:
-            self.queue.end_turn(host, used_s)
+    async def do(self, name: QueueName, host: str, kind: JobKind, raw: bytes | bytearray) -> Answer:
+        """Have the copy of a queue, whose turn it is, do a job; return the answer.
 
-    async def _run(self, kind: JobKind, raw: bytes | bytearray) -> tuple[bytes, int, float]:
-        """Have a copy of the reader do a job; return what it wrote, its exit code and its CPU time."""
+        Raises RefusedError if that is the answer, TooSlowError, TooLargeError, RequestFailedError if the copy ended in
+        another way twice, UnavailableError if there is no reader or the machine is too busy, RuntimeError if the job
+        failed.
+        """
+        queue = self.queues[name]
+        for tries_left in (1, 0):
+            said, code, used_s = await self._run(queue, kind, raw)
+            queue.charge(host, used_s)
+            if not code:
+                return _read_answer(said)
+            error = _error_of(code)
+            if not tries_left or not isinstance(error, RequestFailedError):
+                raise error
+        raise AssertionError("the second try returns or raises")
+
+    async def _run(self, queue: ReaderQueue, kind: JobKind, raw: bytes | bytearray) -> tuple[bytes, int, float]:
+        """Have the copy of a queue do a job; return what it said, its exit code if it ended, and the CPU time."""
         allowed_s = cpu_limit_s(len(raw))
         real_s = PATIENCE_S + PATIENCE * allowed_s
-        number, ended = next(self._numbers), asyncio.get_running_loop().create_future()
+        copy = queue.copy or await self._start_copy(kind)
+        if isinstance(copy, int):
+            return b"", copy, 0.0
+        queue.copy = None
         try:
             async with asyncio.timeout(real_s):
-                control = self._ensure()
-                self._ends[number] = ended
-                said = await _exchange(control, JOB.pack(number, KINDS.index(kind)), raw, allowed_s)
-                code, used_s = await ended
+                if (answered := await _exchange(copy, kind, raw, allowed_s)) is not None:
+                    said, used_s, is_last = answered
+                    if is_last:
+                        self._ends.pop(copy.number, None)
+                        copy.writing.close()
+                    else:
+                        queue.copy = copy
+                    return said, 0, used_s
+                copy.writing.close()
+                return b"", *await self._end_of(copy.number)
         except TimeoutError:
             await self._end()
+            self._ends.pop(copy.number, None)
             logger.error("reading a request took more than %.0f s, less than %g s of it CPU time", real_s, allowed_s)
             raise UnavailableError(
                 f"the server is too busy to read this request: in {real_s:.0f} s it got less than {allowed_s:g} s of "
                 "CPU time; try again later"
             ) from None
+
+    async def _start_copy(self, kind: JobKind) -> ReaderCopy | int:
+        """Start a copy; return it, or the code with which it ended. Raises UnavailableError."""
+        control, number = self._ensure(), next(self._numbers)
+        self._ends[number] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(START_S):
+                ours, theirs = socket.socketpair()
+                with theirs, suppress(OSError):  # the reader is gone: the copy ends with it
+                    socket.send_fds(control, [START.pack(number, KINDS.index(kind))], [theirs.fileno()])
+                reading, writing = await asyncio.open_unix_connection(sock=ours)
+                with suppress(OSError):
+                    if await reading.read(1) == READY:
+                        return ReaderCopy(number, reading, writing)
+                writing.close()
+                return (await self._end_of(number))[0]
+        except TimeoutError:
+            await self._end()
+            self._ends.pop(number, None)
+            raise UnavailableError(NOT_STARTED) from None
+
+    async def _end_of(self, number: int) -> tuple[int, float]:
+        """Return the exit code of a copy, and the CPU time that it took."""
+        try:
+            return await self._ends[number]
         finally:
             self._ends.pop(number, None)
-            if not self._ends and not self._closed:
-                self._idle = asyncio.get_running_loop().call_later(IDLE_S, self._end_idle)
-        return said, code, used_s
 
     def _ensure(self) -> socket.socket:
         """Start the process if there is none; return where jobs go. Raises UnavailableError."""
@@ -189,26 +260,44 @@ class Reader:
         except OSError as error:
             ours.close()
             logger.error("the reader did not start: %s", error)
-            raise UnavailableError("the process that reads requests did not start; try again later") from None
+            raise UnavailableError(NOT_STARTED) from None
         ours.setblocking(False)
         self._control = ours
         asyncio.get_running_loop().add_reader(ours, self._take_ends)
         return ours
 
     def _take_ends(self) -> None:
-        """Take in how jobs ended; if the process itself did, so did all of them."""
+        """Take in how copies ended; if the process itself did, so did all of them."""
         assert self._control is not None
         with suppress(BlockingIOError):
             while end := _receive(self._control):
                 number, code, used_s = END.unpack(end)
-                if (waiting := self._ends.get(number)) is not None and not waiting.done():
-                    waiting.set_result((code, used_s))
-            child = self._detach()
-            if child is not None:
-                self._burying = asyncio.ensure_future(self._bury(child))
+                self._take_end(number, code, used_s)
+            if (child := self._detach()) is not None:
+                self._burying = asyncio.ensure_future(self._bury(child, self._take_jobs()))
+
+    def _take_end(self, number: int, code: int, used_s: float) -> None:
+        """Give the end of a copy to its job; one that had none is only forgotten."""
+        for queue in self.queues.values():
+            if queue.copy is not None and queue.copy.number == number:
+                queue.copy.writing.close()
+                queue.copy = None
+                self._ends.pop(number).cancel()
+                return
+        if (waiting := self._ends.get(number)) is not None and not waiting.done():
+            waiting.set_result((code, used_s))
+
+    def _take_jobs(self) -> list[asyncio.Future[tuple[int, float]]]:
+        """Forget all copies; return what waits for the ends of those that have a job."""
+        for queue in self.queues.values():
+            if queue.copy is not None:
+                self._take_end(queue.copy.number, 0, 0.0)
+        return list(self._ends.values())
 
     def _detach(self) -> Child | None:
         """Forget the process, which is to end or has ended."""
+        if self._idle is not None:
+            self._idle.cancel()
         child, self.child = self.child, None
         if self._control is not None:
             asyncio.get_running_loop().remove_reader(self._control)
@@ -216,9 +305,8 @@ class Reader:
             self._control = None
         return child
 
-    async def _bury(self, child: Child, patience_s: float = 5.0) -> None:
+    async def _bury(self, child: Child, jobs: list[asyncio.Future[tuple[int, float]]], patience_s: float = 5.0) -> None:
         """Wait for the end of the process, and end the jobs that it had."""
-        jobs = list(self._ends.values())
         code = await asyncio.to_thread(child.end, patience_s)
         if not self._closed:
             logger.error("the reader ended with code %d", code)
@@ -229,19 +317,18 @@ class Reader:
                 waiting.set_result((code or 1, 0.0))
 
     def _end_idle(self) -> None:
-        if not self._ends and (child := self._detach()) is not None:
+        if not self.is_running and (child := self._detach()) is not None:
+            self._take_jobs()
             asyncio.get_running_loop().run_in_executor(None, child.end, 0.0)
 
     async def _end(self) -> None:
         """End the process, whatever it does, and all its jobs. The next one starts another."""
         if (child := self._detach()) is not None:
-            await self._bury(child, 0.0)
+            await self._bury(child, self._take_jobs(), 0.0)
 
     async def close(self) -> None:
         """End the process for good."""
         self._closed = True
-        if self._idle is not None:
-            self._idle.cancel()
         await self._end()
 
 
@@ -252,22 +339,19 @@ def _receive(control: socket.socket) -> bytes:
         return b""
 
 
-async def _exchange(control: socket.socket, job: bytes, raw: bytes | bytearray, allowed_s: float) -> bytes:
-    """Send a job over a socket of its own; return what its copy wrote until it ended."""
-    ours, theirs = socket.socketpair()
-    with theirs, suppress(OSError):  # the reader is gone: the job ends with it
-        socket.send_fds(control, [job], [theirs.fileno()])
-    reading, writing = await asyncio.open_unix_connection(sock=ours)
+async def _exchange(
+    copy: ReaderCopy, kind: JobKind, raw: bytes | bytearray, allowed_s: float
+) -> tuple[bytes, float, bool] | None:
+    """Send a job to a copy; return what it said, the CPU time and whether it ends now; None if it ended before."""
     try:
-        with suppress(OSError):  # its copy is gone
-            writing.write(HEAD.pack(len(raw), allowed_s))
-            for at in range(0, len(raw), PIECE_BYTES):
-                writing.write(raw[at : at + PIECE_BYTES])
-                await writing.drain()
-            return await reading.read()
-        return b""
-    finally:
-        writing.close()
+        copy.writing.write(JOB.pack(KINDS.index(kind), len(raw), allowed_s))
+        for at in range(0, len(raw), PIECE_BYTES):
+            copy.writing.write(raw[at : at + PIECE_BYTES])
+            await copy.writing.drain()
+        size, used_s, is_last = ANSWER.unpack(await copy.reading.readexactly(ANSWER.size))
+        return await copy.reading.readexactly(size), used_s, is_last
+    except (OSError, asyncio.IncompleteReadError):
+        return None
 
 
 def _read_answer(said: bytes) -> Answer:
@@ -284,6 +368,8 @@ def _error_of(code: int) -> RequestError:
     if code == NO_COPY:
         logger.error("the reader could not start a copy: there are too many processes or files")
         return UnavailableError("the machine is too busy to read this request; try again later")
+    if code == NOT_PREPARED:
+        return UnavailableError(NOT_STARTED)
     if code == -signal.SIGPROF:
         return TooSlowError("reading this took too long")
     logger.error("a job of the reader ended with code %d", code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 from starlette.requests import Request
@@ -24,7 +25,7 @@ from pypto_serving.api.common.body import (
 from pypto_serving.api.common.respond import until_disconnect
 from pypto_serving.api.prompting.jinja import TooManyStepsError, steps_limited
 from pypto_serving.api.reading.body_reader import BodyReader
-from pypto_serving.api.reading.process import Reader, TooLargeError, TooSlowError
+from pypto_serving.api.reading.process import QueueName, Reader, TooLargeError, TooSlowError
 from pypto_serving.api.reading.verdicts import Verdicts
 from pypto_serving.api.reading.wire import Compiles, Refusal, RefusedError
 from pypto_serving.errors import RequestError
@@ -35,6 +36,8 @@ logger = logging.getLogger("pypto_serving.api")
 
 SMALL_BYTES, SMALL_VALUES = 16 << 10, 128
 """A body of at most this size, with at most so many lists and strings, is read at once, in a few milliseconds."""
+LARGE_BYTES = 256 << 10
+"""A body of more, or with a template of its own, holds up its like only."""
 _MAY_BRING_TEMPLATE = re.compile(rb'"chat_template"|\\u00(?:5[fF]|[67])')
 """The field's name, or the escape of a character as it has, which no program needs to write."""
 _MAY_CHAT = frozenset[Endpoint]({"chat", "messages", "count_tokens", "tokenize", "decisions", "responses"})
@@ -110,11 +113,16 @@ class Reading:
         """Return whether a body takes little time: it is small, and brings no template."""
         if not is_small(raw) or endpoint == "decisions":  # which may repeat its input many times
             return False
-        return not (self._here.serving.trust_request_chat_template and _MAY_BRING_TEMPLATE.search(raw))
+        return not self._may_bring_template(raw)
+
+    def _may_bring_template(self, raw: bytes | bytearray) -> bool:
+        return self._here.serving.trust_request_chat_template and _MAY_BRING_TEMPLATE.search(raw) is not None
 
     async def _read_apart(self, endpoint: Endpoint, raw: bytearray, host: str) -> ReadBody | Answered:
+        is_large = len(raw) > LARGE_BYTES or self._may_bring_template(raw)
+        name: QueueName = "large bodies" if is_large else "bodies"
         try:
-            answer = await self._reader.ask(endpoint, raw, host)
+            answer = await self._reader.at_turn(name, host, partial(self._reader.do, name, host, endpoint, raw))
         except TooSlowError:
             raise _too_slow(endpoint, cpu_limit_s(len(raw))) from None
         assert not isinstance(answer, Compiles)
@@ -138,15 +146,21 @@ class Reading:
         if grammar is None:
             return guide
         if (verdict := self._verdicts.find(grammar)) is None:
-            verdict = await self._compile(grammar, host)
-            self._verdicts.add(grammar, verdict)
+            verdict = await self._reader.at_turn("grammars", host, partial(self._judge, grammar, host))
         if isinstance(verdict, Refusal):
             raise RequestError(f"{guide.field}: {verdict.message}", param=guide.field, code=verdict.code)
         return msgspec.structs.replace(guide, grammar=verdict.grammar or grammar, compile_s=verdict.compile_s)
 
+    async def _judge(self, grammar: Grammar, host: str) -> Compiles | Refusal:
+        """Find out whether a grammar compiles, unless one before it in the queue was the same."""
+        if (verdict := self._verdicts.find(grammar)) is None:
+            verdict = await self._compile(grammar, host)
+            self._verdicts.add(grammar, verdict)
+        return verdict
+
     async def _compile(self, grammar: Grammar, host: str) -> Compiles | Refusal:
         try:
-            answer = await self._reader.ask("grammar", msgspec.msgpack.encode(grammar), host)
+            answer = await self._reader.do("grammars", host, "grammar", msgspec.msgpack.encode(grammar))
         except TooSlowError:
             logger.error("a grammar was given up after %g s of CPU time", CPU_S)
             message = f"it took more than {CPU_S:g} s of CPU time to compile; send a simpler one"
