@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 # One line for each phase that pip begins.
-PHASES := awk '/^ *Installing build dep/ {say("fetching build tools")} /^ *Collecting / {say("fetching packages")} \
+PHASES := $(shell awk -W version 2>/dev/null | grep -q mawk && echo "mawk -W interactive" || echo awk) '/^ *Installing build dep/ {say("fetching build tools")} /^ *Collecting / {say("fetching packages")} \
 	/^ *Building editable/ {say("building kernels")} /^ *Installing collected/ {say("installing packages")} \
 	function say(text) {if (!said[text]++) {print "  " text; fflush()}}' >&2
 RUN := $(VENV)/.installed

@@ -19,7 +19,7 @@ from pypto_serving.api.status import PROBES
 from pypto_serving.types.tier import TIERS
 
 REFERENCE = "#/components/schemas/{name}"
-_referenced: set[type[Answer] | type[Body]] = set()
+_referenced: dict[type[Answer] | type[Body], None] = {}
 """All that the routes refer to, whose schemas the document has."""
 _ERRORS = {
     400: "The request cannot be served as sent; the message says why.",
@@ -111,7 +111,7 @@ class ApiRoute(Route):
 
 def reference(kind: type[Answer] | type[Body]) -> dict[str, str]:
     """Refer to the schema of an answer or a body, which the document then has."""
-    _referenced.add(kind)
+    _referenced[kind] = None
     return {"$ref": REFERENCE.format(name=kind.__name__)}
 
 

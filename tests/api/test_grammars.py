@@ -174,6 +174,7 @@ def test_a_busy_machine_is_not_the_fault_of_a_grammar_or_body(
     requests = [(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "guided_regex": "busy"}), (CHAT, padded)]
     for path, body in requests:
         assert guided(server, guided_regex=f"idle{path}").status_code == 200
+        assert server.post(CHAT, padded).status_code == 200
         suspend(reader_of(server))
         with monkeypatch.context() as impatient:
             impatient.setattr(process, "PATIENCE", 0)
@@ -279,6 +280,9 @@ def test_a_grammar_without_a_copy_gets_a_503_and_is_good_when_it_comes_again(ser
     child = reader_of(server).child
     assert child is not None
     reader = psutil.Process(child.pid)
+    for copy in reader.children():
+        copy.kill()
+    server.wait_for(lambda: reader_of(server).queues["grammars"].copy is None)
     limited = reader.rlimit(psutil.RLIMIT_NOFILE)
     reader.rlimit(psutil.RLIMIT_NOFILE, (3, limited[1]))
     response = guided(server, guided_regex="no copy")

@@ -66,7 +66,7 @@ def _size(value: Any) -> int:
     """Return how much of a value a call may have to go through: values or characters, or bits of an integer."""
     if isinstance(value, int):
         return value.bit_length()
-    return len(value) if isinstance(value, Sized) else 0
+    return len(value) if isinstance(value, str | bytes | list | tuple | dict | range) else 0
 
 
 def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
