@@ -11,7 +11,7 @@ from pypto_serving.kv.sequence import SequenceState
 
 
 class Committer:
-    """A table of the KVCacheManager, without state of its own: commits the tokens of sequences.
+    """A part of the KVCacheManager, without state of its own: commits the tokens of sequences.
 
     With `caching`, blocks are published up to the last resume point. With `keeps`, those that resuming needs are kept
     for lower tiers. `events` gets the contents of blocks.

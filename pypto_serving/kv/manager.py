@@ -41,7 +41,7 @@ class KVCacheManager:
     Block i of a table holds tokens [i * B, (i + 1) * B). Blocks that `KVGroup.needed` does not name any more are freed
     at commit and leave a null entry. A request's life:
 
-        (match | fetch)* → reserve → (reserve | commit)* → release → ... → forget
+        (match | load_prefix)* → reserve → (reserve | commit)* → release → ... → forget
 
     Nothing here does I/O or reads a clock. `tiers` configures the tiers, whose transfers leave room for a sequence of
     `longest_blocks` blocks in each group; `events` notes what happens to cached blocks.

@@ -23,7 +23,7 @@ class PrefixLoad(enum.Enum):
 
 
 class PrefixLoader:
-    """A table of the KVCacheManager, without state of its own: gives a request blocks to load into."""
+    """A part of the KVCacheManager, without state of its own: gives a request blocks to load into."""
 
     def __init__(self, tiers: TierManager, points: ResumePoints) -> None:
         self._tiers = tiers.tiers
@@ -42,7 +42,7 @@ class PrefixLoader:
 
         1. is no longer than the match, and neither are those after it: compute;
         2. was refused just before, and the slowest tier adds nothing to it: go on to the next;
-        3. is being loaded in table for another request: wait for that;
+        3. is being loaded in part for another request: wait for that;
         4. is expected to be loaded faster than computed: load it, or compute if its blocks do not fit (see `_fill`);
         5. is not: it is refused.
         """

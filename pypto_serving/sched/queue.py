@@ -70,10 +70,10 @@ class WaitingQueue:
 
     def push(self, request: Request) -> None:
         """Add a request."""
-        heap = self._salt_of(request)
-        if heap not in self._by_salt:
-            self._by_salt[heap] = RequestHeap(by_order)
-        self._by_salt[heap].push(request)
+        salt = self._salt_of(request)
+        if salt not in self._by_salt:
+            self._by_salt[salt] = RequestHeap(by_order)
+        self._by_salt[salt].push(request)
 
     def remove(self, request: Request) -> None:
         """Remove a request; do nothing if it is not in the queue."""

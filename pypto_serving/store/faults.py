@@ -60,7 +60,7 @@ class StoreFaults:
         """Note that there is room again: the next lack of it is logged."""
         if self._is_full:
             self._is_full = False
-            self._backoff.succeed()
+            self._backoff = Backoff()
             self._said.discard("full")
 
 
