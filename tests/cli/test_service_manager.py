@@ -108,7 +108,7 @@ def test_a_port_of_the_service_manager() -> None:
                 body = {"prompt": [5], "max_tokens": 3}
                 assert httpx.post(url + "/v1/completions", json=body, timeout=WAIT_S).status_code == 200
                 said = stopped(process)
-                assert re.search(rf"port +{address[1]} +given by LISTEN_FDS", said)
+                assert re.search(rf"port {address[1]} \(LISTEN_FDS\)", said)
         socket.create_connection(address, timeout=WAIT_S).close()
 
 

@@ -181,7 +181,7 @@ def test_an_idle_server_stops_at_once_with_exit_code_0(signum: int) -> None:
 
 
 def test_a_killed_server_leaves_no_process() -> None:
-    chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+    chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1, "user": "x" * 20_000}
     with Server() as victim:
         victim.http.post("/v1/chat/completions", json=chat).raise_for_status()
         family = victim.family()
