@@ -7,12 +7,12 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from pypto_serving.api.openai.schemas import CHAT_RULES, COMPLETION_RULES, ChatBody, CompletionBody
+from pypto_serving.api.openai.schemas import ChatBody, CompletionBody
 from tests.api.templates import HERMES, OPENED, SWITCHED, with_tools
 
 FIELDS = sorted(
-    {*ChatBody.model_fields, *CompletionBody.model_fields, *CHAT_RULES.neutral, *COMPLETION_RULES.neutral}
-    | {*CHAT_RULES.accepted, *COMPLETION_RULES.accepted, "unheard_of"}
+    {*ChatBody.model_fields, *CompletionBody.model_fields, *ChatBody.rules.neutral, *CompletionBody.rules.neutral}
+    | {*ChatBody.rules.accepted, *CompletionBody.rules.accepted, "unheard_of"}
 )
 """All that the server knows, and some that it does not."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "wizard")
