@@ -28,6 +28,7 @@ from pypto_serving.backend.native import NativeProgram
 from pypto_serving.engine.core import EngineCore
 from pypto_serving.engine.worker_process import WorkerEvent
 from pypto_serving.kernels import Engine, Recording
+from pypto_serving.kernels.collectives import NativeCollectives
 from pypto_serving.types.config import CacheConfig, EngineConfig, ModelConfig, WorkerConfig
 from pypto_serving.types.kv import FullSpec, KVTensorSpec
 from pypto_serving.types.request import AddRequests, EngineRequest, FromCore, ToCore
@@ -87,7 +88,7 @@ class InlineWorker:
         engine = Engine(threads=1)
         logits = np.random.default_rng(0).standard_normal((config.limits.max_num_seqs, VOCAB)).astype(np.float32)
         model = SimpleNamespace(step=Recording(engine), logits=logits, arenas=())
-        program = NativeProgram(model, config, b"step cost", engine)
+        program = NativeProgram(model, config, b"step cost", engine, NativeCollectives())
         self.runner = Runner(program, [StepBuffers.in_host_memory(config.cache.groups, config.limits)], VOCAB)
         self.ours, self.core_end = MemoryChannel.pair(ToWorker, FromWorker)
         self.ours.send(hello(program, 1, 0.0))
