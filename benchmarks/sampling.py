@@ -23,8 +23,8 @@ from roofline_work import Batch
 from rounds import head, row, seconds
 
 from pypto_serving.kernels import Engine, NativeSampler, runnable
+from pypto_serving.types.arrays import pack_ids
 from pypto_serving.types.sampling import MAX_BAD_WORDS, MAX_BIASES, RowSampling
-from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.sampler import RowSamplers
 
 FILTERS = {"greedy": {"temperature": 0.0}, "top-p 0.9": {"temperature": 1.0, "top_p": 0.9}}

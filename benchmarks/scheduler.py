@@ -30,12 +30,12 @@ from scheduler_trace import VOCAB_SIZE, Replay, Trace, at_context, replay, stead
 from pypto_serving.kv.manager import KVCacheManager
 from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
 from pypto_serving.sched.scheduler import Scheduler
+from pypto_serving.types.arrays import pack_ids, unpack_ids
 from pypto_serving.types.config import CacheConfig, EngineConfig, ModelConfig, WorkerConfig
 from pypto_serving.types.kv import KVCacheGroupSpec, max_live_blocks
 from pypto_serving.types.request import EngineRequest
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import BackendLimits, StepPlan, StepResult
-from pypto_serving.types.tokens import pack_ids, unpack_ids
 
 GOAL = 0.5
 """Largest ratio of our time of a step to vLLM's."""

@@ -29,12 +29,12 @@ from pypto_serving.engine.core import EngineCore
 from pypto_serving.engine.worker_process import WorkerEvent
 from pypto_serving.kernels import Engine, Recording
 from pypto_serving.kernels.collectives import NativeCollectives
+from pypto_serving.types.arrays import pack_ids
 from pypto_serving.types.config import CacheConfig, EngineConfig, ModelConfig, WorkerConfig
 from pypto_serving.types.kv import FullSpec, KVTensorSpec
 from pypto_serving.types.request import AddRequests, EngineRequest, FromCore, ToCore
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import BackendLimits, FromWorker, StepPlan, ToWorker
-from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.runner import Runner, hello
 
 sys.path.append(str(Path(__file__).parent.parent))

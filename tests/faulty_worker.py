@@ -23,10 +23,10 @@ from typing import Any
 from pypto_serving.backend.ranks import supervisor
 from pypto_serving.processes import Child, Parent, start_copy
 from pypto_serving.store.host import HostStore
+from pypto_serving.types.arrays import unpack_ids
 from pypto_serving.types.start import WorkerStart
 from pypto_serving.types.step import StepPlan, StepResult
 from pypto_serving.types.tier import TransferDone
-from pypto_serving.types.tokens import unpack_ids
 from pypto_serving.worker import transfer
 from pypto_serving.worker.__main__ import run
 from pypto_serving.worker.runner import Runner

@@ -21,9 +21,9 @@ from pypto_serving.model.null.spec import plain_groups
 from pypto_serving.store.base import Store
 from pypto_serving.store.disk import open_disk
 from pypto_serving.store.host import HostStore
+from pypto_serving.types.arrays import pack_ids, unpack_ids
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import KVCacheGroupSpec
-from pypto_serving.types.logprobs import PromptLogprobs, TokenLogprobs
 from pypto_serving.types.request import (
     AbortRequests,
     AddRequests,
@@ -34,9 +34,8 @@ from pypto_serving.types.request import (
 )
 from pypto_serving.types.sampler import DRAW
 from pypto_serving.types.sampling import SamplingParams, adjusting
-from pypto_serving.types.step import BackendTraits, StepPlan, StepResult
+from pypto_serving.types.step import BackendTraits, PromptLogprobs, StepPlan, StepResult, TokenLogprobs
 from pypto_serving.types.tier import Tier, TransferDone, TransferJob, TransferReport, Transfers
-from pypto_serving.types.tokens import pack_ids, unpack_ids
 from pypto_serving.worker.__main__ import inventories
 from pypto_serving.worker.draft.model import ModelDrafter
 from pypto_serving.worker.runner import Runner, hello

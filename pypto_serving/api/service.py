@@ -15,8 +15,8 @@ from pypto_serving.engine.client import EngineClient, Health
 from pypto_serving.engine.history import History
 from pypto_serving.engine.metrics import ServerMetrics
 from pypto_serving.errors import SHUTTING_DOWN, UnavailableError
+from pypto_serving.types.request import StepStats
 from pypto_serving.types.sampling import SamplingParams
-from pypto_serving.types.stats import StepStats
 from pypto_serving.util import counted
 
 logger = logging.getLogger("pypto_serving.api")

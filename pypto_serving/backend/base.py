@@ -19,11 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.backend.block_memory import BlockMemory
-from pypto_serving.types.adjustments import LogitAdjustments
 from pypto_serving.types.arrays import Array, Float32Array, Int32Array, UInt64Array
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import KVCacheGroupSpec
-from pypto_serving.types.sampler import Logprobs, Sampler
+from pypto_serving.types.sampler import LogitAdjustments, Logprobs, Sampler
 from pypto_serving.types.step import BackendLimits
 
 Progress = Callable[[str, int, int], None]

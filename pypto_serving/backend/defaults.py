@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from pypto_serving.types.config import default_of
-from pypto_serving.types.drafts import MAX_DRAFTS
+from pypto_serving.types.config import MAX_DRAFTS, default_of
 from pypto_serving.types.step import BackendLimits, BackendTraits
 
 

@@ -1,12 +1,12 @@
-"""Change logits in numpy, row by row, as `types/adjustments.py` says: the reference for kernels and devices."""
+"""Change logits in numpy, row by row, as `types/sampler.py` says: the reference for kernels and devices."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.types.adjustments import LogitAdjustments
 from pypto_serving.types.arrays import Float32Array, Int32Array
+from pypto_serving.types.sampler import LogitAdjustments
 
 
 def adjusted(logits: Float32Array, given: LogitAdjustments, i: int, history: Int32Array) -> Float32Array:

@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.backend.numpy_adjust import adjusted, history_of
-from pypto_serving.types.adjustments import LogitAdjustments
 from pypto_serving.types.arrays import Float32Array, Int32Array
-from pypto_serving.types.sampler import Logprobs
+from pypto_serving.types.sampler import LogitAdjustments, Logprobs
 
 HEAD = 1024
 """Number of best candidates that top-p sorts before it falls back to the whole vocabulary."""

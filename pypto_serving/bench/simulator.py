@@ -21,13 +21,13 @@ from pypto_serving.bench.traces import Trace, TraceRequest
 from pypto_serving.errors import ConfigError
 from pypto_serving.kv.manager import KVCacheManager
 from pypto_serving.sched.scheduler import Scheduler
+from pypto_serving.types.arrays import pack_ids, unpack_ids
 from pypto_serving.types.config import CacheConfig, EngineConfig, ModelConfig, WorkerConfig, default_of
 from pypto_serving.types.kv import FullSpec, KVCacheGroupSpec, KVTensorSpec
 from pypto_serving.types.request import EngineRequest, RequestOutput
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import BackendLimits, StepPlan, StepResult
 from pypto_serving.types.tier import TIERS, Tier, TierConfig, TransferDone, TransferJob, TransferKind
-from pypto_serving.types.tokens import pack_ids, unpack_ids
 from pypto_serving.util import ceil_div
 
 PROMPT_VOCABULARY = 150_000

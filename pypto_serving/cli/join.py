@@ -13,7 +13,7 @@ import typer
 from pypto_serving.cli.help import HelpCommand
 from pypto_serving.cli.options import CHECKPOINT
 from pypto_serving.errors import EXIT_OK, ConfigError
-from pypto_serving.types.hosts import SECRET_VARIABLE
+from pypto_serving.types.start import SECRET_VARIABLE
 
 app = typer.Typer(add_completion=False)
 

@@ -31,10 +31,10 @@ from pypto_serving.types.request import (
     RequestFault,
     RequestOutput,
     ShutdownCore,
+    StepStats,
     num_prompt_tokens,
 )
 from pypto_serving.types.start import CoreStart
-from pypto_serving.types.stats import StepStats
 from pypto_serving.types.tier import Tier
 from pypto_serving.util import counted
 

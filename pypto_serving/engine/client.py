@@ -8,8 +8,7 @@ from typing import Protocol
 
 from pypto_serving.engine.stream import OutputStream
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.types.request import EngineRequest
-from pypto_serving.types.stats import StepStats
+from pypto_serving.types.request import EngineRequest, StepStats
 from pypto_serving.types.tier import Tier
 
 

@@ -25,9 +25,9 @@ from pypto_serving.types.request import (
     RequestFault,
     RequestOutput,
     ShutdownCore,
+    StepStats,
     ToCore,
 )
-from pypto_serving.types.stats import StepStats
 from pypto_serving.types.step import WorkerHello
 from pypto_serving.types.tier import TransferReport
 from pypto_serving.util import Clock

@@ -12,8 +12,7 @@ import msgspec
 
 from pypto_serving.engine.client import EngineClient
 from pypto_serving.engine.metrics import STEP_PARTS, ServerMetrics
-from pypto_serving.types.request import Timeline
-from pypto_serving.types.stats import StepStats
+from pypto_serving.types.request import StepStats, Timeline
 from pypto_serving.types.tier import TIERS
 
 INTERVAL_S = 1.0

@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 from pypto_serving.errors import FINAL_ERRORS, EngineDeadError
 from pypto_serving.processes import Child, ChildFault, start_module
-from pypto_serving.types.hosts import JOINED
-from pypto_serving.types.start import HostJoin
+from pypto_serving.types.start import JOINED, HostJoin
 
 log = logging.getLogger(__name__)
 

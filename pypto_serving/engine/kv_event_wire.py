@@ -9,10 +9,9 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from pypto_serving.types.arrays import unpack_ids
 from pypto_serving.types.kv import CompressedSpec, FullSpec, KVCacheGroupSpec, StateSpec, WindowSpec
-from pypto_serving.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from pypto_serving.types.tier import Tier
-from pypto_serving.types.tokens import unpack_ids
+from pypto_serving.types.tier import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Tier
 
 MEDIUMS: dict[Tier, str] = {"device": "GPU", "host": "CPU", "disk": "DISK", "remote": "EXTERNAL"}
 """Every device is called GPU, since readers drop names that they do not know."""

@@ -15,7 +15,7 @@ import zmq
 from pypto_serving.engine.kv_event_wire import KVEventWriter, encode_batch
 from pypto_serving.errors import ConfigError
 from pypto_serving.types.kv import KVCacheGroupSpec
-from pypto_serving.types.kv_events import KVEvent
+from pypto_serving.types.tier import KVEvent
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,7 @@ from prometheus_client.registry import Collector
 
 from pypto_serving.engine.client import EngineClient
 from pypto_serving.engine.histograms import HISTOGRAMS, Histogram, token_bounds
-from pypto_serving.types.request import Timeline
-from pypto_serving.types.stats import StepStats, TierStats
+from pypto_serving.types.request import StepStats, TierStats, Timeline
 from pypto_serving.types.tier import TIERS
 
 CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"

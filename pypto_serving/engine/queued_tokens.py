@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from operator import attrgetter
 
+from pypto_serving.types.arrays import ID_BYTES
 from pypto_serving.types.request import EngineRequest
-from pypto_serving.types.tokens import ID_BYTES
 
 
 class QueuedTokens:

@@ -15,11 +15,10 @@ from pypto_serving.engine.client import Health
 from pypto_serving.engine.routing import Router
 from pypto_serving.engine.stream import OutputStream
 from pypto_serving.errors import PyptoError, QueueFullError, UnavailableError
+from pypto_serving.types.arrays import ID_BYTES
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.types.request import EngineRequest, RequestOutput, num_prompt_tokens
-from pypto_serving.types.stats import StepStats
+from pypto_serving.types.request import EngineRequest, RequestOutput, StepStats, num_prompt_tokens
 from pypto_serving.types.tier import Tier
-from pypto_serving.types.tokens import ID_BYTES
 from pypto_serving.util import counted
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pypto_serving.kv.keys import KeyChain
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import publication_lag, resume_step
-from pypto_serving.types.stats import StepStats
+from pypto_serving.types.request import StepStats
 from pypto_serving.util import ceil_div, hash128
 
 LINK_TOKENS = 128

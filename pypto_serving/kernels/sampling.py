@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.kernels.engine import Engine
-from pypto_serving.types.adjustments import LogitAdjustments
 from pypto_serving.types.arrays import Float32Array, Int32Array
-from pypto_serving.types.sampler import DRAW, Logprobs
+from pypto_serving.types.sampler import DRAW, LogitAdjustments, Logprobs
 
 
 class NativeSampler:

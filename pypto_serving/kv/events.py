@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pypto_serving.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from pypto_serving.types.tier import Tier
+from pypto_serving.types.tier import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Tier
 
 Content = tuple[bytes, bytes, bool]
 """Content of a block: key of its parent, token ids as int32 bytes, whether it is salted."""

@@ -11,9 +11,9 @@ from pypto_serving.kv.events import EventLog, pool_events
 from pypto_serving.kv.group import GroupKey, KVGroup
 from pypto_serving.kv.pool import BlockPool
 from pypto_serving.kv.rate import Rate
-from pypto_serving.types.stats import TierStats
+from pypto_serving.types.arrays import unpack_ids
+from pypto_serving.types.request import TierStats
 from pypto_serving.types.tier import KEY_BYTES, TierConfig, TierInventory, TransferDone, TransferKind
-from pypto_serving.types.tokens import unpack_ids
 from pypto_serving.util import Backoff
 
 MAX_DISCARDED = 1 << 16

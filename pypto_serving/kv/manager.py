@@ -19,8 +19,7 @@ from pypto_serving.kv.sequence import NOTHING, BlockIds, SequenceState
 from pypto_serving.kv.tiers import TierManager
 from pypto_serving.types.config import FaultConfig, default_of
 from pypto_serving.types.kv import KVCacheGroupSpec
-from pypto_serving.types.kv_events import KVEvent
-from pypto_serving.types.tier import StorePolicy, Tier, TierConfig, TierInventory, TransferDone
+from pypto_serving.types.tier import KVEvent, StorePolicy, Tier, TierConfig, TierInventory, TransferDone
 
 TRANSFER_TIMEOUT_S: float = default_of(FaultConfig, "transfer_timeout_s")
 

@@ -11,7 +11,7 @@ from pypto_serving.kv.group import GroupKey, KVGroup
 from pypto_serving.kv.lower_tier import LowerTier
 from pypto_serving.kv.promotion import Promotions
 from pypto_serving.kv.transfers import ActiveTransfers
-from pypto_serving.types.stats import TierStats
+from pypto_serving.types.request import TierStats
 from pypto_serving.types.tier import (
     TIERS,
     StorePolicy,

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from pypto_serving.kv.group import KVGroup
 from pypto_serving.kv.lower_tier import LowerTier
+from pypto_serving.types.arrays import pack_ids
 from pypto_serving.types.tier import TransferJob, TransferKind
-from pypto_serving.types.tokens import pack_ids
 
 SLOWEST_BYTES_PER_S = 50e6
 """A transfer is overdue after its time-out and the time that a tier of this speed takes for all on its way there."""

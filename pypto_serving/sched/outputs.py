@@ -6,8 +6,8 @@ import msgspec
 
 from pypto_serving.sched.request import Request
 from pypto_serving.sched.step import RowResult
+from pypto_serving.types.arrays import pack_list
 from pypto_serving.types.request import RequestFault, RequestOutput
-from pypto_serving.types.tokens import pack_list
 from pypto_serving.util import counted
 
 

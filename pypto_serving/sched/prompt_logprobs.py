@@ -5,9 +5,8 @@ from __future__ import annotations
 from pypto_serving.sched.request import Request, Status
 from pypto_serving.sched.step import Step
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.types.logprobs import PromptLogprobs
 from pypto_serving.types.request import RequestOutput
-from pypto_serving.types.step import RowFault, StepResult
+from pypto_serving.types.step import PromptLogprobs, RowFault, StepResult
 
 
 def chunk(config: EngineConfig, step: Step, request: Request, missing: int) -> int:

@@ -8,10 +8,10 @@ from operator import attrgetter
 
 import numpy as np
 
+from pypto_serving.types.arrays import pack_ids, unpack_ids
 from pypto_serving.types.request import EngineRequest, Timeline
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.types.step import BackendTraits
-from pypto_serving.types.tokens import pack_ids, unpack_ids
 
 PLAIN_TRAITS = BackendTraits()
 

@@ -7,9 +7,9 @@ from pypto_serving.sched import outputs, prompt_logprobs
 from pypto_serving.sched.registry import RequestRegistry
 from pypto_serving.sched.request import Request, Status
 from pypto_serving.sched.step import Counters, RowResult, Scheduled, Step, plain_tokens, rows_of
+from pypto_serving.types.arrays import ID_BYTES
 from pypto_serving.types.request import RequestFault, RequestOutput
 from pypto_serving.types.step import NOT_FINITE, RowFault, StepResult, num_taken_back
-from pypto_serving.types.tokens import ID_BYTES
 
 
 class Results:

@@ -15,7 +15,7 @@ from pypto_serving.setup.options import Options
 from pypto_serving.setup.rank_plan import RankWorkspace
 from pypto_serving.setup.rules import MAX_KV_BYTES
 from pypto_serving.setup.speculation import Drafting
-from pypto_serving.types.drafts import NGRAM_TOKEN_BYTES
+from pypto_serving.types.config import NGRAM_TOKEN_BYTES
 from pypto_serving.types.guide import MAX_MATCHER_BYTES
 from pypto_serving.types.kv import KVCacheGroupSpec, publication_lag
 from pypto_serving.types.model import ModelSpec

@@ -26,6 +26,8 @@ from pypto_serving.setup.rules import (
     WholeRule,
 )
 from pypto_serving.types.config import (
+    DEFAULT_DRAFTS,
+    MAX_DRAFTS,
     Activations,
     CacheConfig,
     EngineConfig,
@@ -35,9 +37,8 @@ from pypto_serving.types.config import (
     ServerConfig,
     default_of,
 )
-from pypto_serving.types.drafts import DEFAULT_DRAFTS, MAX_DRAFTS
-from pypto_serving.types.hosts import SECRET_VARIABLE
 from pypto_serving.types.server_url import KEY_VARIABLES
+from pypto_serving.types.start import SECRET_VARIABLE
 from pypto_serving.types.tier import StorePolicy
 from pypto_serving.util import GIB, format_size, one_of
 

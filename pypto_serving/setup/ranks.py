@@ -14,8 +14,8 @@ from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.kernels import why_torch
 from pypto_serving.setup.options import Options
 from pypto_serving.setup.settings import Settings
-from pypto_serving.types.hosts import SECRET_VARIABLE, read_secret
 from pypto_serving.types.model import ModelSpec
+from pypto_serving.types.start import SECRET_VARIABLE, read_secret
 from pypto_serving.util import counted, one_of
 
 OPTIONS: Mapping[str, str] = {

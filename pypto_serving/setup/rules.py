@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, get_args
 import msgspec
 
 from pypto_serving.logs import LogFormat
-from pypto_serving.types.drafts import DEFAULT_DRAFTS, LONGEST_MATCH, MAX_DRAFTS, Speculation
+from pypto_serving.types.config import DEFAULT_DRAFTS, LONGEST_MATCH, MAX_DRAFTS, Speculation
 from pypto_serving.types.model import SERVING_DTYPES
 from pypto_serving.types.tier import POOL_PARAMETERS, parse_pool_url
 from pypto_serving.util import format_size, parse_size, whole

@@ -10,7 +10,7 @@ from pypto_serving.parallel.topology import Topology
 from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.options import Options
 from pypto_serving.setup.settings import Settings
-from pypto_serving.types.drafts import DEFAULT_DRAFTS, NgramConfig, Speculation
+from pypto_serving.types.config import DEFAULT_DRAFTS, NgramConfig, Speculation
 
 OFF = "off"
 _SHORT_FORMS = ("spec_method", "spec_tokens")

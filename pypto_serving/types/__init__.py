@@ -1,1 +1,1 @@
-"""Frozen values and wire structs, one file per wire. Imports only the standard library, msgspec and numpy."""
+"""Frozen values and wire structs, by subject. Imports only the standard library, msgspec and numpy."""

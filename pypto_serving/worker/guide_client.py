@@ -10,9 +10,8 @@ import numpy as np
 
 from pypto_serving.errors import RequestError, RequestFailedError
 from pypto_serving.guidance import GrammarError
-from pypto_serving.types.arrays import Int32Array
+from pypto_serving.types.arrays import Int32Array, pack_ids
 from pypto_serving.types.guide import Grammar, Guide
-from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.guided_row import NOTHING, GuidedRow
 from pypto_serving.worker.guiding.followed_row import SLOW_S
 from pypto_serving.worker.guiding.process import Death, GuideProcess

@@ -8,7 +8,7 @@ from http import HTTPStatus
 import numpy as np
 
 from pypto_serving.errors import RequestError
-from pypto_serving.types.adjustments import MaskArray
+from pypto_serving.types.sampler import MaskArray
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.worker.guiding.wire import Pace
 from pypto_serving.worker.row_guide import NextTokens

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from pypto_serving.types.adjustments import CHANGE, ChangeTable, LogitAdjustments
-from pypto_serving.types.arrays import Int32Array
+from pypto_serving.types.arrays import Int32Array, unpack_ids
+from pypto_serving.types.sampler import CHANGE, ChangeTable, LogitAdjustments
 from pypto_serving.types.sampling import INT32_MAX, RowSampling
-from pypto_serving.types.tokens import unpack_ids
 from pypto_serving.worker.masks import RowMasks
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from pypto_serving.types.adjustments import MaskArray
 from pypto_serving.types.arrays import Int32Array
+from pypto_serving.types.sampler import MaskArray
 
 
 class RowMasks:

@@ -11,8 +11,8 @@ import numpy as np
 
 from pypto_serving.errors import RequestError
 from pypto_serving.guidance import Matcher
-from pypto_serving.types.adjustments import MaskArray
 from pypto_serving.types.guide import Guide
+from pypto_serving.types.sampler import MaskArray
 from pypto_serving.worker.reasoning import ReasoningState, TokenTexts
 
 MAX_FORCED = 128

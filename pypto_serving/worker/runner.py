@@ -18,12 +18,11 @@ from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.errors import ConfigError
 from pypto_serving.kernels import NgramDrafter
 from pypto_serving.logs import of_request
-from pypto_serving.types.arrays import Float32Array
-from pypto_serving.types.drafts import NgramConfig
+from pypto_serving.types.arrays import Float32Array, pack_ids
+from pypto_serving.types.config import NgramConfig
 from pypto_serving.types.sampler import Sampler
 from pypto_serving.types.step import RowFault, StepPlan, StepResult, WorkerHello
 from pypto_serving.types.tier import TierInventory
-from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.batch import Dispatch, RowBatch
 from pypto_serving.worker.draft.drafts import MakeDrafter
 from pypto_serving.worker.draft.model import ModelDrafter

@@ -7,11 +7,10 @@ from numpy.typing import NDArray
 
 from pypto_serving.backend.base import SamplingInputs
 from pypto_serving.backend.philox import uniforms
-from pypto_serving.types.arrays import Float32Array, Int32Array
-from pypto_serving.types.logprobs import TokenLogprobs
+from pypto_serving.types.arrays import Float32Array, Int32Array, pack_ids, unpack_ids
 from pypto_serving.types.sampler import DRAW, Sampler
 from pypto_serving.types.sampling import RowSampling
-from pypto_serving.types.tokens import pack_ids, unpack_ids
+from pypto_serving.types.step import TokenLogprobs
 from pypto_serving.worker.logit_adjust import RowAdjustments
 from pypto_serving.worker.masks import RowMasks
 

@@ -19,9 +19,8 @@ from pypto_serving.backend.block_memory import BlockMemory
 from pypto_serving.errors import EXIT_ENGINE, PyptoError
 from pypto_serving.ipc import SocketChannel
 from pypto_serving.store.base import Piece, Store
-from pypto_serving.types.arrays import BlockBytes
+from pypto_serving.types.arrays import BlockBytes, unpack_ids
 from pypto_serving.types.tier import KEY_BYTES, Tier, TransferDone, TransferJob, TransferReport, Transfers
-from pypto_serving.types.tokens import unpack_ids
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from pypto_serving.api.text.tokenizer import Tokenizer
-from pypto_serving.types.tokens import unpack_ids
+from pypto_serving.types.arrays import unpack_ids
 from tests.api.running import RunningServer
 
 PATH = "/v1/chat/completions"

@@ -13,14 +13,13 @@ import numpy as np
 
 from pypto_serving.engine.client import Health
 from pypto_serving.engine.stream import OutputStream
+from pypto_serving.types.arrays import pack_ids, unpack_ids
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import FullSpec
-from pypto_serving.types.logprobs import TokenLogprobs
-from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput, Timeline
+from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput, StepStats, Timeline
 from pypto_serving.types.sampler import Logprobs
-from pypto_serving.types.stats import StepStats
+from pypto_serving.types.step import TokenLogprobs
 from pypto_serving.types.tier import Tier
-from pypto_serving.types.tokens import pack_ids, unpack_ids
 from tests.configs import make_config
 
 WAIT_S = 20.0

@@ -12,7 +12,7 @@ import pytest
 from pypto_serving.api.prompting.template import TemplateEncoder, find_template
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ModelError, RequestError
-from pypto_serving.types.tokens import unpack_ids
+from pypto_serving.types.arrays import unpack_ids
 from tests.api.bad_bodies import BAD_CHATS, names_of
 from tests.api.checkpoint import TEXT, write_checkpoint
 from tests.api.running import RunningServer

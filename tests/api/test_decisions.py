@@ -20,7 +20,7 @@ from pypto_serving.api.generation.labels import LabelTree, concentration, labels
 from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.settings import load_serving_config
 from pypto_serving.errors import RequestError
-from pypto_serving.types.tokens import id_list
+from pypto_serving.types.arrays import id_list
 from tests.api.checkpoint import write_checkpoint, write_deepseek_v4
 from tests.api.documented import schema_of
 from tests.api.running import RunningServer

@@ -10,7 +10,7 @@ import pytest
 
 from pypto_serving.api.settings import load_serving_config
 from pypto_serving.api.text.tokenizer import Tokenizer
-from pypto_serving.types.tokens import unpack_ids
+from pypto_serving.types.arrays import unpack_ids
 from tests.api.chat_events import PATH, calls_of, join_events, prompt_of
 from tests.api.checkpoint import write_deepseek_v4
 from tests.api.conftest import new_engine

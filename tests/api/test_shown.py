@@ -10,8 +10,8 @@ import pytest
 
 from pypto_serving.api.generation import prompt_logprobs as collected_logprobs
 from pypto_serving.api.text.tokenizer import Tokenizer
+from pypto_serving.types.arrays import unpack_ids
 from pypto_serving.types.request import EngineRequest
-from pypto_serving.types.tokens import unpack_ids
 from tests.api.checkpoint import TEXT
 from tests.api.running import RunningServer
 from tests.api.scripted_engine import Script

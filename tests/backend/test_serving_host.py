@@ -19,7 +19,7 @@ from pypto_serving.backend.ranks.handshake import CONTROL, HANDSHAKE_S, Handshak
 from pypto_serving.backend.ranks.joining_host import REMINDED_S, Reminder
 from pypto_serving.backend.ranks.serving_host import MAX_HANDSHAKES, HostListener, await_host
 from pypto_serving.errors import ConfigError
-from pypto_serving.types.hosts import SECRET_VARIABLE, read_secret
+from pypto_serving.types.start import SECRET_VARIABLE, read_secret
 from tests.clock import VirtualClock
 from tests.configs import make_config
 from tests.store.pool import free_port

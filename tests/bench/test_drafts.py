@@ -5,7 +5,7 @@ from __future__ import annotations
 from pypto_serving.bench.metrics import parse_draft_counters, summarize_drafts
 from pypto_serving.bench.report import _draft_lines
 from pypto_serving.engine.metrics import ServerMetrics
-from pypto_serving.types.stats import StepStats
+from pypto_serving.types.request import StepStats
 from pypto_serving.types.step import BackendTraits
 from tests.api.scripted_engine import Script, ScriptedEngine, engine_config
 from tests.configs import change_config

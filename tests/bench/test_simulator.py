@@ -12,7 +12,7 @@ import pytest
 from pypto_serving.bench.simulator import PROMPT_VOCABULARY, SPEEDS, Machine, Simulator, TimeModel
 from pypto_serving.bench.traces import EXCERPT, Trace, TraceRequest, load_trace, lru_hits
 from pypto_serving.errors import ConfigError
-from pypto_serving.types.tokens import unpack_ids
+from pypto_serving.types.arrays import unpack_ids
 
 TIME = TimeModel(step_s=1.0, token_s=0.01, row_s=0.1)
 

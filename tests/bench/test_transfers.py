@@ -7,8 +7,8 @@ import math
 import pytest
 
 from pypto_serving.bench.simulator import TierSpeed, VirtualTransfers
+from pypto_serving.types.arrays import pack_ids
 from pypto_serving.types.tier import TransferDone, TransferJob
-from pypto_serving.types.tokens import pack_ids
 
 SPEEDS = {
     "host": TierSpeed(latency_s=0.5, bytes_per_s=100.0),

@@ -8,7 +8,7 @@ import msgspec
 from prometheus_client.metrics_core import Metric
 
 from pypto_serving.engine.metrics import ServerMetrics
-from pypto_serving.types.stats import StepStats, TierStats
+from pypto_serving.types.request import StepStats, TierStats
 from pypto_serving.types.step import BackendTraits
 from pypto_serving.types.tier import TierConfig
 from tests.api.scripted_engine import Script, ScriptedEngine, engine_config

@@ -14,11 +14,11 @@ from typing import Any
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.setup.options import make_options
 from pypto_serving.setup.prepare import model_spec, prepare
+from pypto_serving.types.arrays import pack_ids, unpack_ids
 from pypto_serving.types.config import EngineConfig, FaultConfig
-from pypto_serving.types.logprobs import TokenLogprobs
 from pypto_serving.types.request import EngineRequest, RequestOutput
 from pypto_serving.types.sampling import SamplingParams
-from pypto_serving.types.tokens import pack_ids, unpack_ids
+from pypto_serving.types.step import TokenLogprobs
 from tests.configs import change_config
 
 Reply = tuple[list[int], list[TokenLogprobs]]

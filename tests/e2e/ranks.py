@@ -18,8 +18,8 @@ from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.parallel.topology import Topology
 from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.request import StepStats
 from pypto_serving.types.sampling import SamplingParams
-from pypto_serving.types.stats import StepStats
 from tests.checkpoints import make_checkpoint
 from tests.configs import change_config
 from tests.deepseek_v4 import let_drafts_agree

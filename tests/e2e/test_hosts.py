@@ -23,8 +23,7 @@ from pypto_serving.backend.ranks.serving_host import WAITING, HostListener
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.errors import EXIT_ENGINE, EXIT_USAGE, PyptoError
 from pypto_serving.parallel.topology import Topology
-from pypto_serving.types.request import RequestOutput
-from pypto_serving.types.stats import StepStats
+from pypto_serving.types.request import RequestOutput, StepStats
 from tests.checkpoints import make_checkpoint
 from tests.e2e.engines import QUICK_FAULTS, Reply, answers, replies, run_engine
 from tests.e2e.hosts import SECRET, HostKiller, JoiningHost, Nameserver, Network, joining

@@ -8,8 +8,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from pypto_serving.engine.async_engine import AsyncEngine
+from pypto_serving.types.arrays import unpack_ids
 from pypto_serving.types.request import RequestOutput
-from pypto_serving.types.tokens import unpack_ids
 from tests.checkpoints import make_checkpoint
 from tests.e2e.engines import GREEDY, answers, engine_config, requests_of, run_engine
 

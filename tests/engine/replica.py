@@ -11,10 +11,10 @@ import psutil
 
 from pypto_serving.backend.null.pages import next_digest
 from pypto_serving.engine.async_engine import AsyncEngine
+from pypto_serving.types.arrays import pack_ids, unpack_ids
 from pypto_serving.types.config import EngineConfig, FaultConfig
 from pypto_serving.types.request import EngineRequest, RequestOutput
 from pypto_serving.types.sampling import SamplingParams
-from pypto_serving.types.tokens import pack_ids, unpack_ids
 from tests.simulation import null_config
 
 QUICK = FaultConfig(heartbeat_s=0.2, step_timeout_s=2.0, load_timeout_s=60.0, respawn_delay_s=0.01)

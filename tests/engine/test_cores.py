@@ -16,7 +16,7 @@ import pytest
 from pypto_serving.engine import async_engine
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.errors import EngineDeadError, UnavailableError
-from pypto_serving.types.stats import StepStats, StepTotals
+from pypto_serving.types.request import StepStats, StepTotals
 from pypto_serving.types.tier import TierConfig
 from tests.engine.replica import answers_are_right, begun, collect, config, request, run
 

@@ -6,8 +6,7 @@ import msgspec
 
 from pypto_serving.engine.history import INTERVAL_S, MAX_FINISHED, MAX_SAMPLES, Finished, History
 from pypto_serving.engine.metrics import ServerMetrics
-from pypto_serving.types.request import Timeline
-from pypto_serving.types.stats import StepStats, TierStats
+from pypto_serving.types.request import StepStats, TierStats, Timeline
 from tests.api.scripted_engine import Script, ScriptedEngine, engine_config
 
 

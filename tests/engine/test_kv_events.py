@@ -16,8 +16,7 @@ from pypto_serving.errors import ConfigError
 from pypto_serving.kv.events import EventLog
 from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
 from pypto_serving.types.kv import FullSpec, WindowSpec
-from pypto_serving.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from pypto_serving.types.tier import Tier, TierConfig
+from pypto_serving.types.tier import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Tier, TierConfig
 from tests.engine.event_reader import EventReader
 from tests.kv.groups import group
 from tests.kv.tiered import GROUP_SETS, prompt

@@ -8,8 +8,7 @@ from pypto_serving.engine.client import Health
 from pypto_serving.engine.histograms import Histogram
 from pypto_serving.engine.metrics import ServerMetrics
 from pypto_serving.parallel.topology import Topology
-from pypto_serving.types.request import Timeline
-from pypto_serving.types.stats import StepStats, TierStats
+from pypto_serving.types.request import StepStats, TierStats, Timeline
 from tests.api.scripted_engine import Script, ScriptedEngine, engine_config
 from tests.configs import change_config
 

@@ -16,10 +16,10 @@ import pytest
 
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.errors import EXIT_ENGINE, EXIT_MODEL, EngineDeadError, QueueFullError, UnavailableError
+from pypto_serving.types.arrays import pack_ids
 from pypto_serving.types.request import EngineRequest
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.tier import TierConfig
-from pypto_serving.types.tokens import pack_ids
 from tests.configs import change_config
 from tests.engine.replica import QUICK, answer, answers_are_right, begun, collect, config, expected, request, run
 

@@ -13,10 +13,10 @@ import pytest
 
 from pypto_serving.engine.replicas import Replicas
 from pypto_serving.errors import EngineDeadError, QueueFullError, UnavailableError
+from pypto_serving.types.arrays import pack_ids, unpack_ids
 from pypto_serving.types.config import EngineConfig, FaultConfig
 from pypto_serving.types.request import EngineRequest
 from pypto_serving.types.sampling import SamplingParams
-from pypto_serving.types.tokens import pack_ids, unpack_ids
 from tests.engine.replica import answer, begun, collect, config, expected, request
 
 

@@ -16,10 +16,10 @@ from pypto_serving.bench.traces import EXCERPT, load_trace
 from pypto_serving.engine import routing
 from pypto_serving.engine.routing import AFFINITY, KnownPrefixes, Router
 from pypto_serving.model.null.spec import plain_groups
+from pypto_serving.types.arrays import pack_ids
 from pypto_serving.types.kv import WindowSpec
-from pypto_serving.types.stats import StepStats
+from pypto_serving.types.request import StepStats
 from pypto_serving.types.tier import TierConfig
-from pypto_serving.types.tokens import pack_ids
 from tests.engine.virtual_group import VirtualReplica, serve
 from tests.simulation import null_config
 

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Sequence
 import pytest
 
 from pypto_serving.engine.stream import OutputStream, Pause
+from pypto_serving.types.arrays import pack_ids
 from pypto_serving.types.request import RequestOutput
-from pypto_serving.types.tokens import pack_ids
 
 
 class Consumer:

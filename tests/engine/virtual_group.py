@@ -9,9 +9,8 @@ from dataclasses import replace
 from pypto_serving.bench.simulator import PROMPT_VOCABULARY, Machine, Simulator, TimeModel
 from pypto_serving.bench.traces import Trace, TraceRequest
 from pypto_serving.engine.routing import Router
-from pypto_serving.types.request import RequestOutput
-from pypto_serving.types.stats import StepStats
-from pypto_serving.types.tokens import pack_ids
+from pypto_serving.types.arrays import pack_ids
+from pypto_serving.types.request import RequestOutput, StepStats
 
 
 class VirtualReplica(Simulator):

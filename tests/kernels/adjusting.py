@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pypto_serving.types.adjustments import LogitAdjustments, MaskArray
+from pypto_serving.types.arrays import pack_ids
+from pypto_serving.types.sampler import LogitAdjustments, MaskArray
 from pypto_serving.types.sampling import RowSampling
-from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.logit_adjust import RowAdjustments
 
 

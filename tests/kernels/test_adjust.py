@@ -27,8 +27,8 @@ from transformers import (
 from pypto_serving.backend.numpy_adjust import adjusted
 from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.kernels import runnable
+from pypto_serving.types.arrays import pack_ids, unpack_ids
 from pypto_serving.types.sampling import RowSampling
-from pypto_serving.types.tokens import pack_ids, unpack_ids
 from tests.kernels.adjusting import adjustments, mask_of, random_row
 from tests.kernels.drawing import draws, native
 from tests.needs import needs_kernels

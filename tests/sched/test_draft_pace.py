@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pypto_serving.types.drafts import NgramConfig
+from pypto_serving.types.config import NgramConfig
 from pypto_serving.types.step import BackendTraits
 from tests.needs import needs_kernels
 from tests.simulation import Simulation, null_config

@@ -17,7 +17,7 @@ from pypto_serving.backend.null.pages import next_digest
 from pypto_serving.backend.null.sampler import SAMPLER, logits_of
 from pypto_serving.backend.philox import uniforms
 from pypto_serving.guidance import Compiler
-from pypto_serving.types.drafts import NgramConfig
+from pypto_serving.types.config import NgramConfig
 from pypto_serving.types.guide import Grammar, Guide, Reasoning
 from pypto_serving.types.sampler import DRAW
 from pypto_serving.types.sampling import SamplingParams

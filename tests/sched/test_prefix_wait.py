@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
 from pypto_serving.sched import admission
+from pypto_serving.types.arrays import unpack_ids
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import resume_step
 from pypto_serving.types.step import StepPlan
-from pypto_serving.types.tokens import unpack_ids
 from tests.simulation import Simulation, null_config
 
 

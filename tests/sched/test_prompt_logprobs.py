@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from pypto_serving.backend.null.pages import next_digest
 from pypto_serving.types import step
+from pypto_serving.types.arrays import unpack_ids
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import BackendTraits
-from pypto_serving.types.tokens import unpack_ids
 from tests.sched.scores import assert_prompt_logprobs
 from tests.simulation import VOCAB_SIZE, Simulation, null_config
 

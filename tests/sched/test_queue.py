@@ -13,9 +13,9 @@ from pypto_serving.sched.preemption import by_order
 from pypto_serving.sched.queue import Deadlines, WaitingQueue
 from pypto_serving.sched.request import Request
 from pypto_serving.sched.step import Scheduled
+from pypto_serving.types.arrays import pack_ids
 from pypto_serving.types.request import EngineRequest
 from pypto_serving.types.sampling import SamplingParams
-from pypto_serving.types.tokens import pack_ids
 from tests.simulation import Simulation, null_config
 
 

@@ -18,12 +18,12 @@ import pytest
 
 from pypto_serving.backend.null.pages import next_digest
 from pypto_serving.backend.null.sampler import SAMPLER, logits_of
-from pypto_serving.types.drafts import NgramConfig
+from pypto_serving.types.arrays import unpack_ids
+from pypto_serving.types.config import NgramConfig
 from pypto_serving.types.kv import max_live_blocks, publication_lag
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import BackendTraits
 from pypto_serving.types.tier import TierConfig
-from pypto_serving.types.tokens import unpack_ids
 from tests.kv.tiered import GROUP_SETS, hits, prompt
 from tests.sched.scores import assert_prompt_logprobs, is_sound
 from tests.simulation import VOCAB_SIZE, Simulation, in_pages, null_config

@@ -16,8 +16,8 @@ from pypto_serving.setup.options import make_options
 from pypto_serving.setup.rank_plan import LEADER_BYTES, RANK_BYTES, RankWorkspace, plan_ranks
 from pypto_serving.setup.resolver import Resolved
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.types.hosts import SECRET_VARIABLE
 from pypto_serving.types.model import ModelSpec
+from pypto_serving.types.start import SECRET_VARIABLE
 from tests.configs import change_config
 from tests.setup.small import MIB, WITH_KERNELS, make_model, make_resolved, setting
 

@@ -11,7 +11,7 @@ from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.options import Options
 from pypto_serving.setup.resolver import Resolved
 from pypto_serving.setup.speculation import given_speculation
-from pypto_serving.types.drafts import DEFAULT_DRAFTS, MAX_DRAFTS, NgramConfig
+from pypto_serving.types.config import DEFAULT_DRAFTS, MAX_DRAFTS, NgramConfig
 from tests.setup.small import HOST, WITH_KERNELS, make_resolved, setting
 
 

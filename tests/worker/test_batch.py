@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pypto_serving.backend.base import StepBuffers, StepInputs
+from pypto_serving.types.arrays import pack_ids
 from pypto_serving.types.kv import FullSpec, KVTensorSpec
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.types.step import BackendLimits, BackendTraits, NewRow, StepPlan
-from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.batch import Dispatch, RowBatch
 
 TENSOR = KVTensorSpec(name="k", layers=(0,), dtype="bfloat16", row_shape=(1,))

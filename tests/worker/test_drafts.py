@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pypto_serving.backend.base import StepInputs
 from pypto_serving.kernels import NgramDrafter
 from pypto_serving.types.arrays import Float32Array, Int32Array
-from pypto_serving.types.drafts import LONGEST_MATCH, SHORTEST_MATCH
+from pypto_serving.types.config import LONGEST_MATCH, SHORTEST_MATCH
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import BackendTraits
 from pypto_serving.worker.draft.drafts import RowDrafts

@@ -14,9 +14,9 @@ import numpy as np
 import psutil
 import pytest
 
+from pypto_serving.types.arrays import pack_ids
 from pypto_serving.types.guide import MAX_MATCHER_BYTES, Grammar, Guide
 from pypto_serving.types.sampling import RowSampling
-from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.guides import RowGuides, StepConstraints
 from pypto_serving.worker.guiding.process import STUCK_S, GuideProcess
 from pypto_serving.worker.guiding.wire import DropRow

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from pypto_serving.guidance import Compiler, Matcher
+from pypto_serving.types.arrays import pack_ids
 from pypto_serving.types.guide import MAX_MATCHER_BYTES, Grammar, Guide, Reasoning
 from pypto_serving.types.sampling import RowSampling
-from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.guide_client import MAX_CRASHES, MAX_MUTE, OWN_FAULTS
 from pypto_serving.worker.guides import RowGuides, StepConstraints
 from pypto_serving.worker.guiding.followed_row import SLOW_S

@@ -15,8 +15,8 @@ from pypto_serving import guidance
 from pypto_serving.errors import RequestError
 from pypto_serving.guidance import Compiler, GrammarError
 from pypto_serving.setup.locate import BUNDLED
-from pypto_serving.types.adjustments import MaskArray
 from pypto_serving.types.guide import Grammar, Guide, Reasoning
+from pypto_serving.types.sampler import MaskArray
 from pypto_serving.worker.reasoning import TokenTexts
 from pypto_serving.worker.row_guide import NextTokens, RowGuide
 from tests.checkpoints import NUM_BYTES, SPECIAL_TOKENS, byte_ids, write_tokenizer

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.backend.philox import philox4x32, uniforms
 from pypto_serving.kernels import Engine, NativeSampler, runnable
-from pypto_serving.types.logprobs import TokenLogprobs
+from pypto_serving.types.arrays import pack_ids, unpack_ids
 from pypto_serving.types.sampler import Sampler
 from pypto_serving.types.sampling import RowSampling
-from pypto_serving.types.tokens import pack_ids, unpack_ids
+from pypto_serving.types.step import TokenLogprobs
 from pypto_serving.worker.sampler import AHEAD, RowSamplers
 
 KNOWN_ANSWERS = [

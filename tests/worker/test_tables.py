@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pypto_serving.backend.base import StepBuffers
+from pypto_serving.types.arrays import pack_ids
 from pypto_serving.types.kv import FullSpec, KVTensorSpec
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.types.step import BackendLimits, NewRow, StepPlan
-from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.batch import Dispatch, RowBatch
 from pypto_serving.worker.tables import Lines
 

@@ -11,9 +11,9 @@ from pypto_serving.api.generation.logprobs import TokenEntry, token_entry
 from pypto_serving.api.generation.stops import StopPatterns, StopStrings
 from pypto_serving.api.text.detokenizer import Detokenizer
 from pypto_serving.api.text.tokenizer import Tokenizer
+from pypto_serving.types.arrays import id_list
 from pypto_serving.types.request import EngineRequest, RequestOutput, Timeline
 from pypto_serving.types.tier import TIERS
-from pypto_serving.types.tokens import id_list
 
 ONE_ID = 4
 """Bytes of one token id."""

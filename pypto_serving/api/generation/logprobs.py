@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 
 from pypto_serving.api.text.tokenizer import Tokenizer
-from pypto_serving.types.logprobs import TokenLogprobs
-from pypto_serving.types.tokens import id_list
+from pypto_serving.types.arrays import id_list
+from pypto_serving.types.step import TokenLogprobs
 
 MAX_LOGPROBS_OF_ANSWER = 2**20
 """Bounds the log-probabilities of output tokens in an answer that is not streamed, over all choices.

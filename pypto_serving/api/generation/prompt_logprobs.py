@@ -10,8 +10,8 @@ from pypto_serving.api.generation.logprobs import ScoredToken, TokenEntry
 from pypto_serving.api.text.detokenizer import Detokenizer
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import RequestError
-from pypto_serving.types.logprobs import PromptLogprobs
 from pypto_serving.types.sampler import Logprobs
+from pypto_serving.types.step import PromptLogprobs
 
 MAX_ANSWER_PROMPT_LOGPROBS = 2**18
 """Bounds the log-probabilities of prompts in one answer, over all choices: they take about 60 bytes each."""

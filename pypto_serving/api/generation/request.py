@@ -17,10 +17,10 @@ from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.service import SeedSource
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ContextLengthError, RequestError
+from pypto_serving.types.arrays import pack_ids, view_ids
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import EngineRequest
 from pypto_serving.types.sampling import SamplingParams, check_named_ids
-from pypto_serving.types.tokens import pack_ids, view_ids
 
 MAX_TIMEOUT_S = 86_400
 MAX_CHOICES = 512

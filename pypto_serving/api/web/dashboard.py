@@ -16,7 +16,7 @@ from pypto_serving.engine.history import INTERVAL_S, MAX_FINISHED, MAX_SAMPLES, 
 from pypto_serving.engine.metrics import STEP_PARTS
 from pypto_serving.setup.kv_shares import MemoryPlan
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.types.stats import TierStats
+from pypto_serving.types.request import TierStats
 from pypto_serving.types.tier import TIERS
 
 

@@ -12,9 +12,8 @@ from pypto_serving.backend.null.pages import mix
 from pypto_serving.backend.numpy_adjust import adjusted
 from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.backend.philox import uniforms
-from pypto_serving.types.adjustments import LogitAdjustments
 from pypto_serving.types.arrays import Float32Array, Int32Array
-from pypto_serving.types.sampler import Logprobs
+from pypto_serving.types.sampler import LogitAdjustments, Logprobs
 
 SAMPLER = PlainSampler()
 

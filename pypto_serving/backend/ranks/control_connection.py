@@ -16,7 +16,7 @@ from pypto_serving.errors import PyptoError
 from pypto_serving.ipc import FRAME_BYTES, SocketChannel
 from pypto_serving.processes import ChildFault, ChildProgress
 from pypto_serving.types.config import FaultConfig
-from pypto_serving.types.hosts import FromHost, HostHeartbeat
+from pypto_serving.types.start import FromHost, HostHeartbeat
 
 LINGER_S = 1.0
 MAX_MESSAGE_BYTES = 1 << 20

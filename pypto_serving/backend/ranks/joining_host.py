@@ -27,8 +27,7 @@ from pypto_serving.model.fingerprint import file_digests
 from pypto_serving.parallel.placement import Placement, place_ranks
 from pypto_serving.processes import ChildFault, ChildProgress, Parent, run_child
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.types.hosts import JOINED, HostHello, HostStart, read_secret
-from pypto_serving.types.start import HostJoin
+from pypto_serving.types.start import JOINED, HostHello, HostJoin, HostStart, read_secret
 from pypto_serving.util import Clock
 
 log = logging.getLogger(__name__)

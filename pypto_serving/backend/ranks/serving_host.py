@@ -29,7 +29,7 @@ from pypto_serving.errors import EXIT_USAGE, ConfigError, EngineDeadError
 from pypto_serving.kernels.library import library
 from pypto_serving.processes import ChildFault
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.types.hosts import HostHello, HostStart, read_secret
+from pypto_serving.types.start import HostHello, HostStart, read_secret
 from pypto_serving.util import counted
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pypto_serving.backend.base import Draft, StepInputs
 from pypto_serving.types.arrays import Float32Array, Int32Array
-from pypto_serving.types.drafts import MAX_DRAFTS
+from pypto_serving.types.config import MAX_DRAFTS
 from pypto_serving.types.sampler import Sampler
 from pypto_serving.worker.draft.pacing import StepCost, paying_passes
 

@@ -14,9 +14,9 @@ from pypto_serving.fair_queue import FairQueue
 from pypto_serving.guidance import Compiler, GrammarError
 from pypto_serving.ipc import Channel
 from pypto_serving.limits import ProcessMemory, limit_cpu
-from pypto_serving.types.adjustments import MaskArray
+from pypto_serving.types.arrays import id_list, unpack_ids
 from pypto_serving.types.guide import MAX_MATCHER_BYTES, Guide
-from pypto_serving.types.tokens import id_list, unpack_ids
+from pypto_serving.types.sampler import MaskArray
 from pypto_serving.util import format_size
 from pypto_serving.worker.guiding.followed_row import FollowedRow, GrammarCost
 from pypto_serving.worker.guiding.wire import (

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.types.adjustments import MaskArray
 from pypto_serving.types.guide import Guide
+from pypto_serving.types.sampler import MaskArray
 
 HEAD_BYTES = 64
 

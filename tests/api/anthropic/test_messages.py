@@ -18,8 +18,8 @@ from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage
 from pypto_serving.api.http.errors import describe
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import QueueFullError, UnavailableError
+from pypto_serving.types.arrays import unpack_ids
 from pypto_serving.types.request import RequestFault
-from pypto_serving.types.tokens import unpack_ids
 from tests.api.anthropic.talking import (
     CALL,
     CALL_NOW,

@@ -9,10 +9,10 @@ import pytest
 
 from pypto_serving.api.generation.choice import Choice
 from pypto_serving.api.generation.stops import StopPatterns
-from pypto_serving.types.logprobs import TokenLogprobs
+from pypto_serving.types.arrays import pack_ids
 from pypto_serving.types.request import EngineRequest, RequestOutput
 from pypto_serving.types.sampling import SamplingParams
-from pypto_serving.types.tokens import pack_ids
+from pypto_serving.types.step import TokenLogprobs
 from tests.api.text.tokenizers import TOKENIZER
 
 

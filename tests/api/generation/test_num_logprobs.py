@@ -7,8 +7,8 @@ import pytest
 from pypto_serving.api.generation.logprobs import MAX_LOGPROBS_OF_ANSWER
 from pypto_serving.api.generation.request import FittedPrompt, fit_num_logprobs
 from pypto_serving.errors import RequestError
+from pypto_serving.types.arrays import pack_ids
 from pypto_serving.types.sampling import SamplingParams
-from pypto_serving.types.tokens import pack_ids
 
 LONG = FittedPrompt(pack_ids([1]), max_tokens=100_000)
 PARAMS = SamplingParams(n=2, logprobs=20)

@@ -19,9 +19,9 @@ from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.service import SeedSource
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import ContextLengthError, RequestError
+from pypto_serving.types.arrays import pack_ids, unpack_ids
 from pypto_serving.types.request import AddRequests, EngineRequest
 from pypto_serving.types.sampling import SamplingParams
-from pypto_serving.types.tokens import pack_ids, unpack_ids
 from tests.api.scripted_engine import engine_config
 
 CONFIG = engine_config(100)

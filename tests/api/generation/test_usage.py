@@ -6,10 +6,10 @@ from pypto_serving.api.generation.choice import count_usage
 from pypto_serving.api.generation.generation import _new_choices
 from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, engine_requests
 from pypto_serving.api.service import SeedSource
+from pypto_serving.types.arrays import pack_ids
 from pypto_serving.types.request import RequestOutput
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.tier import TIERS
-from pypto_serving.types.tokens import pack_ids
 
 
 def test_prompts_with_different_numbers_of_choices() -> None:

@@ -27,16 +27,14 @@ from pypto_serving.kv import resume_points
 from pypto_serving.kv.resume_points import ResumePoints
 from pypto_serving.model.family import Serving
 from pypto_serving.model.registry import load_spec
-from pypto_serving.types.arrays import Float32Array
-from pypto_serving.types.config import EngineConfig
-from pypto_serving.types.drafts import NgramConfig
+from pypto_serving.types.arrays import Float32Array, unpack_ids
+from pypto_serving.types.config import EngineConfig, NgramConfig
 from pypto_serving.types.kv import RecentSpec, max_live_blocks, resume_step
 from pypto_serving.types.request import ClearCache
 from pypto_serving.types.sampler import DRAW
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import BackendTraits, NewRow, StepPlan
 from pypto_serving.types.tier import Tier, TierConfig, Transfers
-from pypto_serving.types.tokens import unpack_ids
 from pypto_serving.worker.batch import RowBatch
 from tests.checkpoints import make_checkpoint, random_model
 from tests.configs import change_config, make_config
