@@ -13,7 +13,7 @@ import numpy as np
 from pypto_serving.backend.null.pages import next_digest
 from pypto_serving.backend.null.program import NullBackend
 from pypto_serving.backend.null.sampler import SAMPLER, logits_of
-from pypto_serving.backend.philox import uniforms
+from pypto_serving.backend.numpy_sampler import uniforms
 from pypto_serving.engine.core import EngineCore
 from pypto_serving.engine.kv_events import KVEventPublisher
 from pypto_serving.engine.worker_process import HostMemory, WorkerDown, WorkerEvent
@@ -37,7 +37,7 @@ from pypto_serving.types.sampling import SamplingParams, adjusting
 from pypto_serving.types.step import BackendTraits, PromptLogprobs, StepPlan, StepResult, TokenLogprobs
 from pypto_serving.types.tier import Tier, TransferDone, TransferJob, TransferReport, Transfers
 from pypto_serving.worker.__main__ import inventories
-from pypto_serving.worker.draft.model import ModelDrafter
+from pypto_serving.worker.drafts import ModelDrafter
 from pypto_serving.worker.runner import Runner, hello
 from pypto_serving.worker.transfer import Mover
 from tests.clock import VirtualClock

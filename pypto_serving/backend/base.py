@@ -18,12 +18,47 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.backend.block_memory import BlockMemory
-from pypto_serving.types.arrays import Array, Float32Array, Int32Array, UInt64Array
+from pypto_serving.types.arrays import Array, BlockBytes, Float32Array, Int32Array, UInt64Array
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.sampler import LogitAdjustments, Logprobs, Sampler
 from pypto_serving.types.step import BackendLimits
+
+
+class BlockMemory(Protocol):
+    """The KV blocks of a device. Threads call it during steps, but never for a block that a step in flight writes."""
+
+    block_bytes: tuple[int, ...]
+    """Bytes of a block, per group."""
+
+    def read_blocks(self, group: int, blocks: Sequence[int]) -> list[BlockBytes]:
+        """Return the contents of blocks, in host memory."""
+
+    def staging(self, group: int, blocks: Sequence[int]) -> list[BlockBytes]:
+        """Return host memory for the new contents of blocks. Fill it, then call `write_blocks`."""
+
+    def write_blocks(self, group: int, blocks: Sequence[int], contents: Sequence[BlockBytes]) -> None:
+        """Write the filled `staging` memory to blocks."""
+
+
+class HostBlocks:
+    """Blocks in host memory, not copied: `arenas[g]`, uint8 [num_blocks, block_bytes]. Implements BlockMemory."""
+
+    def __init__(self, arenas: Sequence[BlockBytes]) -> None:
+        self.arenas = tuple(arenas)
+        self.block_bytes = tuple(arena.shape[1] for arena in self.arenas)
+
+    def read_blocks(self, group: int, blocks: Sequence[int]) -> list[BlockBytes]:
+        """Return views of the blocks."""
+        return [self.arenas[group][block] for block in blocks]
+
+    def staging(self, group: int, blocks: Sequence[int]) -> list[BlockBytes]:
+        """Return views of the blocks, so that loads write to them directly."""
+        return self.read_blocks(group, blocks)
+
+    def write_blocks(self, group: int, blocks: Sequence[int], contents: Sequence[BlockBytes]) -> None:
+        """Do nothing: `contents` are views of the blocks."""
+
 
 Progress = Callable[[str, int, int], None]
 """Reports progress while a program is prepared, as (phase, done, total)."""
@@ -139,7 +174,7 @@ class SamplingInputs(msgspec.Struct, frozen=True, kw_only=True):
 
     owners [n]: the row, an index into the r rows of StepInputs.
     draws [n]: DRAWs; `random` belongs to position `positions[i]` and is the first number of
-        Philox4x32-10(seed, choice, position), see `backend/philox.py`. Other positions have others.
+        Philox4x32-10(seed, choice, position), see `backend/numpy_sampler.py`. Other positions have others.
     seeds, choices [n] uint64; positions [n]: absolute position of the first token to sample.
     num_logprobs [n]: how many of the best log-probabilities to return beside that of the token; -1 for none at all.
     adjustments: None if no row has any.

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from pypto_serving.backend.base import Draft, Progress, SamplingInputs, StepInputs, StepOutput
-from pypto_serving.backend.block_memory import HostBlocks
+from pypto_serving.backend.base import Draft, HostBlocks, Progress, SamplingInputs, StepInputs, StepOutput
 from pypto_serving.backend.native import check_groups
 from pypto_serving.backend.ranks.shared_steps import READY, SharedBuffers
 from pypto_serving.backend.ranks.torch_ranks import LeaderSocket, TorchRanks

@@ -7,8 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
-from pypto_serving.backend.base import Draft, Progress, SamplingInputs, StepInputs, StepOutput
-from pypto_serving.backend.block_memory import HostBlocks
+from pypto_serving.backend.base import Draft, HostBlocks, Progress, SamplingInputs, StepInputs, StepOutput
 from pypto_serving.backend.ranks.shared_steps import SharedSteps, step_arrays
 from pypto_serving.backend.ranks.split_blocks import merged
 from pypto_serving.errors import ConfigError

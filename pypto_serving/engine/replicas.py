@@ -11,9 +11,8 @@ from itertools import groupby
 from operator import attrgetter
 
 from pypto_serving.engine.async_engine import AsyncEngine
-from pypto_serving.engine.client import Health
+from pypto_serving.engine.client import Health, OutputStream
 from pypto_serving.engine.routing import Router
-from pypto_serving.engine.stream import OutputStream
 from pypto_serving.errors import PyptoError, QueueFullError, UnavailableError
 from pypto_serving.types.arrays import ID_BYTES
 from pypto_serving.types.config import EngineConfig

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from array import array
 
-from pypto_serving.kv.block_table import BlockTable
+from pypto_serving.kv.block_table import BlockTable, SequenceState
 from pypto_serving.kv.events import EventLog
-from pypto_serving.kv.resume_points import ResumePoints
-from pypto_serving.kv.sequence import SequenceState
+from pypto_serving.kv.group import ResumePoints
 
 
 class Committer:

@@ -7,8 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 from pypto_serving.kv.group import GroupKey, KVGroup
-from pypto_serving.kv.lower_tier import LowerTier
-from pypto_serving.kv.transfers import ActiveTransfers, Moved, Transfer
+from pypto_serving.kv.lower_tier import ActiveTransfers, LowerTier, Moved, Transfer
 from pypto_serving.types.tier import StorePolicy, TransferDone
 
 MAX_STORES = 2

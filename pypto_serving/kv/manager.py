@@ -7,15 +7,14 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from pypto_serving.kv.block_table import NOTHING, BlockIds, SequenceState
 from pypto_serving.kv.committing import Committer
 from pypto_serving.kv.events import EventLog
-from pypto_serving.kv.group import make_groups
+from pypto_serving.kv.group import ResumePoints, make_groups
 from pypto_serving.kv.keys import KeyRule
 from pypto_serving.kv.pool import NULL_BLOCK
 from pypto_serving.kv.prefix_load import PrefixLoad, PrefixLoader
 from pypto_serving.kv.prefix_lookup import longest_prefix, on_device, shared_prefix
-from pypto_serving.kv.resume_points import ResumePoints
-from pypto_serving.kv.sequence import NOTHING, BlockIds, SequenceState
 from pypto_serving.kv.tiers import TierManager
 from pypto_serving.types.config import FaultConfig, default_of
 from pypto_serving.types.kv import KVCacheGroupSpec

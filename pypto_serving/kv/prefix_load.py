@@ -6,11 +6,10 @@ import enum
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from pypto_serving.kv.group import GroupKey
+from pypto_serving.kv.block_table import SequenceState
+from pypto_serving.kv.group import GroupKey, ResumePoints
 from pypto_serving.kv.lower_tier import LowerTier, fastest
 from pypto_serving.kv.prefix_lookup import longest_prefix, on_device_or_in
-from pypto_serving.kv.resume_points import ResumePoints
-from pypto_serving.kv.sequence import SequenceState
 from pypto_serving.kv.tiers import TierManager
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
+from pypto_serving.kv.block_table import SequenceState
 from pypto_serving.kv.group import Find, KVGroup
 from pypto_serving.kv.lower_tier import LowerTier, fastest
-from pypto_serving.kv.sequence import SequenceState
 
 FindIn = Callable[[KVGroup], Find]
 

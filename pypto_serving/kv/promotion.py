@@ -6,10 +6,18 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from pypto_serving.kv.group import GroupKey
-from pypto_serving.kv.lower_tier import LowerTier, fastest
+from pypto_serving.kv.lower_tier import (
+    ActiveTransfers,
+    Fill,
+    LowerTier,
+    Moved,
+    Transfer,
+    TransferState,
+    Wanted,
+    fastest,
+)
 from pypto_serving.kv.pool import NULL_BLOCK
 from pypto_serving.kv.rate import Rate
-from pypto_serving.kv.transfers import ActiveTransfers, Fill, Moved, Transfer, TransferState, Wanted
 from pypto_serving.types.tier import Tier, TransferDone
 
 

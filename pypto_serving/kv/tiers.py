@@ -8,9 +8,8 @@ from collections.abc import Collection, Iterable, Sequence
 from pypto_serving.kv.demotion import Demotions
 from pypto_serving.kv.events import EventLog
 from pypto_serving.kv.group import GroupKey, KVGroup
-from pypto_serving.kv.lower_tier import LowerTier
+from pypto_serving.kv.lower_tier import ActiveTransfers, LowerTier
 from pypto_serving.kv.promotion import Promotions
-from pypto_serving.kv.transfers import ActiveTransfers
 from pypto_serving.types.request import TierStats
 from pypto_serving.types.tier import (
     TIERS,

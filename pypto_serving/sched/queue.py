@@ -1,13 +1,57 @@
-"""WaitingQueue: which waiting request starts next; Deadlines: which requests must have ended by now."""
+"""WaitingQueue: which waiting request starts next, in order or fairly; Deadlines: which must have ended by now."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from pypto_serving.sched.fairness import TokenShares
 from pypto_serving.sched.request import Request, by_order
+from pypto_serving.sched.step import Scheduled
+
+
+class TokenShares:
+    """Tokens computed for each salt that has unfinished requests. Owned by the Scheduler. Cached tokens are free.
+
+    A salt without requests is forgotten. When it has some again, it begins with what the salt with the fewest tokens
+    has: time without requests gives no claim.
+    """
+
+    def __init__(self) -> None:
+        self._num_tokens: dict[str, int] = {}
+        self._num_requests: Counter[str] = Counter()
+
+    def __getitem__(self, salt: str) -> int:
+        return self._num_tokens[salt]
+
+    def rank(self, request: Request) -> tuple[int, int, int]:
+        """Return what decides which of several requests starts: priority, then tokens of the salt, then arrival."""
+        priority, arrival = request.order
+        return priority, self._num_tokens[request.source.cache_salt], arrival
+
+    def __len__(self) -> int:
+        return len(self._num_tokens)
+
+    def enter(self, request: Request) -> None:
+        """Count a request that arrived."""
+        salt = request.source.cache_salt
+        if salt not in self._num_tokens:
+            self._num_tokens[salt] = min(self._num_tokens.values(), default=0)
+        self._num_requests[salt] += 1
+
+    def leave(self, request: Request) -> None:
+        """Count a request that ended."""
+        salt = request.source.cache_salt
+        self._num_requests[salt] -= 1
+        if not self._num_requests[salt]:
+            del self._num_requests[salt], self._num_tokens[salt]
+
+    def charge(self, scheduled: Iterable[Scheduled]) -> None:
+        """Count the tokens of a step."""
+        for entry in scheduled:
+            self._num_tokens[entry.request.source.cache_salt] += entry.count + entry.num_drafts
+
 
 _SLACK = 16
 """A heap may hold twice as many entries as there are requests, and this many more."""

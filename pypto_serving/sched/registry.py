@@ -8,10 +8,9 @@ from collections.abc import Iterable
 from pypto_serving.kv.manager import KVCacheManager
 from pypto_serving.sched import outputs
 from pypto_serving.sched.crash_counts import CrashCounts
-from pypto_serving.sched.fairness import TokenShares
 from pypto_serving.sched.load_wait import LoadWait
 from pypto_serving.sched.prefix_wait import PrefixWait
-from pypto_serving.sched.queue import Deadlines, WaitingQueue
+from pypto_serving.sched.queue import Deadlines, TokenShares, WaitingQueue
 from pypto_serving.sched.request import Request, Status
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput

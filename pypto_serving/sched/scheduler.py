@@ -9,14 +9,13 @@ from operator import attrgetter
 
 from pypto_serving.kv.manager import KVCacheManager
 from pypto_serving.sched import budget, outputs
-from pypto_serving.sched.admission import Admission
+from pypto_serving.sched.admission import Admission, require_blocks, unservable
 from pypto_serving.sched.crash_counts import MAX_CRASHES
 from pypto_serving.sched.preemption import Preemption
 from pypto_serving.sched.registry import RequestRegistry
 from pypto_serving.sched.request import Request, Status, by_order
 from pypto_serving.sched.results import Results
 from pypto_serving.sched.step import Counters, Step, step_plan
-from pypto_serving.sched.validation import require_blocks, unservable
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput
 from pypto_serving.types.step import StepPlan, StepResult

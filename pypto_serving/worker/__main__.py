@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from pypto_serving.backend import BACKENDS
-from pypto_serving.backend.base import Backend, Program
-from pypto_serving.backend.block_memory import HostBlocks
+from pypto_serving.backend.base import Backend, HostBlocks, Program
 from pypto_serving.ipc import SocketChannel
 from pypto_serving.logs import configure as configure_logs
 from pypto_serving.processes import Parent, run_child

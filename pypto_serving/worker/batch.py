@@ -12,13 +12,12 @@ from pypto_serving.backend.base import DispatchKind, StepBuffers, StepInputs
 from pypto_serving.types.arrays import Int32Array, id_list, pack_ids, unpack_ids
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.step import BackendLimits, NewRow, StepPlan, num_taken_back
-from pypto_serving.worker.draft.drafts import MakeDrafter, RowDrafts
+from pypto_serving.worker.drafts import MakeDrafter, RowDrafts
 from pypto_serving.worker.guides import RowGuides
 from pypto_serving.worker.guiding.process import GuideProcess, MakeGuideProcess
-from pypto_serving.worker.layout import NONE, DispatchLayout, DispatchRows
+from pypto_serving.worker.layout import NONE, DispatchLayout, DispatchRows, RowTables
 from pypto_serving.worker.prompt_logprobs import PromptLogprobRows, PromptSpan
 from pypto_serving.worker.sampler import RowSamplers
-from pypto_serving.worker.tables import RowTables
 
 
 class Dispatch(NamedTuple):

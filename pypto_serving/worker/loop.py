@@ -10,8 +10,8 @@ from pypto_serving.types.arrays import BlockBytes
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.step import StopWorker, ToWorker, WorkerHeartbeat, WorkerHello
 from pypto_serving.util import ceil_div
+from pypto_serving.worker.layout import RowTables
 from pypto_serving.worker.runner import PlanExecutor
-from pypto_serving.worker.tables import RowTables
 
 QUIET_S, PAUSE_S = 0.25, 0.005
 """How long no message must come before the worker is idle, and before it continues to prefault."""

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.backend.base import SamplingInputs
-from pypto_serving.backend.philox import uniforms
+from pypto_serving.backend.numpy_sampler import uniforms
 from pypto_serving.types.arrays import Float32Array, Int32Array, pack_ids, unpack_ids
 from pypto_serving.types.sampler import DRAW, Sampler
 from pypto_serving.types.sampling import RowSampling

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from pypto_serving.backend.block_memory import BlockMemory
+from pypto_serving.backend.base import BlockMemory
 from pypto_serving.errors import EXIT_ENGINE, PyptoError
 from pypto_serving.ipc import SocketChannel
 from pypto_serving.store.base import Piece, Store

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pypto_serving.engine.client import Health
-from pypto_serving.engine.stream import OutputStream
+from pypto_serving.engine.client import Health, OutputStream
 from pypto_serving.types.arrays import pack_ids, unpack_ids
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import FullSpec

@@ -10,8 +10,15 @@ import pytest
 import zmq
 
 from pypto_serving.engine import kv_events as publisher_module
-from pypto_serving.engine.kv_event_wire import ClearedMap, KVEventWriter, RemovedMap, StoredMap, block_hash, spec_kind
-from pypto_serving.engine.kv_events import KVEventPublisher
+from pypto_serving.engine.kv_events import (
+    ClearedMap,
+    KVEventPublisher,
+    KVEventWriter,
+    RemovedMap,
+    StoredMap,
+    block_hash,
+    spec_kind,
+)
 from pypto_serving.errors import ConfigError
 from pypto_serving.kv.events import EventLog
 from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups

@@ -5,8 +5,7 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from pypto_serving.engine.client import Health
-from pypto_serving.engine.histograms import Histogram
-from pypto_serving.engine.metrics import ServerMetrics
+from pypto_serving.engine.metrics import Histogram, ServerMetrics
 from pypto_serving.parallel.topology import Topology
 from pypto_serving.types.request import StepStats, TierStats, Timeline
 from tests.api.scripted_engine import Script, ScriptedEngine, engine_config

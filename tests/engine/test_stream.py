@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
-from pypto_serving.engine.stream import OutputStream, Pause
+from pypto_serving.engine.client import OutputStream, Pause
 from pypto_serving.types.arrays import pack_ids
 from pypto_serving.types.request import RequestOutput
 

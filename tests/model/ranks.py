@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from pypto_serving.backend.base import Progress, StepInputs, StepOutput
-from pypto_serving.backend.block_memory import HostBlocks
+from pypto_serving.backend.base import HostBlocks, Progress, StepInputs, StepOutput
 from pypto_serving.backend.native import NativeLoader
 from pypto_serving.backend.ranks.split_blocks import SplitBlocks, serve_blocks
 from pypto_serving.kernels import Engine, Link, Links, NativeCollectives, Recording, SharedMemory, runnable

@@ -13,8 +13,7 @@ import numpy as np
 import psutil
 
 from pypto_serving.backend.npu.backend import NpuBackend
-from pypto_serving.backend.npu.device import Device
-from pypto_serving.backend.npu.program import NpuProgram
+from pypto_serving.backend.npu.program import Device, NpuProgram
 from pypto_serving.backend.npu.runtime import Runtime
 from pypto_serving.errors import ConfigError
 from pypto_serving.model.contract import of_role

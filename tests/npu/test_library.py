@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pypto_serving.backend.npu.library import _find_contract, _require_limits
+from pypto_serving.backend.npu.programs import _find_contract, _require_limits
 from pypto_serving.errors import ConfigError
 from pypto_serving.model.contract import StageName
 from pypto_serving.model.qwen3.config import Qwen3Config

@@ -15,7 +15,7 @@ from pypto_serving.api.grammars.structured import json_options
 from pypto_serving.api.grammars.tool_grammar import forced_calls, strict_calls
 from pypto_serving.backend.null.pages import next_digest
 from pypto_serving.backend.null.sampler import SAMPLER, logits_of
-from pypto_serving.backend.philox import uniforms
+from pypto_serving.backend.numpy_sampler import uniforms
 from pypto_serving.guidance import Compiler
 from pypto_serving.types.config import NgramConfig
 from pypto_serving.types.guide import Grammar, Guide, Reasoning

@@ -8,9 +8,8 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pypto_serving.sched.fairness import TokenShares
 from pypto_serving.sched.preemption import by_order
-from pypto_serving.sched.queue import Deadlines, WaitingQueue
+from pypto_serving.sched.queue import Deadlines, TokenShares, WaitingQueue
 from pypto_serving.sched.request import Request
 from pypto_serving.sched.step import Scheduled
 from pypto_serving.types.arrays import pack_ids

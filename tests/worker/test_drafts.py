@@ -15,8 +15,7 @@ from pypto_serving.types.arrays import Float32Array, Int32Array
 from pypto_serving.types.config import LONGEST_MATCH, SHORTEST_MATCH
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import BackendTraits
-from pypto_serving.worker.draft.drafts import RowDrafts
-from pypto_serving.worker.draft.pacing import StepCost, paying_drafts
+from pypto_serving.worker.drafts import RowDrafts, StepCost, paying_drafts
 from tests.needs import needs_kernels
 from tests.simulation import Simulation, null_config
 

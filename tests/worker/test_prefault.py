@@ -17,8 +17,8 @@ from pypto_serving.types.arrays import BlockBytes
 from pypto_serving.types.kv import FullSpec, KVTensorSpec
 from pypto_serving.worker import loop
 from pypto_serving.worker.__main__ import open_prefault
+from pypto_serving.worker.layout import PackedTable, RowTables
 from pypto_serving.worker.loop import PREFAULT_BYTES, PREFAULT_TOKENS, Prefault
-from pypto_serving.worker.tables import PackedTable, RowTables
 from tests.configs import change_config
 from tests.simulation import null_config
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pypto_serving.backend.numpy_sampler import PlainSampler
-from pypto_serving.backend.philox import philox4x32, uniforms
+from pypto_serving.backend.numpy_sampler import PlainSampler, philox4x32, uniforms
 from pypto_serving.kernels import Engine, NativeSampler, runnable
 from pypto_serving.types.arrays import pack_ids, unpack_ids
 from pypto_serving.types.sampler import Sampler

@@ -14,7 +14,7 @@ from pypto_serving.types.kv import FullSpec, KVTensorSpec
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.types.step import BackendLimits, NewRow, StepPlan
 from pypto_serving.worker.batch import Dispatch, RowBatch
-from pypto_serving.worker.tables import Lines
+from pypto_serving.worker.layout import Lines
 
 TENSOR = KVTensorSpec(name="k", layers=(0,), dtype="bfloat16", row_shape=(1,))
 GROUPS = (

@@ -24,7 +24,7 @@ from pypto_serving.api.generation.request import MAX_TIMEOUT_S, GenerationReques
 from pypto_serving.api.http.errors import ApiError, describe, internal_error
 from pypto_serving.api.http.middleware import SERVER_SEND, WRITE_PART
 from pypto_serving.api.service import Service
-from pypto_serving.engine.stream import Pause
+from pypto_serving.engine.client import Pause
 from pypto_serving.errors import PyptoError, RequestError
 from pypto_serving.util import brief
 

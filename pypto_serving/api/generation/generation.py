@@ -16,8 +16,8 @@ from pypto_serving.api.generation.request import GenerationRequest, check_num_ch
 from pypto_serving.api.generation.stops import StopPatterns
 from pypto_serving.api.service import Service
 from pypto_serving.api.text.tokenizer import Tokenizer
+from pypto_serving.engine.client import Pause
 from pypto_serving.engine.history import Finished
-from pypto_serving.engine.stream import Pause
 from pypto_serving.errors import RequestFailedError
 from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput, Timeline
 from pypto_serving.types.step import NOT_FINITE

@@ -15,11 +15,9 @@ import numpy as np
 from pypto_serving.backend.base import Backend, Fault, Program, Progress
 from pypto_serving.backend.native import check_groups
 from pypto_serving.backend.npu.chips import Chips
-from pypto_serving.backend.npu.device import STAGING_BYTES, Device, DeviceBuffers
 from pypto_serving.backend.npu.keeper import keep_group
-from pypto_serving.backend.npu.library import ProgramLibrary, find_library
-from pypto_serving.backend.npu.program import DevicePages, NpuProgram
-from pypto_serving.backend.npu.programs import Programs
+from pypto_serving.backend.npu.program import STAGING_BYTES, Device, DeviceBuffers, DevicePages, NpuProgram
+from pypto_serving.backend.npu.programs import ProgramLibrary, Programs, find_library
 from pypto_serving.backend.npu.runtime import Runtime
 from pypto_serving.errors import ConfigError, ModelError
 from pypto_serving.kernels import Engine, NativeSampler

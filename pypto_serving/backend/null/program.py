@@ -10,14 +10,15 @@ import numpy as np
 
 from pypto_serving.backend.base import (
     Backend,
+    BlockMemory,
     Draft,
+    HostBlocks,
     Progress,
     SampledTokens,
     SamplingInputs,
     StepInputs,
     StepOutput,
 )
-from pypto_serving.backend.block_memory import BlockMemory, HostBlocks
 from pypto_serving.backend.null.pages import SimulatedPages, Tokens
 from pypto_serving.backend.null.sampler import DeviceSampler, guess, logits_of
 from pypto_serving.types.arrays import BlockBytes, Float32Array, Int32Array

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from pypto_serving.backend.base import SamplingInputs
 from pypto_serving.backend.null.pages import mix
 from pypto_serving.backend.numpy_adjust import adjusted
-from pypto_serving.backend.numpy_sampler import PlainSampler
-from pypto_serving.backend.philox import uniforms
+from pypto_serving.backend.numpy_sampler import PlainSampler, uniforms
 from pypto_serving.types.arrays import Float32Array, Int32Array
 from pypto_serving.types.sampler import LogitAdjustments, Logprobs
 

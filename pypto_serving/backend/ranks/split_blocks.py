@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from pypto_serving.backend.block_memory import HostBlocks
+from pypto_serving.backend.base import HostBlocks
 from pypto_serving.errors import PyptoError
 from pypto_serving.types.arrays import BlockBytes
 from pypto_serving.types.kv import Spans

@@ -20,11 +20,10 @@ import pytest
 
 from pypto_serving.backend.base import SamplingInputs, StepInputs, StepOutput
 from pypto_serving.backend.cpu import CpuBackend
-from pypto_serving.backend.numpy_sampler import PlainSampler
-from pypto_serving.backend.philox import uniforms
+from pypto_serving.backend.numpy_sampler import PlainSampler, uniforms
 from pypto_serving.kernels import runnable
 from pypto_serving.kv import resume_points
-from pypto_serving.kv.resume_points import ResumePoints
+from pypto_serving.kv.group import ResumePoints
 from pypto_serving.model.family import Serving
 from pypto_serving.model.registry import load_spec
 from pypto_serving.types.arrays import Float32Array, unpack_ids
