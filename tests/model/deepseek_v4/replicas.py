@@ -22,7 +22,6 @@ from pypto_serving.backend.base import SamplingInputs, StepInputs, StepOutput
 from pypto_serving.backend.cpu import CpuBackend
 from pypto_serving.backend.numpy_sampler import PlainSampler, uniforms
 from pypto_serving.kernels import runnable
-from pypto_serving.kv import group
 from pypto_serving.kv.group import ResumePoints
 from pypto_serving.model.family import Serving
 from pypto_serving.model.registry import load_spec
@@ -439,7 +438,7 @@ def run_schedule(oracle: Oracle, schedule: Schedule, disk: Path) -> Counter[str]
     rng = random.Random(repr(schedule))
     tiers = oracle.tiers(schedule.tiers, disk)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group, "CHECKPOINT_TOKENS", oracle.subject.interval)
+        patch.setattr("pypto_serving.kv.group.CHECKPOINT_TOKENS", oracle.subject.interval)
         counts, unanswered = _live(oracle, schedule, rng, tiers, [], ends=not schedule.restarts)
         if schedule.restarts:
             counts = Counter({f"before a restart: {name}": count for name, count in counts.items()})
