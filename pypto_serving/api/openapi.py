@@ -13,8 +13,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from pypto_serving import __version__
-from pypto_serving.api.common.answers import Answer, Error
 from pypto_serving.api.common.body import Body
+from pypto_serving.api.common.described import Answer, Error
 from pypto_serving.api.status import PROBES
 from pypto_serving.types.tier import TIERS
 

@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from pypto_serving.api.anthropic.answers import Message, MessageError, MessageEvent, TokenCount
 from pypto_serving.api.anthropic.messages import count_tokens, create_message
-from pypto_serving.api.anthropic.schemas import CountTokensBody, MessagesBody
+from pypto_serving.api.anthropic.messages_body import CountTokensBody, MessagesBody
 from pypto_serving.api.batch import endpoints as batch
 from pypto_serving.api.batch.answers import Batch, BatchList, DeletedFile, File, FileList
 from pypto_serving.api.batch.schemas import BatchBody
@@ -22,9 +22,8 @@ from pypto_serving.api.openai.answers import RenderedRequest
 from pypto_serving.api.openai.chat import create_chat_completion
 from pypto_serving.api.openai.completions import create_completion
 from pypto_serving.api.openai.models import list_models, retrieve_model
-from pypto_serving.api.openai.render import render_chat_completion, render_completion
 from pypto_serving.api.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from pypto_serving.api.openai.tokenize import detokenize, tokenize
+from pypto_serving.api.openai.tokenize import detokenize, render_chat_completion, render_completion, tokenize
 from pypto_serving.api.openapi import (
     GENERATING,
     MODEL_PARAMETER,
@@ -46,7 +45,7 @@ from pypto_serving.api.responses.endpoints import (
     list_input_items,
     retrieve_response,
 )
-from pypto_serving.api.responses.schemas import ResponsesBody
+from pypto_serving.api.responses.response_body import ResponsesBody
 from pypto_serving.api.status import (
     HealthState,
     Load,

@@ -19,8 +19,7 @@ from starlette.applications import Starlette
 from pypto_serving.api.batch.batches import Batches
 from pypto_serving.api.http.connection import HEAD_TIMEOUT_S, BoundedProtocol
 from pypto_serving.api.http.gate import Gate, RefusalLog, places
-from pypto_serving.api.http.listening import close, listen_at, load_certificate, tls_context
-from pypto_serving.api.http.service_manager import tell
+from pypto_serving.api.http.listening import close, listen_at, load_certificate, tell, tls_context
 from pypto_serving.api.reading.reading import Reading
 from pypto_serving.api.service import Service
 from pypto_serving.types.config import ServerConfig

@@ -28,7 +28,7 @@ from pypto_serving.api.http.middleware import (
 )
 from pypto_serving.api.reading.body_reader import BodyReader
 from pypto_serving.api.reading.reading import Reading
-from pypto_serving.api.responses.store import ResponseStore
+from pypto_serving.api.responses.endpoints import ResponseStore
 from pypto_serving.api.routes import BATCH_ROUTES, ROUTES
 from pypto_serving.api.service import Service
 from pypto_serving.api.settings import ServingConfig

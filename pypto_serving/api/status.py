@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pypto_serving import __version__
-from pypto_serving.api.common.answers import Answer
+from pypto_serving.api.common.described import Answer
 from pypto_serving.api.service import Service
 from pypto_serving.engine.metrics import CONTENT_TYPE
 from pypto_serving.errors import RequestError

@@ -7,7 +7,7 @@ import json
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
-from pypto_serving.api.chat.output import TextPart
+from pypto_serving.api.chat.parsers.scanner import TextPart
 from pypto_serving.api.generation.choice import TokenUsage
 from pypto_serving.errors import ConfigError, PyptoError
 from pypto_serving.types.server_url import parse_server_url

@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from pypto_serving.api.chat.output import TextPart
+from pypto_serving.api.chat.parsers.scanner import TextPart
 from pypto_serving.api.generation.choice import TokenUsage
 from pypto_serving.cli.sampling import FLAGS, read_value
 from pypto_serving.errors import ConfigError, PyptoError

@@ -164,7 +164,7 @@ async def _serve_http(
     progress: LoadProgress,
 ) -> None:
     """Listen until told to stop, even while the worker loads; raise the error of an engine that gives up."""
-    from pypto_serving.api.http.service_manager import pet_watchdog
+    from pypto_serving.api.http.listening import pet_watchdog
     from pypto_serving.api.run import serve as listen
     from pypto_serving.api.server import create_app
 
@@ -203,7 +203,7 @@ async def _announce(
     progress: LoadProgress,
 ) -> None:
     """Print the line on stdout once the port is open and the worker is ready."""
-    from pypto_serving.api.http.service_manager import tell
+    from pypto_serving.api.http.listening import tell
 
     port = await bound
     await engine.wait_ready()
@@ -236,7 +236,7 @@ def where(server: ServerConfig, port: int) -> dict[str, Any]:
 
 def with_chat(resolved: Resolved, serving: ServingConfig) -> Resolved:
     """Add the chat encoder to the settings; raise ModelError or ConfigError for a given file that cannot be one."""
-    from pypto_serving.api.prompting.encoders import describe_chat
+    from pypto_serving.api.prompting.prompts import describe_chat
 
     given = {
         "chat-template": serving.chat_template is not None,

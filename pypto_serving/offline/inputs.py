@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pypto_serving.api.chat.messages import read_message
+from pypto_serving.api.generation.request import read_message
 from pypto_serving.errors import RequestError
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.util import brief, entries, whole

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pypto_serving.api.chat.formats import OutputFormat
-from pypto_serving.api.chat.output import TextPart
+from pypto_serving.api.chat.parsers.scanner import TextPart
 from pypto_serving.api.chat.tools import read_tool_use
 from pypto_serving.api.generation.choice import Delta, TokenUsage
 from pypto_serving.api.generation.generation import Generation

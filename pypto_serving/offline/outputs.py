@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pypto_serving.api.chat.output import NewParser, ParsedCall, read_output
+from pypto_serving.api.chat.formats import OutputFormat
+from pypto_serving.api.chat.parsers.scanner import ParsedCall, read_output
 from pypto_serving.api.generation.choice import ChoiceOutput
 from pypto_serving.api.generation.logprobs import ScoredToken, TokenEntry
 
@@ -53,7 +54,7 @@ class GenerationOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
-def completion_output(output: ChoiceOutput, new_parser: NewParser | None) -> CompletionOutput:
+def completion_output(output: ChoiceOutput, new_parser: OutputFormat | None) -> CompletionOutput:
     """Describe the output of a finished choice, which kept its token ids; `new_parser` makes the parser of its text."""
     index, ids, reason = output.index, output.token_ids or [], output.finish_reason or "abort"
     logprobs = None if output.logprobs is None else list(map(_logprobs_by_id, output.logprobs))

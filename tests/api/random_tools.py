@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pypto_serving.api.chat.formats import Calls, OutputFormat
-from pypto_serving.api.chat.output import AssistantMessage, read_output
+from pypto_serving.api.chat.parsers.scanner import AssistantMessage, read_output
 from pypto_serving.api.chat.tools import parameter_types
 from tests.schemas import NAMES, SchemaMaker
 

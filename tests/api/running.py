@@ -15,7 +15,7 @@ import httpx
 import msgspec
 import openai
 
-from pypto_serving.api.common.answers import Error
+from pypto_serving.api.common.described import Error
 from pypto_serving.api.openai.answers import ChatCompletion, ChatCompletionChunk, Completion
 from pypto_serving.api.run import ApiServer
 from pypto_serving.api.server import create_app

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from pypto_serving.api.common.body import MAX_IGNORED, MAX_NAME_CHARS
-from pypto_serving.api.openai.params import parse_body
+from pypto_serving.api.openai.bodies import parse_body
 from pypto_serving.api.openai.schemas import ChatBody, CompletionBody, GenerationBody
 from pypto_serving.api.service import MAX_REMEMBERED_FIELDS
 from pypto_serving.types.sampling import MAX_STOP_CHARS, MAX_STOPS

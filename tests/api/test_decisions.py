@@ -12,8 +12,8 @@ import pytest
 from openai.types.decision_create_params import DecisionCreateParams
 from pydantic import TypeAdapter
 
-from pypto_serving.api.common.answers import Error
 from pypto_serving.api.common.body import ReadBody
+from pypto_serving.api.common.described import Error
 from pypto_serving.api.decisions import decision_body
 from pypto_serving.api.decisions.endpoint import Decision
 from pypto_serving.api.generation.labels import LabelTree, concentration, labels_of, probabilities

@@ -19,8 +19,8 @@ from pypto_serving.api.chat.deepseek_v4 import (
     write_turns,
 )
 from pypto_serving.api.chat.deepseek_v4_turns import read_turns
-from pypto_serving.api.chat.output import read_output
-from pypto_serving.api.prompting.encoders import ENCODER_OF_ARCHITECTURE, ENCODERS
+from pypto_serving.api.chat.parsers.scanner import read_output
+from pypto_serving.api.prompting.prompts import ENCODER_OF_ARCHITECTURE, ENCODERS
 from pypto_serving.api.settings import load_serving_config
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ConfigError, ModelError, RequestError

@@ -10,11 +10,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pypto_serving.api.chat.dsml import write_calls
 from pypto_serving.api.chat.formats import Calls, OutputFormat
-from pypto_serving.api.chat.output import AssistantMessage, ParsedCall, ToolCallStart, read_output
-from pypto_serving.api.chat.parsers.scanner import ScannerParser
-from pypto_serving.api.chat.parsers.thinking import Thinking
+from pypto_serving.api.chat.parsers.dsml import write_calls
+from pypto_serving.api.chat.parsers.scanner import (
+    AssistantMessage,
+    OutputParser,
+    ParsedCall,
+    Thinking,
+    ToolCallStart,
+    read_output,
+)
 
 START, END = "\n\n<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>"
 WEATHER = (
@@ -36,7 +41,7 @@ def invoke(*parameters: str) -> str:
     return f'<｜DSML｜invoke name="f">\n{"".join(parameters)}</｜DSML｜invoke>\n'
 
 
-def new_parser(thinks: bool, reads_calls: bool) -> ScannerParser:
+def new_parser(thinks: bool, reads_calls: bool) -> OutputParser:
     thinking = Thinking("<think>", "</think>", opened=True) if thinks else None
     return OutputFormat(thinking, Calls("deepseek_v4") if reads_calls else None)()
 

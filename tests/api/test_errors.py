@@ -244,7 +244,7 @@ def test_an_unforeseen_error_within_a_stream_is_named_too(
     def broken(form: object, delta: object) -> bytes:
         raise ZeroDivisionError("secret")
 
-    monkeypatch.setattr("pypto_serving.api.openai.event_format.EventFormat.event", broken)
+    monkeypatch.setattr("pypto_serving.api.openai.chat.EventFormat.event", broken)
     response = server.post(PATH, {"prompt": "a", "stream": True})
     message = json.loads(response.text.removeprefix("data: "))["error"]["message"]
     name = re.search(r"cmpl-\w+", message)

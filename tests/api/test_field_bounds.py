@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import pytest
 from pydantic import BaseModel
 
-from pypto_serving.api.anthropic.schemas import MessagesBody
+from pypto_serving.api.anthropic.messages_body import MessagesBody
 from pypto_serving.api.batch.schemas import MAX_METADATA, MAX_METADATA_CHARS, BatchBody
 from pypto_serving.api.chat.tools import MAX_DEPTH, MAX_NAME_CHARS, MAX_TOOLS
 from pypto_serving.api.common.body import MAX_MESSAGES, MAX_PING_S
 from pypto_serving.api.responses import response_body
-from pypto_serving.api.responses.schemas import MAX_ID_CHARS, ResponsesBody
+from pypto_serving.api.responses.response_body import MAX_ID_CHARS, ResponsesBody
 from pypto_serving.api.settings import load_serving_config
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.types.sampling import INT32_MAX, MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOPS

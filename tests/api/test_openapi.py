@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pypto_serving.api.common.answers import Error
+from pypto_serving.api.common.described import Error
 from pypto_serving.api.openai.answers import Model, ModelList
 from pypto_serving.api.status import HealthState, Load, ServerInfo, Version
 from tests.api.bad_bodies import BAD_CHATS, BAD_COMPLETIONS, HELLO

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pypto_serving.api.chat.output import AssistantMessage, read_output
+from pypto_serving.api.chat.parsers.scanner import AssistantMessage, read_output
 from pypto_serving.api.prompting.template import TemplateEncoder
 from pypto_serving.api.text.tokenizer import Tokenizer
 from tests.api.chat_events import PATH, join_events

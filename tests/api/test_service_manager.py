@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pypto_serving.api.http.service_manager import PATIENCE_S, pet_watchdog, tell
+from pypto_serving.api.http.listening import PATIENCE_S, pet_watchdog, tell
 from pypto_serving.engine.client import Health
 
 SILENT, LOADING = Health(False, "silent"), Health(False, "loading")

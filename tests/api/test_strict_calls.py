@@ -58,7 +58,7 @@ def has_wrong_call(family: str, text: str, one: bool) -> bool:
 
 def grammars(family: str, one: bool) -> Iterator[Grammar]:
     """With marks as text, and with marks that are special tokens, which the texts here spell."""
-    form = FAMILIES[family].form
+    form = FAMILIES[family]
     ids = {mark: i for i, mark in enumerate(form.marks, 1)}
     for special in {}.get, ids.get:
         yield strict_calls(form, FUNCTIONS, one, special, json_options())
@@ -73,7 +73,7 @@ def compiler() -> Compiler:
 @pytest.mark.parametrize("one", [False, True])
 def test_random_texts_have_no_wrong_call(compiler: Compiler, family: str, one: bool) -> None:
     """Texts full of calls with wrong arguments, and beginnings of calls."""
-    form, num_calls = FAMILIES[family].form, 0
+    form, num_calls = FAMILIES[family], 0
     words = (*BEGINNINGS, *form.starts, call(form, "1"), *wrong_texts(form))
     for grammar in grammars(family, one):
         for seed in range(40):
@@ -87,7 +87,7 @@ def test_random_texts_have_no_wrong_call(compiler: Compiler, family: str, one: b
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("one", [False, True])
 def test_no_wrong_call_follows_what_may_stand_before_it(compiler: Compiler, family: str, one: bool) -> None:
-    form, num_wrong = FAMILIES[family].form, 0
+    form, num_wrong = FAMILIES[family], 0
     right = call(form, "1")
     before = ("", "x", "\n", "\x1c", "x <", right, form.begin + right + form.end)
     matchers = [compiler.compile(grammar) for grammar in grammars(family, one)]

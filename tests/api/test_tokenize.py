@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from pypto_serving.api.common import body as bodies
-from pypto_serving.api.common.answers import Error
-from pypto_serving.api.openai import render
+from pypto_serving.api.common.described import Error
+from pypto_serving.api.openai import tokenize
 from pypto_serving.api.openai.answers import Detokenized, RenderedRequest, Tokenized
 from pypto_serving.api.text.tokenizer import Tokenizer
 from tests.api.bad_bodies import HELLO
@@ -110,7 +110,7 @@ def test_what_is_refused(server: RunningServer) -> None:
 
 
 def test_an_answer_that_repeats_a_grammar_is_bounded(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(render, "MAX_RENDERED_BYTES", 30_000)
+    monkeypatch.setattr(tokenize, "MAX_RENDERED_BYTES", 30_000)
     body = {"prompt": [[1], [2], [3]], "structured_outputs": {"regex": "a" * 9000}}
     assert len(ask(server, COMPLETIONS + "/render", list[RenderedRequest], **body)) == 3
     body["prompt"].append([4])

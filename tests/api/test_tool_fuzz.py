@@ -61,7 +61,7 @@ def test_schemas(tools: Any, family: str, strict: bool) -> None:
         return
     write = strict_calls if strict else forced_calls
     try:
-        grammar = write(FAMILIES[family].form, use.functions, False, lambda text: None, json_options())
+        grammar = write(FAMILIES[family], use.functions, False, lambda text: None, json_options())
         if grammar is not None:
             checked(grammar)
     except RequestError:

@@ -55,7 +55,7 @@ def test_forced_calls_are_read_back(compiler: Compiler, family: str) -> None:
         rng = random.Random(f"{family} {seed}")
         functions, one = [random_tool(rng, i) for i in range(rng.randrange(1, 3))], rng.random() < 0.5
         try:
-            grammar = forced_calls(FAMILIES[family].form, functions, one, no_special, json_options())
+            grammar = forced_calls(FAMILIES[family], functions, one, no_special, json_options())
             text = walk(compiler, grammar, rng)
         except GrammarError as error:
             assert re.search("nsatisfiable|oneOf", str(error))
@@ -77,7 +77,7 @@ def test_forced_calls_are_read_back(compiler: Compiler, family: str) -> None:
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_named_function_is_the_only_one(compiler: Compiler, family: str) -> None:
-    grammar = forced_calls(FAMILIES[family].form, [NOW], True, no_special, json_options())
+    grammar = forced_calls(FAMILIES[family], [NOW], True, no_special, json_options())
     text = walk(compiler, grammar, random.Random(0))
     assert text is not None
     assert [(call.name, json.loads(call.arguments)) for call in read(family, [NOW], text).tool_calls] == [("now", {})]
@@ -86,7 +86,7 @@ def test_a_named_function_is_the_only_one(compiler: Compiler, family: str) -> No
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("one", [False, True])
 def test_calls_or_structured_content(compiler: Compiler, family: str, one: bool) -> None:
-    calls = calls_beside_json(FAMILIES[family].form, [FIND, NOW], one, no_special, json_options())
+    calls = calls_beside_json(FAMILIES[family], [FIND, NOW], one, no_special, json_options())
     properties = {"x": {"type": "integer"}, "name": {"type": "string", "maxLength": 5}, "nail": {"const": 1}}
     content = {"type": "object", "properties": properties, "additionalProperties": False}
     grammar = either(calls, json.dumps(content))
@@ -106,10 +106,10 @@ def test_calls_or_structured_content(compiler: Compiler, family: str, one: bool)
 
 def test_special_tokens_stand_for_themselves(compiler: Compiler) -> None:
     ids = {"<tool_call>": 7}
-    grammar = forced_calls(FAMILIES["hermes"].form, [NOW], True, ids.get, json_options())
+    grammar = forced_calls(FAMILIES["hermes"], [NOW], True, ids.get, json_options())
     assert grammar.text.startswith("start: <[7]> ")
     assert '"</tool_call>' not in grammar.text.replace("}\\n</tool_call>", "")
-    strict = strict_calls(FAMILIES["hermes"].form, [{**NOW, "strict": True}], False, ids.get, json_options())
+    strict = strict_calls(FAMILIES["hermes"], [{**NOW, "strict": True}], False, ids.get, json_options())
     assert " <[7]>" in strict.text and '"<tool_call>' not in strict.text
     for family, mark in (
         ("deepseek_v4", "｜DSML｜"),
@@ -118,7 +118,7 @@ def test_special_tokens_stand_for_themselves(compiler: Compiler) -> None:
     ):
         for one in (False, True):
             special = {mark: 7}.get
-            strict = strict_calls(FAMILIES[family].form, [FIND, LOOSE], one, special, json_options())
+            strict = strict_calls(FAMILIES[family], [FIND, LOOSE], one, special, json_options())
             assert "<[7]>" in strict.text and mark not in strict.text
             compiler.compile(strict)
 
@@ -128,7 +128,7 @@ MARK = 1
 
 
 def test_a_text_before_a_special_token_may_hold_what_begins_the_mark(compiler: Compiler) -> None:
-    form = FAMILIES["deepseek_v4"].form
+    form = FAMILIES["deepseek_v4"]
     tool = {"name": "f", "parameters": {"properties": {"x": {"type": "string"}}, "required": ["x"]}}
     matcher = compiler.compile(forced_calls(form, [tool], True, {"｜DSML｜": MARK}.get, json_options()))
     begun = '<\x01tool_calls>\n<\x01invoke name="f">\n<\x01parameter name="x" string="true">'
@@ -157,7 +157,7 @@ def test_a_text_that_is_read_as_another_type_is_none(compiler: Compiler, value: 
     small = {"type": "integer", "minimum": 5, "maximum": 9}
     schema = {"anyOf": [{"type": "string", "maxLength": 3}, small, {"const": False}]}
     tool = {"name": "f", "parameters": {"type": "object", "properties": {"x": schema}}}
-    matcher = compiler.compile(forced_calls(FAMILIES["qwen3_coder"].form, [tool], True, no_special, json_options()))
+    matcher = compiler.compile(forced_calls(FAMILIES["qwen3_coder"], [tool], True, no_special, json_options()))
     text = f"<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n"
     assert (after(matcher, text) is not None) is fits
 
@@ -201,7 +201,7 @@ def test_formats_are_refused_without_strict() -> None:
     """What a function calls strict says only where `auto` holds: a forced call is enforced."""
     tool = {"name": "f", "parameters": {"properties": {"x": {"type": "string", "format": "date"}}}}
     with pytest.raises(RequestError, match="parameters of f: #/properties/x: format of a text"):
-        forced_calls(FAMILIES["qwen3_coder"].form, [tool], True, no_special, json_options())
+        forced_calls(FAMILIES["qwen3_coder"], [tool], True, no_special, json_options())
 
 
 @pytest.mark.parametrize(("family", "function", "properties", "message"), REFUSED)
@@ -212,7 +212,7 @@ def test_what_cannot_be_enforced_is_refused_by_name(
     tool = {"name": function, "strict": True, "parameters": {"type": "object", "properties": properties}}
     for write in (forced_calls, strict_calls):
         with pytest.raises(RequestError, match=message) as caught:
-            write(FAMILIES[family].form, [tool], True, no_special, json_options())
+            write(FAMILIES[family], [tool], True, no_special, json_options())
         assert caught.value.param == "tools"
 
 
@@ -244,7 +244,7 @@ def test_what_cannot_be_enforced_is_refused_by_name(
 )
 def test_parameters_that_are_no_plain_object_are_refused(family: str, schema: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        forced_calls(FAMILIES[family].form, [{"name": "f", "parameters": schema}], True, no_special, json_options())
+        forced_calls(FAMILIES[family], [{"name": "f", "parameters": schema}], True, no_special, json_options())
 
 
 @pytest.mark.parametrize("family", ["qwen3_coder", "pythonic", "deepseek_v4"])
@@ -253,7 +253,7 @@ def test_definitions_stand_with_those_who_refer_to_them(family: str) -> None:
     properties: dict[str, Any] = {f"p{i}": {"type": "integer"} for i in range(300)}
     properties["ref"] = {"$ref": "#/$defs/B"}
     tool = {"name": "f", "parameters": {"type": "object", "properties": properties, "$defs": shared}}
-    text = forced_calls(FAMILIES[family].form, [tool], True, no_special, json_options()).text
+    text = forced_calls(FAMILIES[family], [tool], True, no_special, json_options()).text
     assert len(text) < 100_000 and '"d7"' not in text
     assert '"B": {' in text and '"C": {' in text
 
@@ -265,7 +265,7 @@ def test_definitions_are_not_copied_without_end(family: str) -> None:
     properties = {f"p{i}": {"$ref": "#/$defs/A"} for i in range(300)}
     tool = {"name": "f", "parameters": {"properties": properties, "$defs": {"A": large}}}
     with pytest.raises(RequestError, match="have more than 262144 values in all; refer to fewer"):
-        forced_calls(FAMILIES[family].form, [tool], True, no_special, json_options())
+        forced_calls(FAMILIES[family], [tool], True, no_special, json_options())
 
 
 @pytest.mark.parametrize("kinds", [["string"], ["string", "null"]])
@@ -276,7 +276,7 @@ def test_definitions_that_refer_to_each_other_end(kinds: list[str]) -> None:
         properties = {"x": {"$ref": f"#/$defs/{name}", "type": kinds}}
         tool = {"name": "f", "parameters": {"properties": properties, "$defs": {**shared, "loop": loop}}}
         with pytest.raises(RequestError, match="more than 256 schemas"):
-            forced_calls(FAMILIES["qwen3_coder"].form, [tool], True, no_special, json_options())
+            forced_calls(FAMILIES["qwen3_coder"], [tool], True, no_special, json_options())
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -284,9 +284,7 @@ def test_names_come_back_as_the_schema_has_them(compiler: Compiler, family: str)
     """Python's own parser would make one name of some of them, and not read others."""
     properties = {name: {"type": "boolean"} for name in (*NOT_NORMAL, "\u00e9", "fix")}
     schema = {"type": "object", "properties": properties, "required": list(properties)}
-    grammar = forced_calls(
-        FAMILIES[family].form, [{"name": "f", "parameters": schema}], True, no_special, json_options()
-    )
+    grammar = forced_calls(FAMILIES[family], [{"name": "f", "parameters": schema}], True, no_special, json_options())
     text = walk(compiler, grammar, random.Random(0))
     assert text is not None
     (call,) = read(family, [{"name": "f", "parameters": schema}], text).tool_calls
@@ -295,7 +293,7 @@ def test_names_come_back_as_the_schema_has_them(compiler: Compiler, family: str)
 
 def test_a_pattern_of_a_plain_text_is_ecmascripts(compiler: Compiler) -> None:
     tool = {"name": "f", "parameters": {"properties": {"x": {"type": "string", "pattern": r"^\d.$"}}}}
-    matcher = compiler.compile(forced_calls(FAMILIES["qwen3_coder"].form, [tool], True, no_special, json_options()))
+    matcher = compiler.compile(forced_calls(FAMILIES["qwen3_coder"], [tool], True, no_special, json_options()))
     for value, fits in (("1a", True), ("\u0663a", False), ("1\u2028", False)):
         text = f"<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n"
         assert (after(matcher, text) is not None) is fits, value
@@ -305,7 +303,7 @@ def test_many_names_are_too_much_for_a_grammar() -> None:
     tools = [{"name": f"{i:0128}", "strict": True} for i in range(1024)]
     for write in (forced_calls, strict_calls):
         with pytest.raises(RequestError, match="the grammar has more than 262144 characters") as caught:
-            write(FAMILIES["hermes"].form, tools, False, no_special, json_options())
+            write(FAMILIES["hermes"], tools, False, no_special, json_options())
         assert caught.value.param == "tools"
 
 
@@ -313,7 +311,7 @@ def test_the_root_may_be_a_definition(compiler: Compiler) -> None:
     schema = {"$ref": "#/$defs/F", "$defs": {"F": FIND["parameters"]}}
     for family in sorted(FAMILIES):
         tool = {"name": "find", "parameters": schema}
-        grammar = forced_calls(FAMILIES[family].form, [tool], True, no_special, json_options())
+        grammar = forced_calls(FAMILIES[family], [tool], True, no_special, json_options())
         text = walk(compiler, grammar, random.Random(1))
         assert text is not None
         (call,) = read(family, [FIND], text).tool_calls
@@ -332,7 +330,7 @@ def test_references_may_lead_anywhere_in_the_parameters(compiler: Compiler, fami
     shared = {"part0": {"type": "object", "properties": {"e": {"$ref": "#/properties/b"}}}}
     schema = {"type": "object", "properties": properties, "required": ["b", "c", "d"], "$defs": shared}
     tool = {"name": "f", "parameters": {**schema, "additionalProperties": False}}
-    grammar, num_read = forced_calls(FAMILIES[family].form, [tool], True, no_special, json_options()), 0
+    grammar, num_read = forced_calls(FAMILIES[family], [tool], True, no_special, json_options()), 0
     for seed in range(5):
         text = walk(compiler, grammar, random.Random(seed))
         for call in [] if text is None else read(family, [tool], text).tool_calls:
@@ -351,4 +349,4 @@ def test_parts_that_references_lead_to_are_bounded() -> None:
     properties = {"deep": deep, **{f"p{i}": {"$ref": path} for i, path in enumerate(paths)}}
     tool = {"name": "f", "parameters": {"type": "object", "properties": properties}}
     with pytest.raises(RequestError, match="its references lead to more than 262144 values"):
-        forced_calls(FAMILIES["pythonic"].form, [tool], True, no_special, json_options())
+        forced_calls(FAMILIES["pythonic"], [tool], True, no_special, json_options())

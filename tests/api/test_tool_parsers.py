@@ -13,18 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pypto_serving.api.chat.formats import Calls, OutputFormat
-from pypto_serving.api.chat.output import (
+from pypto_serving.api.chat.parsers.families import FAMILIES
+from pypto_serving.api.chat.parsers.scanner import (
     AssistantMessage,
     OutputPart,
     TextPart,
+    Thinking,
     ToolCallStart,
     read_output,
 )
-from pypto_serving.api.chat.output import (
+from pypto_serving.api.chat.parsers.scanner import (
     ParsedCall as Call,
 )
-from pypto_serving.api.chat.parsers.families import FAMILIES
-from pypto_serving.api.chat.parsers.thinking import Thinking
 from pypto_serving.setup.rules import TOOL_CALL_PARSERS
 from tests.api.tool_samples import (
     ARGUMENTS,

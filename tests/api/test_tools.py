@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from pypto_serving.api.chat.parsers.choose import choose_family
+from pypto_serving.api.chat.parsers.families import choose_family
 from pypto_serving.api.chat.tools import read_tool_use
 from pypto_serving.api.grammars.chat_guide import with_chat_guide
 from pypto_serving.api.prompting.prompts import Prompter

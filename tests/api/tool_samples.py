@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pypto_serving.api.chat.output import ParsedCall
+from pypto_serving.api.chat.parsers.scanner import ParsedCall
 
 HELLO = {"role": "user", "content": "hello"}
 _KINDS = {"city": "string", "days": "integer", "where": "object", "exact": "boolean"}

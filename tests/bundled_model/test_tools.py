@@ -15,7 +15,7 @@ from bundled_model.tokenizer import CHAT_TEMPLATE
 from bundled_model.tool_chats import SIGNATURES, ToolChat
 from bundled_model.tools import TOOLS, Call, calculate, calls_text, get_time, responses_text, system_text
 
-from pypto_serving.api.chat.parsers import choose
+from pypto_serving.api.chat.parsers.families import choose_family
 from pypto_serving.api.prompting.template import TemplateEncoder
 
 START, END = "<|im_start|>", "<|im_end|>\n"
@@ -54,7 +54,7 @@ def test_the_template_writes_a_chat_with_functions_as_it_is_trained() -> None:
 
 
 def test_the_server_reads_calls_from_the_template_as_hermes() -> None:
-    assert choose.choose_family(CHAT_TEMPLATE)[0] == "hermes"
+    assert choose_family(CHAT_TEMPLATE)[0] == "hermes"
 
 
 def test_functions_need_no_system_message_and_no_parameters() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import typer
 
-from pypto_serving.api.chat.output import TextPart
+from pypto_serving.api.chat.parsers.scanner import TextPart
 from pypto_serving.cli import main
 from pypto_serving.cli.client import ChatClient, ChatServerError
 from pypto_serving.cli.conversation import Conversation, Message

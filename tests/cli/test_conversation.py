@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pypto_serving.api.chat.output import TextPart
+from pypto_serving.api.chat.parsers.scanner import TextPart
 from pypto_serving.api.generation.choice import TokenUsage
 from pypto_serving.cli.conversation import Conversation, LineReader, Message
 

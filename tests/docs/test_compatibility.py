@@ -13,11 +13,11 @@ from openai.types import decision_create_params as decisions
 from openai.types.chat import completion_create_params as chats
 from openai.types.responses import response_create_params as responses
 
-from pypto_serving.api.anthropic.schemas import MessagesBody
+from pypto_serving.api.anthropic.messages_body import MessagesBody
 from pypto_serving.api.common.body import Body
 from pypto_serving.api.decisions.schemas import DecisionBody
 from pypto_serving.api.openai.schemas import ChatBody, CompletionBody
-from pypto_serving.api.responses.schemas import ResponsesBody
+from pypto_serving.api.responses.response_body import ResponsesBody
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
 ENDPOINTS: dict[str, tuple[type[Body], type]] = {

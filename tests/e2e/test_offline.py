@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from pypto_serving import LLM, SamplingParams
-from pypto_serving.api.prompting.encoders import ENCODER_OF_ARCHITECTURE
+from pypto_serving.api.prompting.prompts import ENCODER_OF_ARCHITECTURE
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.cli import main
 from pypto_serving.errors import ConfigError, ContextLengthError, EngineDeadError, RequestError, RequestFailedError

@@ -35,11 +35,11 @@ TOOL = {"name": "f", "parameters": {"properties": {"x": {"type": "string", "maxL
 
 
 def forced(family: str) -> Grammar:
-    return forced_calls(FAMILIES[family].form, [TOOL], False, lambda text: None, json_options())
+    return forced_calls(FAMILIES[family], [TOOL], False, lambda text: None, json_options())
 
 
 def strict(family: str) -> Grammar:
-    return strict_calls(FAMILIES[family].form, [{**TOOL, "strict": True}], False, lambda text: None, json_options())
+    return strict_calls(FAMILIES[family], [{**TOOL, "strict": True}], False, lambda text: None, json_options())
 
 
 GUIDES = (

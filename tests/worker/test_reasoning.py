@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pypto_serving.api.chat.parsers.scanner import OutputScanner
-from pypto_serving.api.chat.parsers.thinking import Thinking, read_reasoning
+from pypto_serving.api.chat.parsers.scanner import OutputScanner, Thinking, read_reasoning
 from pypto_serving.types.guide import Reasoning
 from pypto_serving.worker.reasoning import ReasoningState, TokenTexts
 

@@ -28,7 +28,7 @@ from pypto_serving.api.anthropic.answers import (
     ToolUseBlock,
 )
 from pypto_serving.api.chat.formats import OutputFormat
-from pypto_serving.api.chat.output import OutputPart, TextPart, ToolCallStart
+from pypto_serving.api.chat.parsers.scanner import OutputPart, TextPart, ToolCallStart
 from pypto_serving.api.common.body import BodySource, answer_read
 from pypto_serving.api.common.respond import encode, named, one_line, respond
 from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from pypto_serving.api.common.answers import Answer
+from pypto_serving.api.common.described import Answer
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "cancelling", "cancelled"]
 FINAL: tuple[Status, ...] = ("failed", "completed", "cancelled")

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pypto_serving.api.chat import ChatOrigin, EncodedChat
 from pypto_serving.api.chat.deepseek_v4_turns import Turn, read_turns, with_request
-from pypto_serving.api.chat.dsml import MARK, to_json, write_calls, write_tools
-from pypto_serving.api.chat.formats import Calls, OutputFormat
-from pypto_serving.api.chat.parsers.thinking import Thinking
+from pypto_serving.api.chat.formats import Calls, ChatOrigin, EncodedChat, OutputFormat
+from pypto_serving.api.chat.parsers.dsml import MARK, to_json, write_calls, write_tools
+from pypto_serving.api.chat.parsers.scanner import Thinking
 from pypto_serving.api.chat.tools import check_effort, parameter_types, read_tools, refuse
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.api.text.tokenizer import Tokenizer

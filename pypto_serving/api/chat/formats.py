@@ -1,14 +1,16 @@
-"""The formats of outputs that need parsing. Called, one makes the parser of one output."""
+"""How a chat becomes a prompt, by model family, and how its outputs are parsed."""
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from pypto_serving.api.chat.parsers.families import FAMILIES
-from pypto_serving.api.chat.parsers.scanner import OutputScanner, ScannerParser, Steps
-from pypto_serving.api.chat.parsers.thinking import Thinking, read_reasoning
+from pypto_serving.api.chat.parsers.scanner import OutputParser, OutputScanner, Steps, Thinking, read_reasoning
 
 SHORT_ID = 9
 
@@ -37,10 +39,10 @@ class OutputFormat(msgspec.Struct, frozen=True):
     shows_special: bool = False
     hides_reasoning: bool = False
 
-    def __call__(self) -> ScannerParser:
+    def __call__(self) -> OutputParser:
         one_call = self.calls is not None and self.calls.one
         scanner = OutputScanner(one_call, self.hides_reasoning)
-        return ScannerParser(scanner, _read(scanner, self))
+        return OutputParser(scanner, _read(scanner, self))
 
     def new_call_id(self, prefix: str) -> str:
         """Make the id of a call, for Mistral's templates as short as they take it."""
@@ -57,3 +59,41 @@ def _read(scanner: OutputScanner, form: OutputFormat) -> Steps[None]:
     while not scanner.ended:
         scanner.say(len(scanner.text))
         yield
+
+
+Message = Mapping[str, Any]
+
+
+class ChatOrigin(NamedTuple):
+    """What encodes and parses chats: for each part its name, or "off" or "none", and the reason."""
+
+    template: tuple[str, str]
+    tool_calls: tuple[str, str]
+    reasoning: tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChat:
+    """A conversation as a prompt, text or token ids. `new_parser` makes the parser of one output; None: plain text."""
+
+    prompt: str | list[int]
+    new_parser: OutputFormat | None = None
+
+
+class ChatEncoder(Protocol):
+    """Encode conversations for one model family. Stateless after loading."""
+
+    @property
+    def request_fields(self) -> frozenset[str]:
+        """Return the request fields besides `messages` that `encode` takes in `kwargs`.
+
+        Raises RequestError if the model cannot chat at all.
+        """
+
+    def encode(self, messages: Sequence[Message], kwargs: Mapping[str, Any]) -> EncodedChat:
+        """Make the prompt. Raises RequestError if the family cannot express a message.
+
+        Each message has `role`, `content` (a string) and any other fields of the client. `kwargs` holds
+        the client's chat_template_kwargs and its values of `request_fields`, and may hold `add_generation_prompt`,
+        `continue_final_message`, `tools`, `documents`, `reasoning_effort` and `chat_template`.
+        """

@@ -1,16 +1,91 @@
-"""JSON schemas for /openapi.json of fields that are read as they are, or whose bounds are checked elsewhere.
-
-The bounds are those of the checks; a test holds both together. What depends on the model, on options or on other fields
-is not described.
-"""
+"""Describe what answers and bodies share, for /openapi.json; write log-probabilities of a text."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
+import msgspec
 from pydantic import WithJsonSchema
 
+from pypto_serving.api.generation.choice import TokenUsage
+from pypto_serving.api.generation.logprobs import ScoredToken, TokenEntry
 from pypto_serving.types.sampling import INT32_MAX
+
+
+class Answer(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """Base of all answers: no field goes undescribed."""
+
+
+class TopLogprob(Answer):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ErrorDetails(Answer):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Answer):
+    """Every error, and the last event of a stream that fails."""
+
+    error: ErrorDetails
+
+
+class InputTokensDetails(Answer):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(Answer):
+    reasoning_tokens: int
+
+
+class ResponseUsage(Answer):
+    """Tokens of all prompts and outputs. Caching costs nothing, so no token counts as written to the cache."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+    @classmethod
+    def of(cls, usage: TokenUsage) -> Self:
+        return cls(
+            input_tokens=usage.num_prompt_tokens,
+            input_tokens_details=InputTokensDetails(usage.num_cached_tokens, 0),
+            output_tokens=usage.num_output_tokens,
+            output_tokens_details=OutputTokensDetails(usage.num_reasoning_tokens),
+            total_tokens=usage.num_prompt_tokens + usage.num_output_tokens,
+        )
+
+
+def chat_logprobs(entries: list[TokenEntry] | None) -> dict[str, Any] | None:
+    """Write one object per token of the content, with its bytes, since a token may be part of a character.
+
+    Each is JSON already: as objects of Python, those of a long answer would take five times the memory.
+    """
+    if entries is None:
+        return None
+    content = [msgspec.Raw(msgspec.json.encode(_chat_position(entry))) for entry in entries if not entry.ends]
+    return {"content": content, "refusal": None}
+
+
+def _chat_position(entry: TokenEntry) -> dict[str, Any]:
+    return _chat_entry(entry.chosen) | {"top_logprobs": list(map(_chat_entry, entry.top))}
+
+
+def _chat_entry(token: ScoredToken) -> dict[str, Any]:
+    return {"token": token.shown_text, "logprob": token.shown_logprob, "bytes": list(token.shown_bytes)}
+
 
 Schema = dict[str, Any]
 TEXT: Schema = {"type": "string"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pypto_serving.api.chat import Message
+from pypto_serving.api.chat.formats import Message
 from pypto_serving.api.common.body import IgnoredFields, ReadBody, Shown, parse_json
 from pypto_serving.api.decisions.inputs import read_input
 from pypto_serving.api.decisions.questions import Question, read_questions

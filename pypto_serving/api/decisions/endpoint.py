@@ -10,8 +10,8 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pypto_serving.api.common.answers import Answer, ResponseUsage
 from pypto_serving.api.common.body import BodySource
+from pypto_serving.api.common.described import Answer, ResponseUsage
 from pypto_serving.api.common.respond import respond_whole
 from pypto_serving.api.generation.choice import ChoiceOutput, TokenUsage
 from pypto_serving.api.generation.labels import Asked, concentration, probabilities

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from pypto_serving.api.chat.parsers.thinking import ReasoningCount, Thinking
+from pypto_serving.api.chat.parsers.scanner import ReasoningCount, Thinking
 from pypto_serving.api.generation.logprobs import TokenEntry, token_entry
 from pypto_serving.api.generation.stops import StopPatterns, StopStrings
 from pypto_serving.api.text.detokenizer import Detokenizer

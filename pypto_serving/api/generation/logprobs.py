@@ -1,13 +1,18 @@
-"""Carry the log-probabilities of output tokens."""
+"""Carry the log-probabilities of output tokens and of prompts."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
 
+from pypto_serving.api.text.detokenizer import Detokenizer
 from pypto_serving.api.text.tokenizer import Tokenizer
+from pypto_serving.errors import RequestError
 from pypto_serving.types.arrays import id_list
-from pypto_serving.types.step import TokenLogprobs
+from pypto_serving.types.sampler import Logprobs
+from pypto_serving.types.step import PromptLogprobs, TokenLogprobs
 
 MAX_LOGPROBS_OF_ANSWER = 2**20
 """Bounds the log-probabilities of output tokens in an answer that is not streamed, over all choices.
@@ -73,3 +78,76 @@ def token_entry(
     values = np.frombuffer(logprobs.top_logprobs, dtype="<f4").tolist()
     top = [score(i, value, rank) for rank, (i, value) in enumerate(zip(ids, values, strict=True), 1)]
     return TokenEntry(score(token_id, logprobs.logprob, logprobs.rank), top, offset, ends)
+
+
+MAX_ANSWER_PROMPT_LOGPROBS = 2**18
+"""Bounds the log-probabilities of prompts in one answer, over all choices: they take about 60 bytes each."""
+
+
+def check_num_prompt_logprobs(num_tokens: int, num_choices: int, width: int) -> None:
+    """Raise RequestError if `width` + 1 log-probabilities of so many prompt tokens are too many for one answer."""
+    if num_tokens * num_choices * (1 + width) > MAX_ANSWER_PROMPT_LOGPROBS:
+        problem = f"{num_tokens} prompt tokens in {num_choices} choices with the {width} most likely tokens of each"
+        message = f"log-probabilities of {problem} are more than {MAX_ANSWER_PROMPT_LOGPROBS}"
+        raise RequestError(f"{message}; send several requests, or ask for fewer", param="prompt_logprobs")
+
+
+class CollectedPromptLogprobs:
+    """The log-probabilities of one prompt's tokens, for all of its choices. Filled by the Generation.
+
+    Of n tokens all but the first have some.
+    """
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._token_ids = token_ids
+        self._parts: list[PromptLogprobs] = []
+        self._missing = len(token_ids) - 1
+
+    def add(self, part: PromptLogprobs) -> None:
+        """Append what the engine sent."""
+        self._parts.append(part)
+        self._missing -= part.num_tokens
+
+    @property
+    def complete(self) -> bool:
+        """Whether all have arrived."""
+        return self._missing <= 0
+
+    def entries(
+        self, width: int, tokenizer: Tokenizer | None, offsets: Sequence[int] | None = None
+    ) -> Iterator[TokenEntry]:
+        """Yield the entry of each token with the `width` most likely tokens; `offsets` are those of the tokens."""
+
+        def score(token_id: int, logprob: float, rank: int) -> ScoredToken:
+            return ScoredToken(token_id, logprob, rank, None if tokenizer is None else tokenizer.token_bytes(token_id))
+
+        ids, at = self._token_ids, offsets or [0] * len(self._token_ids)
+        yield TokenEntry(score(ids[0], 0.0, 0), [], at[0], scored=False)
+        i = 1
+        for part in self._parts:
+            found = Logprobs.unpack(part)
+            best = zip(found.best_ids[:, :width].tolist(), found.best_values[:, :width].tolist(), strict=True)
+            for value, rank, tops in zip(found.values.tolist(), found.ranks.tolist(), best, strict=True):
+                top = [score(*each, place) for place, each in enumerate(zip(*tops, strict=True), 1)]
+                yield TokenEntry(score(ids[i], value, rank), top, at[i])
+                i += 1
+
+
+def prompt_text(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
+    """Return the text of a prompt that was given as token ids, special tokens included; "" without a tokenizer."""
+    return "" if tokenizer is None else tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+
+def text_offsets(token_ids: Sequence[int], text: str, tokenizer: Tokenizer | None) -> list[int]:
+    """Return where each token of a prompt begins in its `text`, in characters.
+
+    Special tokens have no room in a text that lacks them. Where the tokenizer changed the text, places are inexact.
+    """
+    if tokenizer is None:
+        return [0] * len(token_ids)
+    for skip_special in (False, True):
+        detokenizer = Detokenizer(tokenizer, (), skip_special)
+        ends = np.cumsum([len(detokenizer.push(token_id)) for token_id in token_ids])
+        if ends[-1] + len(detokenizer.flush()) == len(text):
+            break
+    return [0, *np.minimum(ends, len(text))[:-1].tolist()]

@@ -1,16 +1,23 @@
-"""Describe a generation, and make engine requests of it."""
+"""Make the prompt and the parameters of a generation, and engine requests of it, whichever endpoint it came from."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from pypto_serving.api.chat.formats import OutputFormat
-from pypto_serving.api.chat.parsers.thinking import Thinking
-from pypto_serving.api.generation.logprobs import MAX_LOGPROBS_OF_ANSWER
-from pypto_serving.api.generation.prompt_logprobs import CollectedPromptLogprobs, check_num_prompt_logprobs
+from pypto_serving.api.chat.parsers.scanner import Thinking
+from pypto_serving.api.chat.tools import ToolUse
+from pypto_serving.api.generation.logprobs import (
+    MAX_LOGPROBS_OF_ANSWER,
+    CollectedPromptLogprobs,
+    check_num_prompt_logprobs,
+)
+from pypto_serving.api.grammars.chat_guide import with_chat_guide
 from pypto_serving.api.grammars.structured import with_guide
 from pypto_serving.api.http.tracing import RequestTrace
 from pypto_serving.api.prompting.prompts import Prompter
@@ -21,7 +28,10 @@ from pypto_serving.types.arrays import pack_ids, view_ids
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import EngineRequest
 from pypto_serving.types.sampling import SamplingParams, check_named_ids
+from pypto_serving.util import brief
 
+MAY_LACK_CONTENT = frozenset({"assistant", "tool", "function"})
+"""Roles whose messages may have none."""
 MAX_TIMEOUT_S = 86_400
 MAX_CHOICES = 512
 """Bounds the choices of all prompts of one request, since the event loop makes them at one go."""
@@ -255,3 +265,107 @@ def truncate(
         limit = max(1, max_model_len - max(1, 1 if max_tokens is None else max_tokens))
     num_cut = max(0, len(token_ids) - limit)
     return token_ids[num_cut:], num_cut
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """A conversation to answer.
+
+    - `messages`, `kwargs`: what ChatEncoder.encode takes, but for the tools; the client's field is `messages_field`
+    - `max_tokens`: the client's own, from its field `max_tokens_field`; None leaves the choice to `default_max_tokens`
+    - `thinking_budget`: most tokens of reasoning
+    - `hides_reasoning`: no part of the answer is reasoning
+    - `stream`: log-probabilities need not fit one answer
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    kwargs: Mapping[str, Any]
+    params: SamplingParams
+    tools: ToolUse
+    messages_field: str = "messages"
+    max_tokens: int | None = None
+    max_tokens_field: str = "max_tokens"
+    default_max_tokens: int | None = None
+    add_special_tokens: bool = False
+    thinking_budget: int | None = None
+    hides_reasoning: bool = False
+    stream: bool = False
+
+
+class EncodedRequest(NamedTuple):
+    """The prompt of a conversation, and how to parse its outputs; None means plain text."""
+
+    token_ids: list[int]
+    form: OutputFormat | None
+
+
+class FittedChat(NamedTuple):
+    """What to generate for a conversation."""
+
+    prompt: FittedPrompt
+    params: SamplingParams
+    form: OutputFormat | None
+
+
+def encode_chat(prompter: Prompter, chat: ChatRequest) -> EncodedRequest:
+    """Render and encode a conversation. Raises RequestError that names the field at fault."""
+    prompter.check_length(sum(len(message["content"]) for message in chat.messages), chat.messages_field)
+    tools = chat.tools.described()
+    encoded = prompter.chat_encoder.encode(chat.messages, {**chat.kwargs, **({"tools": tools} if tools else {})})
+    ids = prompter.encode_chat(encoded, chat.messages_field, chat.add_special_tokens)
+    form = encoded.new_parser
+    if form is not None:
+        calls = form.calls if form.calls is None or chat.tools.parallel else replace(form.calls, one=True)
+        form = replace(form, calls=calls, hides_reasoning=chat.hides_reasoning)
+    return EncodedRequest(ids, form)
+
+
+def fit_chat(prompter: Prompter, chat: ChatRequest) -> FittedChat:
+    """Make the prompt, fit it to the context, and add the guide of the output. Raises RequestError."""
+    ids, form = encode_chat(prompter, chat)
+    params = chat.params
+    prompt = fit_prompt(
+        ids,
+        chat.max_tokens,
+        prompter.config,
+        default_max_tokens=chat.default_max_tokens,
+        max_tokens_field=chat.max_tokens_field,
+        prompt_field=chat.messages_field,
+        truncate_to=params.truncate_prompt_tokens,
+    )
+    check_prompt_logprobs([prompt], params)
+    if not chat.stream:
+        (prompt,) = fit_num_logprobs([prompt], params, chat.max_tokens)
+    guided = with_chat_guide(params, prompter, form, chat.tools, chat.thinking_budget)
+    return FittedChat(prompt, fit_params(guided, prompter, form), form)
+
+
+def read_message(message: Any, where: str) -> dict[str, Any]:
+    """Return a message for encoders: `content` is text, with text parts joined, "" where it may be left out."""
+    if not isinstance(message, Mapping):
+        raise _bad_field(
+            where, message, "a message with role and content, such as {'role': 'user', 'content': 'Hello'}"
+        )
+    role, content = message.get("role"), message.get("content")
+    if role is None or (content is None and role not in MAY_LACK_CONTENT):
+        missing = f"{where}.{'role' if role is None else 'content'}"
+        raise RequestError(f"{missing} is missing; send a string", param=missing, code="missing_field")
+    if not isinstance(role, str):
+        raise _bad_field(f"{where}.role", role, "a string")
+    if isinstance(content, list | tuple):
+        content = "\n".join(_part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content))
+    if not isinstance(content, str | None):
+        raise _bad_field(f"{where}.content", content, "a string or a list of text parts")
+    return {**message, "content": content or ""}
+
+
+def _part_text(part: Any, where: str) -> str:
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, Mapping) else part
+    message = f"{where} is a part of type {brief(kind)}; this model reads only parts {{'type': 'text', 'text': ...}}"
+    raise RequestError(message, param=where, code="unsupported_content")
+
+
+def _bad_field(where: str, value: object, allowed: str) -> RequestError:
+    return RequestError(f"{where} is {brief(value)}, but must be {allowed}", param=where, code="invalid_type")

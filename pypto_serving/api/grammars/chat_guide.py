@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.parsers.families import FAMILIES
-from pypto_serving.api.chat.parsers.thinking import Thinking
+from pypto_serving.api.chat.parsers.scanner import Thinking
 from pypto_serving.api.chat.tools import ToolUse, refuse
 from pypto_serving.api.grammars.structured import json_options, with_guide
 from pypto_serving.api.grammars.tool_grammar import calls_beside_json, either, forced_calls, strict_calls
@@ -68,7 +68,7 @@ def _calls(
         return None
     if not prompter.eos_token_ids:
         refuse("tool_choice", "cannot be enforced: this model names no end-of-sequence token; set it to 'auto'")
-    call_form, one = FAMILIES[form.calls.family].form, not tools.parallel
+    call_form, one = FAMILIES[form.calls.family], not tools.parallel
     functions = [f for f in tools.functions if not tools.forced or f["name"] in tools.forced]
     write = forced_calls if tools.forced else strict_calls if structured is None else calls_beside_json
     options = json_options(None if tools.forced else structured)

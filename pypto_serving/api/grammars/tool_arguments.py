@@ -7,8 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pypto_serving.api.chat.dsml import MARK, PARAMETER_END
-from pypto_serving.api.chat.parsers import deepseek_v4, qwen3_coder
+from pypto_serving.api.chat.parsers import dsml, qwen3_coder
 from pypto_serving.api.chat.tools import types_of
 from pypto_serving.api.grammars.ecma import to_rust
 from pypto_serving.api.grammars.grammar_text import ANY, GrammarText, any_of, joined, regex, without
@@ -26,7 +25,7 @@ from pypto_serving.api.grammars.tool_schema import (
 )
 from pypto_serving.util import brief
 
-XML_END, DSML_END = qwen3_coder.PARAMETER_END, PARAMETER_END
+XML_END, DSML_END = qwen3_coder.PARAMETER_END, dsml.PARAMETER_END
 _PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 """Escapes, classes and characters of a pattern."""
 _SPACE = r"[\s\x1c-\x1f]*"
@@ -190,11 +189,11 @@ def _split_definitions(schema: Schema) -> tuple[Schema, Schema]:
 
 
 def _dsml_head(name: str = "") -> str:
-    return f'<{MARK}parameter name="{name}' + ('" string=' if name else "")
+    return f'<{dsml.MARK}parameter name="{name}' + ('" string=' if name else "")
 
 
 def _dsml_text(rules: GrammarText) -> str:
-    return rules.new(f'"\\"true\\">" {rules.until([DSML_END], spelled=MARK)} "\\n"')
+    return rules.new(f'"\\"true\\">" {rules.until([DSML_END], spelled=dsml.MARK)} "\\n"')
 
 
 def _dsml_json(rules: GrammarText, schema: Schema) -> str:
@@ -206,8 +205,8 @@ def _dsml_any(rules: GrammarText) -> str:
 
 
 def _dsml_parameter(rules: GrammarText, one: Property) -> str:
-    _check_name(one, deepseek_v4.NAME.fullmatch)
-    if len(one.name) > deepseek_v4.MAX_HEAD // 2:
+    _check_name(one, dsml.NAME.fullmatch)
+    if len(one.name) > dsml.MAX_HEAD // 2:
         raise SchemaError(f"this form of calls cannot write the name {brief(one.name)}")
     kinds = types_of(one.schema, one.schema)
     others = [kind for kind in kinds if kind != "string"]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import socket
 import ssl
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
+from pypto_serving.engine.client import Health
 from pypto_serving.errors import ConfigError
 from pypto_serving.types.config import ServerConfig
 
@@ -133,3 +137,38 @@ def tls_context(server: ServerConfig) -> ssl.SSLContext | None:
 def load_certificate(context: ssl.SSLContext, server: ServerConfig) -> None:
     """Use the certificate in the server's files for new connections. Raises OSError; nobody is asked for a password."""
     context.load_cert_chain(server.ssl_certfile, server.ssl_keyfile or None, password=lambda: "")
+
+
+logger = logging.getLogger("pypto_serving.api")
+
+PATIENCE_S = 1.0
+PETS = 2
+"""Signs of life in the time that the service manager waits for one."""
+
+
+def tell(state: str, patience_s: float = PATIENCE_S) -> None:
+    """Send a line such as READY=1 to the service manager, if there is one and it takes it within `patience_s`."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address.startswith(("/", "@")):
+        return
+    path = "\0" + address[1:] if address[0] == "@" else address
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.settimeout(patience_s)
+            sender.sendto(state.encode(), path)
+    except OSError as error:
+        logger.warning("the service manager at %s cannot be told %s: %s", address, state, error)
+
+
+async def pet_watchdog(health: Callable[[], Health]) -> None:
+    """Send signs of life while the engine core gives some, if the service manager waits for them."""
+    if os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
+        return
+    try:
+        wait_s = int(os.environ.get("WATCHDOG_USEC", "0")) / 1e6
+    except ValueError:
+        return
+    while wait_s > 0:
+        if health().status not in ("silent", "dead"):
+            tell("WATCHDOG=1", 0)  # a manager that reads nothing must not stop the event loop
+        await asyncio.sleep(wait_s / PETS)

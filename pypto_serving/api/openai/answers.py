@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pypto_serving.api.common.answers import Answer, TokenLogprob
+from pypto_serving.api.common.described import Answer, TokenLogprob
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 

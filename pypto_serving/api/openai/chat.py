@@ -1,21 +1,227 @@
-"""Serve POST /v1/chat/completions."""
+"""Serve POST /v1/chat/completions; write choices as server-sent events or as one object."""
 
 from __future__ import annotations
 
+import time
 import uuid
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from pypto_serving.api.chat.formats import OutputFormat
-from pypto_serving.api.chat.output import OutputPart, TextPart, ToolCallStart, read_output
-from pypto_serving.api.common.answers import chat_logprobs
-from pypto_serving.api.common.body import BodySource
-from pypto_serving.api.common.respond import encode, respond
+from pypto_serving.api.chat.parsers.scanner import OutputPart, TextPart, ToolCallStart, read_output
+from pypto_serving.api.common.body import BodySource, Shown
+from pypto_serving.api.common.described import chat_logprobs
+from pypto_serving.api.common.respond import DONE, PING, encode, one_line, respond
 from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage
-from pypto_serving.api.openai.event_format import EventFormat, Head
+from pypto_serving.api.generation.logprobs import CollectedPromptLogprobs, ScoredToken, TokenEntry
+from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest
+from pypto_serving.api.http.errors import ApiError
 from pypto_serving.api.service import Service
+from pypto_serving.api.text.tokenizer import Tokenizer
+from pypto_serving.types.tier import TIERS
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What all objects of one response share: fields, what they show, and the prompts.
+
+    `created` is in seconds since the epoch. `prompt_logprobs` are those of each prompt, or () if nobody asked.
+    """
+
+    id: str
+    created: int
+    model: str
+    shown: Shown
+    prompts: Sequence[FittedPrompt]
+    prompt_logprobs: Sequence[CollectedPromptLogprobs]
+    tokenizer: Tokenizer | None
+
+    @classmethod
+    def of(cls, service: Service, wanted: GenerationRequest, model: str, shown: Shown) -> Self:
+        kind, _, own = wanted.id.partition("-")
+        shown_id = f"{kind}-{shown.request_id or own}"
+        return cls(shown_id, int(time.time()), model, shown, wanted.prompts, wanted.prompt_logprobs, service.tokenizer)
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.shown.n
+
+    @property
+    def names(self) -> Tokenizer | None:
+        """Return what names tokens in log-probabilities; None if their ids do."""
+        return None if self.shown.tokens_as_ids else self.tokenizer
+
+    def place(self, index: int) -> int:
+        """Return the place of a choice's prompt."""
+        return index // self.shown.n
+
+    def prompt_ids(self, index: int) -> list[int]:
+        """Return the token ids of a choice's prompt."""
+        return list(self.prompts[self.place(index)].token_ids)
+
+    def write_prompt_logprobs(self, index: int) -> list[dict[str, Any] | None] | None:
+        """Write the log-probabilities of a choice's prompt in vLLM's form; None if they are not to be shown."""
+        width = self.shown.prompt_logprobs
+        return (
+            None
+            if width is None
+            else prompt_logprobs(self.prompt_logprobs[self.place(index)].entries(width, self.names))
+        )
+
+
+class EventFormat(ABC):
+    """Write the choices of one response: as events of a stream, or all at once.
+
+    Events are `{**base, "choices": [{"index": i, MIDDLE, "logprobs": ..., "finish_reason": ..., DETAILS}]}`.
+    `around_text` is MIDDLE for nothing but text; %b stands for the text. If usage is shown, every event has
+    `"usage": null`, or the usage of its choice so far, and a last event without choices has the whole usage.
+    """
+
+    def __init__(self, head: Head, whole: str, event: str, around_text: bytes) -> None:
+        """`whole` and `event` are the values of `object` in a whole response and in an event."""
+        self.head = head
+        self._base = {"id": head.id, "object": whole, "created": head.created, "model": head.model}
+        self._head = one_line(b"data: " + encode({**self._base, "object": event})[:-1] + b',"choices":[')
+        self._usage = b',"usage":null' if head.shown.usage else b""
+        self._num_tokens = [0] * head.num_choices
+        before, after = around_text.split(b"%b")
+        self._before = [b'%b{"index":%d%b' % (self._head, i, before) for i in range(head.num_choices)]
+        self._after = after + b',"logprobs":null,"finish_reason":null}]' + self._usage + b"}\n\n"
+
+    def ping(self, usage: TokenUsage) -> bytes:
+        """Write a comment, which clients take for no token."""
+        return PING
+
+    def opening(self, usage: TokenUsage) -> bytes:
+        """Write the events before the first token."""
+        return b""
+
+    @property
+    def writer(self) -> Callable[[Delta], bytes]:
+        """Return what writes the events of one delta; b"" if it is held back for later."""
+        shown = self.head.shown
+        return self.rare_event if shown.echo or shown.token_ids or shown.usage_so_far else self.event
+
+    def event(self, delta: Delta) -> bytes:
+        """Write the events of one delta of a response that shows no details; b"" if it is held back for later."""
+        if delta.logprobs is None and delta.finish_reason is None:
+            text = encode(delta.text)
+            if not delta.text.isascii():
+                text = one_line(text)
+            return self._before[delta.index] + text + self._after
+        return self.rare_event(delta)
+
+    @abstractmethod
+    def rare_event(self, delta: Delta) -> bytes:
+        """Write the events of a delta with logprobs, a finish reason or details; b"" if it is held back for later."""
+
+    def details(self, delta: Delta) -> bytes:
+        """Write what the last event of a delta has beside text, logprobs and finish reason, beginning with a comma."""
+        found = b""
+        if delta.finish_reason is not None:
+            found += b',"stop_reason":' + encode(delta.stop_reason)
+        if delta.token_ids is not None:
+            self._num_tokens[delta.index] += len(delta.token_ids)
+            if self.head.shown.token_ids:
+                found += b',"token_ids":' + encode(delta.token_ids)
+        return found
+
+    def choice(
+        self,
+        index: int,
+        middle: bytes,
+        logprobs: dict[str, Any] | None,
+        finish_reason: str | None,
+        details: bytes = b"",
+        above: bytes = b"",
+    ) -> bytes:
+        """Write any event. `middle`, `details` and `above`, which stands beside `choices`, begin with a comma."""
+        return b'%b{"index":%d%b,"logprobs":%b,"finish_reason":%b%b}]%b%b}\n\n' % (
+            self._head,
+            index,
+            one_line(middle),
+            b"null" if logprobs is None else one_line(encode(logprobs)),
+            b"null" if finish_reason is None else encode(finish_reason),
+            one_line(details),
+            above,
+            self._usage_so_far(index) if self.head.shown.usage_so_far else self._usage,
+        )
+
+    def _usage_so_far(self, index: int) -> bytes:
+        num_prompt, num_output = len(self.head.prompts[self.head.place(index)].token_ids), self._num_tokens[index]
+        counts = {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
+        return b',"usage":' + encode(counts)
+
+    def closing(self, usage: TokenUsage) -> bytes:
+        """Write the last events of a stream, with the usage if it is to be shown."""
+        shown = self._head + b'],"usage":' + encode(self._whole_usage(usage)) + b"}\n\n" if self._usage else b""
+        return shown + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        """Write the event that ends a stream in which `error` came up."""
+        return one_line(b"data: " + error.payload() + b"\n\n")
+
+    def response(self, outputs: list[ChoiceOutput], usage: TokenUsage) -> dict[str, Any]:
+        """Write the whole response of a request that does not stream."""
+        return {
+            **self._base,
+            "choices": [self.whole_choice(output) for output in outputs],
+            "usage": self._whole_usage(usage),
+            "service_tier": self.head.shown.service_tier,
+            "system_fingerprint": None,
+            "kv_transfer_params": None,
+        }
+
+    def _whole_usage(self, usage: TokenUsage) -> dict[str, Any]:
+        num_cut = sum(prompt.num_cut for prompt in self.head.prompts) if self.head.shown.truncation else None
+        return usage_object(usage, num_cut)
+
+    @abstractmethod
+    def whole_choice(self, output: ChoiceOutput) -> dict[str, Any]:
+        """Write one choice of a whole response."""
+
+
+def usage_object(usage: TokenUsage, num_cut: int | None = None) -> dict[str, Any]:
+    """Write token counts, the cached prompt tokens of each tier, the output tokens of reasoning, and drafts.
+
+    Accepted drafts are among the completion tokens, rejected ones are not. If given, `num_cut` says how many tokens of
+    the prompt were cut off.
+    """
+    truncated = {} if num_cut is None else {"truncated_tokens": num_cut}
+    return {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_output_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": usage.num_cached_tokens,
+            "cached_tokens_by_tier": dict(zip(TIERS, usage.cached_by_tier, strict=True)),
+            **truncated,
+        },
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.num_reasoning_tokens,
+            "accepted_prediction_tokens": usage.num_accepted_drafts,
+            "rejected_prediction_tokens": usage.num_rejected_drafts,
+        },
+    }
+
+
+def prompt_logprobs(entries: Iterable[TokenEntry]) -> list[dict[str, Any] | None]:
+    """Write vLLM's form: for each token of a prompt those of the token and of the most likely ones, by token id."""
+    return [_by_id(entry) if entry.scored else None for entry in entries]
+
+
+def _by_id(entry: TokenEntry) -> dict[str, Any]:
+    tokens = {token.token_id: token for token in (entry.chosen, *entry.top)}
+    return {str(token_id): _described(token) for token_id, token in tokens.items()}
+
+
+def _described(token: ScoredToken) -> dict[str, Any]:
+    return {"logprob": token.shown_logprob, "rank": token.rank, "decoded_token": token.shown_text}
 
 
 async def create_chat_completion(request: Request) -> Response:

@@ -14,9 +14,8 @@ from starlette.responses import Response
 from pypto_serving.api.common.body import BodySource
 from pypto_serving.api.common.respond import encode, respond
 from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage
-from pypto_serving.api.generation.logprobs import TokenEntry
-from pypto_serving.api.generation.prompt_logprobs import prompt_text, text_offsets
-from pypto_serving.api.openai.event_format import EventFormat, Head
+from pypto_serving.api.generation.logprobs import TokenEntry, prompt_text, text_offsets
+from pypto_serving.api.openai.chat import EventFormat, Head
 from pypto_serving.api.service import Service
 
 

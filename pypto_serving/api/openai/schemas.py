@@ -4,23 +4,100 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, WithJsonSchema
 
+from pypto_serving.api.chat.tools import EFFORTS, MAX_NAME_CHARS, MAX_TOOLS, MODES, NAME
 from pypto_serving.api.common.body import MAX_MESSAGES, MAX_SALT_CHARS, Body, FieldRules, StreamBody
-from pypto_serving.api.common.described import ABOVE_0_TO_1, number, text, whole
-from pypto_serving.api.generation.request import MAX_TIMEOUT_S
-from pypto_serving.api.openai import described
-from pypto_serving.api.openai.described import MAX_DOCUMENTS
+from pypto_serving.api.common.described import (
+    ABOVE_0_TO_1,
+    FLAG,
+    MAY_TEXT,
+    OBJECT,
+    TEXT,
+    list_of,
+    number,
+    object_of,
+    or_null,
+    text,
+    typed,
+    whole,
+)
+from pypto_serving.api.generation.request import MAX_TIMEOUT_S, MAY_LACK_CONTENT
 from pypto_serving.types.sampling import (
     HIGHEST_REPETITION,
     INT32_MAX,
     LOWEST_REPETITION,
+    MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
     MAX_BIASES,
     MAX_LOGPROBS,
     MAX_N,
+    MAX_STOP_CHARS,
     MAX_STOP_IDS,
+    MAX_STOPS,
 )
+
+MAX_DOCUMENTS = 1024
+_TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": INT32_MAX}
+_STOP_TEXT = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+_FUNCTION_NAME = {"type": "string", "maxLength": MAX_NAME_CHARS, "pattern": f"^{NAME.pattern}$"}
+_PARAMETERS = {"type": ["object", "null"]}
+_FUNCTION = object_of({"name": _FUNCTION_NAME}, description=MAY_TEXT, parameters=_PARAMETERS, strict=FLAG)
+_TOOL = object_of({"function": _FUNCTION}, type={"const": "function"})
+_NAMED = typed("function", {"function": object_of({"name": _FUNCTION_NAME})})
+_ALLOWED = object_of({"mode": {"enum": ["auto", "required"]}, "tools": list_of(_NAMED, 1, MAX_TOOLS)})
+_STRUCTURE = object_of({"begin": TEXT, "schema": OBJECT, "end": TEXT})
+_TAG = {"structures": list_of(_STRUCTURE, 1), "triggers": list_of(TEXT, 1)}
+
+PROMPT = WithJsonSchema(
+    {
+        "anyOf": [
+            TEXT | {"minLength": 1},
+            list_of(TEXT | {"minLength": 1}, 1),
+            list_of(_TOKEN_ID, 1),
+            list_of(list_of(_TOKEN_ID, 1), 1),
+        ]
+    }
+)
+STOP = or_null(_STOP_TEXT, list_of(_STOP_TEXT, 0, MAX_STOPS))
+STOP_IDS = or_null(list_of(_TOKEN_ID, 0, MAX_STOP_IDS))
+ALLOWED_IDS = or_null(list_of(_TOKEN_ID, 1, MAX_BIASES))
+BIASES = or_null(
+    {
+        "type": "object",
+        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        "maxProperties": MAX_BIASES,
+    }
+)
+BAD_WORDS = or_null(list_of({"type": "string", "maxLength": MAX_BAD_WORD_CHARS, "pattern": r"\S"}, 0, MAX_BAD_WORDS))
+TRUNCATION = or_null({"const": -1}, {"type": "integer", "minimum": 1, "maximum": INT32_MAX})
+CONTENT = or_null(TEXT, list_of(typed("text", {"text": TEXT})))
+_ARGUMENTS = {"type": ["string", "object", "null"]}
+_CALLED = object_of({"name": TEXT | {"minLength": 1}}, arguments=_ARGUMENTS)
+_CALL = object_of({"function": _CALLED}, type={"const": "function"})
+TOOLS = or_null(list_of(_TOOL, 0, MAX_TOOLS))
+TOOL_CHOICE = or_null({"enum": list(MODES)}, _NAMED, typed("allowed_tools", {"allowed_tools": _ALLOWED}))
+EFFORT = or_null({"enum": list(EFFORTS)})
+RESPONSE_FORMAT = or_null(
+    typed("text"),
+    typed("json_object"),
+    typed("json_schema", {"json_schema": object_of({"schema": OBJECT})}),
+    typed("structural_tag") | {"anyOf": [{"required": ["format"]}, {"properties": _TAG, "required": list(_TAG)}]},
+)
+JSON = or_null(OBJECT, TEXT)
+STRUCTURED = or_null(OBJECT)
+
+
+def complete_message(schema: dict[str, Any]) -> None:
+    """Describe the fields of a message that are read where they stand, and that only some roles may lack content."""
+    texts: dict[str, Any] = dict.fromkeys(("reasoning", "reasoning_content"), MAY_TEXT)
+    schema["properties"] |= texts | {"tool_calls": {"anyOf": [list_of(_CALL), {"type": "null"}]}}
+    schema["anyOf"] = [
+        {"properties": {"role": {"enum": sorted(MAY_LACK_CONTENT)}}},
+        {"properties": {"content": {"type": ["string", "array"]}}, "required": ["content"]},
+    ]
+
 
 _NEUTRAL_EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
@@ -56,7 +133,7 @@ class PromptBody(Body):
     """Fields that may change a prompt, whatever it is made of."""
 
     model: str | None = None
-    response_format: Annotated[Any, described.RESPONSE_FORMAT] = None
+    response_format: Annotated[Any, RESPONSE_FORMAT] = None
     add_special_tokens: bool | None = None
 
 
@@ -78,33 +155,29 @@ class GenerationBody(PromptBody, StreamBody):
     min_p: Annotated[float | None, number(0, 1)] = None
     max_tokens: Annotated[int | None, whole(0)] = None
     min_tokens: Annotated[int | None, whole(0)] = None
-    stop: Annotated[Any, described.STOP] = None
-    stop_token_ids: Annotated[list[int] | None, described.STOP_IDS] = Field(
-        None, fail_fast=True, max_length=MAX_STOP_IDS
-    )
+    stop: Annotated[Any, STOP] = None
+    stop_token_ids: Annotated[list[int] | None, STOP_IDS] = Field(None, fail_fast=True, max_length=MAX_STOP_IDS)
     ignore_eos: bool | None = None
     seed: Annotated[int | None, whole(-(2**63), 2**64 - 1)] = None
     frequency_penalty: Annotated[float | None, number(-2, 2)] = None
     presence_penalty: Annotated[float | None, number(-2, 2)] = None
     repetition_penalty: Annotated[float | None, number(LOWEST_REPETITION, HIGHEST_REPETITION)] = None
-    logit_bias: Annotated[dict[str, float] | None, described.BIASES] = Field(None, max_length=MAX_BIASES)
-    allowed_token_ids: Annotated[list[int] | None, described.ALLOWED_IDS] = Field(
-        None, fail_fast=True, max_length=MAX_BIASES
-    )
-    bad_words: Annotated[list[str] | None, described.BAD_WORDS] = Field(None, fail_fast=True, max_length=MAX_BAD_WORDS)
+    logit_bias: Annotated[dict[str, float] | None, BIASES] = Field(None, max_length=MAX_BIASES)
+    allowed_token_ids: Annotated[list[int] | None, ALLOWED_IDS] = Field(None, fail_fast=True, max_length=MAX_BIASES)
+    bad_words: Annotated[list[str] | None, BAD_WORDS] = Field(None, fail_fast=True, max_length=MAX_BAD_WORDS)
     prompt_logprobs: Annotated[int | None, whole(0, MAX_LOGPROBS)] = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    truncate_prompt_tokens: Annotated[int | None, described.TRUNCATION] = None
+    truncate_prompt_tokens: Annotated[int | None, TRUNCATION] = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    structured_outputs: Annotated[Any, described.STRUCTURED] = None
-    guided_json: Annotated[Any, described.JSON] = None
+    structured_outputs: Annotated[Any, STRUCTURED] = None
+    guided_json: Annotated[Any, JSON] = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = Field(None, fail_fast=True)
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
-    structural_tag: Annotated[Any, described.JSON] = None
+    structural_tag: Annotated[Any, JSON] = None
     request_id: str | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     priority: Annotated[int | None, whole(-INT32_MAX)] = None
@@ -120,17 +193,17 @@ class CompletionBody(GenerationBody):
         {**_NEUTRAL_EVERYWHERE, "suffix": ("",), "prompt_embeds": ()}, _ACCEPTED_EVERYWHERE
     )
 
-    prompt: Annotated[Any, described.PROMPT] = None
+    prompt: Annotated[Any, PROMPT] = None
     logprobs: Annotated[int | None, whole(0, MAX_LOGPROBS)] = None
     echo: bool | None = None
     best_of: Annotated[int | None, whole(1, MAX_N)] = None
 
 
 class ChatMessage(Body):
-    model_config = ConfigDict(json_schema_extra=described.complete_message)
+    model_config = ConfigDict(json_schema_extra=complete_message)
 
     role: str
-    content: Annotated[Any, described.CONTENT] = None
+    content: Annotated[Any, CONTENT] = None
 
 
 class ChatPromptBody(PromptBody):
@@ -141,9 +214,9 @@ class ChatPromptBody(PromptBody):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = Field(None, fail_fast=True, max_length=MAX_DOCUMENTS)
-    tools: Annotated[Any, described.TOOLS] = None
-    tool_choice: Annotated[Any, described.TOOL_CHOICE] = None
-    reasoning_effort: Annotated[Any, described.EFFORT] = None
+    tools: Annotated[Any, TOOLS] = None
+    tool_choice: Annotated[Any, TOOL_CHOICE] = None
+    reasoning_effort: Annotated[Any, EFFORT] = None
 
 
 class ChatBody(GenerationBody, ChatPromptBody):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,13 +11,10 @@ from typing import Any
 
 import jinja2
 
-from pypto_serving.api.chat import ChatOrigin, EncodedChat
-from pypto_serving.api.chat.formats import Calls, OutputFormat
-from pypto_serving.api.chat.messages import template_messages
-from pypto_serving.api.chat.parsers.choose import HABITS, Habit, choose_family, choose_habit, takes_tools
-from pypto_serving.api.chat.parsers.families import FAMILIES
-from pypto_serving.api.chat.parsers.thinking import Thinking
-from pypto_serving.api.chat.tools import check_effort, parameter_types, read_tools, refuse
+from pypto_serving.api.chat.formats import Calls, ChatOrigin, EncodedChat, OutputFormat
+from pypto_serving.api.chat.parsers.families import FAMILIES, HABITS, Habit, choose_family, choose_habit, takes_tools
+from pypto_serving.api.chat.parsers.scanner import Thinking
+from pypto_serving.api.chat.tools import check_effort, parameter_types, read_function, read_tools, refuse
 from pypto_serving.api.prompting.jinja import compile_template, render
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.api.text.files import load_special_tokens, read_optional_json
@@ -218,3 +216,52 @@ def _read_text(path: Path) -> str:
         return read_regular(path).decode()
     except (OSError, ValueError) as error:
         raise ModelError(f"the chat template {path} cannot be read: {error}") from error
+
+
+def template_messages(messages: Sequence[Mapping[str, Any]], knows_developers: bool = True) -> list[dict[str, Any]]:
+    """Return messages for a template. Raises RequestError that names the place.
+
+    - Fields that are null are left out, and so is an empty list of calls: templates ask whether they are there.
+    - The arguments of a call are an object; text that is none, which a model may write, stays text.
+    - Reasoning has both of its names.
+    - For a template that knows no developers, their messages are the system's.
+    """
+    given = [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    for message in given:
+        if message["role"] == "developer" and not knows_developers:
+            message["role"] = "system"
+    return given
+
+
+def _template_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    made = {name: value for name, value in message.items() if value is not None}
+    calls = made.pop("tool_calls", None)
+    if calls is not None and not isinstance(calls, list):
+        form = "{'id': ..., 'function': {'name': ..., 'arguments': ...}}"
+        refuse(f"{where}.tool_calls", f"is {brief(calls)}, but must be a list of {form}")
+    if calls:
+        made["tool_calls"] = [_template_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    for name in ("reasoning_content", "reasoning"):
+        if not isinstance(made.get(name), str | None):
+            refuse(f"{where}.{name}", f"is {brief(made[name])}, but must be a string")
+    if thought := made.get("reasoning_content") or made.get("reasoning"):
+        made |= {"reasoning_content": thought, "reasoning": thought}
+    return made
+
+
+def _template_call(call: Any, where: str) -> dict[str, Any]:
+    function = read_function(call, where)
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str | dict | None):
+        refuse(f"{where}.function.arguments", f"is {brief(arguments)}, but must be a JSON object, as text")
+    if isinstance(arguments, str):
+        arguments = _arguments_of(arguments)
+    return {**call, "type": "function", "function": {**function, "arguments": {} if arguments is None else arguments}}
+
+
+def _arguments_of(text: str) -> str | dict[str, Any]:
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text

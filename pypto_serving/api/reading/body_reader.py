@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pypto_serving.api.anthropic.messages_body import read_count_tokens, read_messages
 from pypto_serving.api.common.body import Answered, Endpoint, ReadBody
 from pypto_serving.api.decisions.decision_body import read_decision
-from pypto_serving.api.openai.chat_body import read_chat
-from pypto_serving.api.openai.completion_body import read_completion
+from pypto_serving.api.openai.bodies import read_chat, read_completion
 from pypto_serving.api.openai.tokenize import read_detokenize, read_tokenize
 from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.responses.response_body import read_response

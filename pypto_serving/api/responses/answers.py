@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pypto_serving.api.common.answers import Answer, ResponseUsage, TokenLogprob
+from pypto_serving.api.common.described import Answer, ResponseUsage, TokenLogprob
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 

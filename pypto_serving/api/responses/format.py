@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from pypto_serving.api.chat.formats import OutputFormat
-from pypto_serving.api.chat.output import OutputPart, TextPart, ToolCallStart
-from pypto_serving.api.common.answers import ResponseUsage, TokenLogprob, chat_logprobs
+from pypto_serving.api.chat.parsers.scanner import OutputPart, TextPart, ToolCallStart
+from pypto_serving.api.common.described import ResponseUsage, TokenLogprob, chat_logprobs
 from pypto_serving.api.common.respond import PING, named
 from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage
 from pypto_serving.api.generation.logprobs import TokenEntry
@@ -30,7 +30,7 @@ from pypto_serving.api.responses.answers import (
     ResponseObject,
     Status,
 )
-from pypto_serving.api.responses.tools import Called, callable_tools, input_of
+from pypto_serving.api.responses.history import Called, callable_tools, input_of
 
 Done = Callable[[ResponseObject], None]
 _ENDS = {"completed": answers.ResponseCompleted, "incomplete": answers.ResponseIncomplete}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pypto_serving.api.anthropic.answers import TokenCount
 from pypto_serving.api.anthropic.messages import MessageFormat
 from pypto_serving.api.chat.formats import Calls, OutputFormat
-from pypto_serving.api.chat.parsers.thinking import Thinking
+from pypto_serving.api.chat.parsers.scanner import Thinking
 from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage
 from pypto_serving.api.http.errors import describe
 from pypto_serving.api.text.tokenizer import Tokenizer

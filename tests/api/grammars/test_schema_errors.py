@@ -122,7 +122,7 @@ def test_errors_of_tools_name_the_function_and_its_parameter(family: str, part: 
         for i, a in enumerate(({"type": "integer"}, part, {"type": "null"}))
     ]
     with pytest.raises(GrammarError) as caught:
-        checked(forced_calls(FAMILIES[family].form, tools, False, lambda text: None, json_options()))
+        checked(forced_calls(FAMILIES[family], tools, False, lambda text: None, json_options()))
     told = words[2:] if family == "hermes" and words[0] == ":" else f"#/properties/a{words}"
     assert str(caught.value).startswith(f"the parameters of f1: {told.removesuffix('minimum')}")
 
@@ -133,7 +133,7 @@ def test_errors_without_a_line_name_the_function() -> None:
     parameters = {**ANY_OBJECT, "properties": {"a": costly}, "required": ["a"]}
     tools = [{"name": "now"}, {"name": "f", "parameters": parameters}, {"name": "g"}]
     with pytest.raises(GrammarError, match=r"^the parameters of f: #/properties/a: fuel exhausted"):
-        checked(forced_calls(FAMILIES["qwen3_coder"].form, tools, False, lambda text: None, json_options()))
+        checked(forced_calls(FAMILIES["qwen3_coder"], tools, False, lambda text: None, json_options()))
 
 
 @pytest.mark.parametrize(

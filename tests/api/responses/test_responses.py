@@ -10,8 +10,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from pypto_serving.api.responses.endpoints import MAX_RESPONSE_BYTES, Kept, ResponseStore, UnknownResponseError
 from pypto_serving.api.responses.history import read_history, read_items
-from pypto_serving.api.responses.store import MAX_RESPONSE_BYTES, Kept, ResponseStore, UnknownResponseError
 from pypto_serving.api.text.tokenizer import Tokenizer
 from tests.api.anthropic.talking import CITY, SAID
 from tests.api.chat_events import prompt_of

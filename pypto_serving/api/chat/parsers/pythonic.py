@@ -8,23 +8,18 @@ import re
 import unicodedata
 from typing import Any
 
-from pypto_serving.api.chat.parsers.brackets import BracketScanner
-from pypto_serving.api.chat.parsers.json_calls import SPACE, refuse_constant
+from pypto_serving.api.chat.parsers.json_calls import SPACE, BracketScanner, refuse_constant
 from pypto_serving.api.chat.parsers.scanner import (
     OutputScanner,
     Steps,
     Tools,
-    drop_if,
     end_calls,
     past_space,
-    seek,
+    read_marked,
     to_json,
-    with_gaps,
 )
 
 START, END = "<|python_start|>", "<|python_end|>"
-STARTS = (START,)
-_SOUGHT = with_gaps(STARTS)
 _BEGUN = rf"""\[{SPACE}[^\s\x1c-\x1f()\[\]{{}}"',:;=]*"""
 OPENS = rf"{SPACE}{_BEGUN}\("
 _OPENING = re.compile(rf"{_BEGUN}\(")
@@ -41,20 +36,14 @@ _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 def read(scanner: OutputScanner, tools: Tools) -> Steps[None]:
     """Read content and calls; a list without marks counts only where the output begins with it."""
-    at = yield from past_space(scanner)
-    if (yield from _read_list(scanner, at)):
+    if (yield from _read_list(scanner, 0)):
         yield from end_calls(scanner, START)
-    while mark := (yield from seek(scanner, _SOUGHT, scanner.say)):
-        at = yield from past_space(scanner, len(mark))
-        if (yield from _read_list(scanner, at)):
-            yield from drop_if(scanner, END)
-            yield from end_calls(scanner, START)
-        else:
-            scanner.say(len(mark))
+    yield from read_marked(scanner, (START,), _read_list, ends=(END,))
 
 
 def _read_list(scanner: OutputScanner, at: int) -> Steps[bool]:
     """Read the list at `at`, and give out its calls once it is complete; consume nothing if it is none."""
+    at = yield from past_space(scanner, at)
     while not _OPENING.match(scanner.text, at, at + _MAX_NAME):
         begun = _BEGINNING.match(scanner.text, at, at + _MAX_NAME)
         if begun is None or begun.end() < len(scanner.text) or scanner.ended:

@@ -14,21 +14,17 @@ from pypto_serving.api.chat.parsers.scanner import (
     Steps,
     Tools,
     drop_if,
-    end_calls,
     meets,
     past_space,
+    read_marked,
     seek,
     to_json,
-    with_gaps,
 )
 
 START, END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-BEGINNING = f"{START}\n{FUNCTION}"
-"""Ends the reasoning, too: some models call from within it."""
 STARTS = (START, FUNCTION)
-_SOUGHT = with_gaps(STARTS)
 _VALUE_ENDS = ("\n" + PARAMETER_END, PARAMETER_END)
 NAME = re.compile(r"[^\s<>][^<>\n]{0,250}")
 _NAME = re.compile(rf"({NAME.pattern})>")
@@ -37,20 +33,23 @@ _MAX_NAME = 256
 
 def read(scanner: OutputScanner, tools: Tools) -> Steps[None]:
     """Read content and calls. A function without START must be one of `tools`: the content may be markup, too."""
-    while mark := (yield from seek(scanner, _SOUGHT, scanner.say)):
-        at = len(mark)
-        if mark.endswith(START):
+
+    def read_call(scanner: OutputScanner, at: int) -> Steps[bool]:
+        marked = scanner.text.endswith(START, 0, at)
+        if marked:
             at = yield from past_space(scanner, at)
-            at = at + len(FUNCTION) if (yield from meets(scanner, at, FUNCTION)) else -1
-        name = None if at < 0 else (yield from read_head(scanner, at, _NAME, ">", _MAX_NAME))
-        if name is None or (mark.endswith(FUNCTION) and name[1] not in tools):
-            scanner.say(len(mark))
-            continue
+            if not (yield from meets(scanner, at, FUNCTION)):
+                return False
+            at += len(FUNCTION)
+        name = yield from read_head(scanner, at, _NAME, ">", _MAX_NAME)
+        if name is None or not (marked or name[1] in tools):
+            return False
         scanner.call(name[1])
         scanner.drop(name.end())
         yield from _read_arguments(scanner, tools.get(name[1], {}))
-        yield from drop_if(scanner, END)
-        yield from end_calls(scanner, START, FUNCTION)
+        return True
+
+    return read_marked(scanner, STARTS, read_call, ends=(END,))
 
 
 def _read_arguments(scanner: OutputScanner, types: Mapping[str, Sequence[str]]) -> Steps[None]:

@@ -1,16 +1,52 @@
-"""Read an output that comes in pieces, in the order of its grammar.
-
-A reader is a generator over a scanner. It pauses where it needs more text and returns what it found. What it decides
-depends on the text alone, never on where the text was cut.
-"""
+"""Read an output that comes in pieces, in the order of its grammar: reasoning first, then content and calls."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
-from pypto_serving.api.chat.output import OutputPart, TextKind, TextPart, ToolCallArguments, ToolCallStart
+import msgspec
+
+TextKind = Literal["reasoning", "content"]
+
+
+class TextPart(msgspec.Struct, frozen=True):
+    """More text of the reasoning or of the content; never empty."""
+
+    kind: TextKind
+    text: str
+
+
+class ToolCallStart(msgspec.Struct, frozen=True):
+    """A tool call begins."""
+
+    name: str
+
+
+class ToolCallArguments(msgspec.Struct, frozen=True):
+    """More text of the arguments of the call that began last; never empty."""
+
+    text: str
+
+
+OutputPart = TextPart | ToolCallStart | ToolCallArguments
+
+
+class ParsedCall(msgspec.Struct, frozen=True):
+    """One whole tool call. `arguments` is a JSON object, as text; cut or wrong where the model wrote it so."""
+
+    name: str
+    arguments: str
+
+
+class AssistantMessage(msgspec.Struct):
+    """One whole output."""
+
+    reasoning: str = ""
+    content: str = ""
+    tool_calls: list[ParsedCall] = []
+
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -85,8 +121,11 @@ class OutputScanner:
         self.drop(count)
 
 
-class ScannerParser:
-    """Run one reader over one output. See OutputParser."""
+class OutputParser:
+    """Parse one output that comes in pieces, with one reader. How it is cut does not change the joined parts.
+
+    A parser never fails: text that is not valid syntax of its family is content.
+    """
 
     def __init__(self, scanner: OutputScanner, reader: Steps[None]) -> None:
         self._scanner = scanner
@@ -107,6 +146,21 @@ class ScannerParser:
         self._scanner.say(len(self._scanner.text) if self._scanner.ended else 0)
         parts, self._scanner.parts = self._scanner.parts, []
         return parts
+
+
+def read_output(parser: OutputParser, pieces: Iterable[str]) -> AssistantMessage:
+    """Parse a whole output, given in pieces, with a new parser."""
+    texts: dict[TextKind, list[str]] = {"reasoning": [], "content": []}
+    calls: list[tuple[str, list[str]]] = []
+    for part in [part for piece in pieces for part in parser.push(piece)] + parser.finish():
+        if isinstance(part, TextPart):
+            texts[part.kind].append(part.text)
+        elif isinstance(part, ToolCallStart):
+            calls.append((part.name, []))
+        else:
+            calls[-1][1].append(part.text)
+    whole = [ParsedCall(name, "".join(arguments)) for name, arguments in calls]
+    return AssistantMessage("".join(texts["reasoning"]), "".join(texts["content"]), whole)
 
 
 def to_json(value: Any) -> str:
@@ -183,6 +237,27 @@ def drop_if(scanner: OutputScanner, mark: str) -> Steps[bool]:
     return found
 
 
+def read_marked(
+    scanner: OutputScanner,
+    starts: Sequence[str],
+    read: Callable[[OutputScanner, int], Steps[bool]],
+    ends: Sequence[str] = (),
+    more: Sequence[str] | None = None,
+) -> Steps[None]:
+    """Read content, and with `read` the calls after each of `starts`; it consumes nothing where there are none.
+
+    `ends` may follow calls; then come one of `more`, by default `starts`, or content.
+    """
+    sought = with_gaps(starts)
+    while mark := (yield from seek(scanner, sought, scanner.say)):
+        if (yield from read(scanner, len(mark))):
+            for end in ends:
+                yield from drop_if(scanner, end)
+            yield from end_calls(scanner, *(starts if more is None else more))
+        else:
+            scanner.say(len(mark))
+
+
 def end_calls(scanner: OutputScanner, *marks: str) -> Steps[None]:
     """Consume the white space after a call if one of `marks` or the end of the output follows."""
     at = yield from past_space(scanner)
@@ -192,3 +267,50 @@ def end_calls(scanner: OutputScanner, *marks: str) -> Steps[None]:
             return
     if at == len(scanner.text):
         scanner.drop(at)
+
+
+class Thinking(msgspec.Struct, frozen=True):
+    """How the outputs of one prompt begin with reasoning.
+
+    With `opened` every output begins within it, else one that begins with `start`. It ends at `end`, which belongs to
+    it, or before one of `calls`.
+    """
+
+    start: str
+    end: str
+    opened: bool = False
+    calls: tuple[str, ...] = ()
+
+
+def read_reasoning(scanner: OutputScanner, thinking: Thinking) -> Steps[None]:
+    """Read the reasoning, if there is any. Without an end all of the output is reasoning."""
+    at = yield from past_space(scanner)
+    starts = yield from meets(scanner, at, thinking.start)
+    if starts:
+        scanner.drop(at + len(thinking.start))
+    if starts or thinking.opened:
+        scanner.inside = True
+        mark = yield from seek(scanner, (thinking.end, *thinking.calls), scanner.think)
+        scanner.inside = False
+        if mark == thinking.end:
+            scanner.drop(len(mark))
+
+
+class ReasoningCount:
+    """Count the tokens of the reasoning of one output, without its marks where they are whole tokens."""
+
+    __slots__ = ("_reader", "_scanner", "done", "num_tokens")
+
+    def __init__(self, thinking: Thinking) -> None:
+        self._scanner = OutputScanner(hides_reasoning=True)
+        self._scanner.inside = thinking.opened
+        self._reader = read_reasoning(self._scanner, thinking)
+        self.num_tokens = 0
+        self.done = False
+
+    def push(self, text: str) -> None:
+        """Add one token with its `text`; sets `done` once all later tokens are content."""
+        before = self._scanner.inside
+        self._scanner.text += text
+        self.done = next(self._reader, self) is self
+        self.num_tokens += before and self._scanner.inside

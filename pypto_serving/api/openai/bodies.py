@@ -1,15 +1,32 @@
-"""Read SamplingParams, priority and cache salt from a request body."""
+"""Read the bodies of POST /v1/completions and /v1/chat/completions. Errors name the field at fault."""
 
 from __future__ import annotations
 
 import re
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
-from pypto_serving.api.common.body import MAX_SALT_CHARS, IgnoredFields, Shown, parse_json
-from pypto_serving.api.openai.schemas import CompletionBody, GenerationBody
+import msgspec
+
+from pypto_serving.api.chat.tools import read_tool_use
+from pypto_serving.api.common.body import MAX_SALT_CHARS, IgnoredFields, ReadBody, Shown, parse_json
+from pypto_serving.api.generation.request import (
+    ChatRequest,
+    check_num_choices,
+    check_prompt_logprobs,
+    fit_chat,
+    fit_num_logprobs,
+    fit_params,
+    fit_prompt,
+    read_message,
+)
+from pypto_serving.api.openai.schemas import ChatBody, ChatMessage, ChatPromptBody, CompletionBody, GenerationBody
+from pypto_serving.api.prompting.prompts import Prompter, field_of
+from pypto_serving.api.prompting.template import RESERVED
 from pypto_serving.api.settings import DefaultSampling, ServingConfig
 from pypto_serving.errors import RequestError
-from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.types.config import default_of
+from pypto_serving.types.sampling import MAX_LOGPROBS, MAX_N, SamplingParams, check_max_tokens
 from pypto_serving.types.structured import StructuredOutputsParams
 from pypto_serving.util import brief
 
@@ -217,3 +234,170 @@ def _of_response_format(wanted: Any) -> dict[str, Any] | None:
 def _refusal(name: str, value: object, allowed: str, code: str | None = None) -> RequestError:
     field = name.partition(".")[0]
     return RequestError(f"{name} is {brief(value)}, but must be {allowed}", param=field, code=code)
+
+
+_ENCODED = ("add_generation_prompt", "continue_final_message", "chat_template", "documents", "reasoning_effort")
+"""Fields that the encoder takes besides messages and tools."""
+
+
+def read_chat(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray) -> ReadBody:
+    """Parse, check, render and encode. Raises RequestError that names the field at fault."""
+    encoder = prompter.chat_encoder
+    body, ignored = parse_body(raw, ChatBody, encoder.request_fields)
+    common = read_common(body, ignored, serving)
+    field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    asked = getattr(body, field)
+    check_max_tokens(asked, field, least=1)
+    params = sampling_params(body, serving.default_sampling, asked, _num_logprobs(body))
+    shown = read_shown(body, params)
+    tools = read_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+    chat = ChatRequest(
+        messages=read_history(body.messages),
+        kwargs=encoder_kwargs(body, encoder.request_fields, serving.trust_request_chat_template),
+        params=params,
+        tools=tools,
+        max_tokens=asked,
+        max_tokens_field=field,
+        default_max_tokens=serving.default_sampling.max_tokens,
+        add_special_tokens=bool(body.add_special_tokens),
+        thinking_budget=body.thinking_token_budget,
+        hides_reasoning=body.include_reasoning is False,
+        stream=bool(body.stream),
+    )
+    prompt, fitted, form = fit_chat(prompter, chat)
+    return ReadBody(prompts=[prompt], params=fitted, shown=shown, new_parser=form, **common)
+
+
+def _num_logprobs(body: ChatBody) -> int | None:
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_LOGPROBS:
+        message = f"top_logprobs is {body.top_logprobs}, but must be between 0 and {MAX_LOGPROBS}"
+        raise RequestError(message, param="top_logprobs")
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise RequestError("top_logprobs is only allowed together with logprobs = true", param="top_logprobs")
+    return None
+
+
+def encoder_kwargs(body: ChatPromptBody, request_fields: frozenset[str], trusts_templates: bool) -> dict[str, Any]:
+    """Return what ChatEncoder.encode takes besides the messages and tools. Raises RequestError."""
+    if body.chat_template is not None and not trusts_templates:
+        message = "chat_template is refused: this server runs without the option trust-request-chat-template"
+        raise RequestError(message, param="chat_template", code="unsupported_field")
+    given = body.chat_template_kwargs or {}
+    if reserved := sorted(RESERVED & given.keys()):
+        names = ", ".join(reserved)
+        raise RequestError(f"chat_template_kwargs must not set {names}", param="chat_template_kwargs")
+    sent = {**body.extra, "response_format": body.response_format}
+    fields = {name: value for name, value in sent.items() if name in request_fields}
+    fields |= {name: getattr(body, name) for name in _ENCODED}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if twice := sorted(fields.keys() & given.keys()):
+        names = ", ".join(twice)
+        raise RequestError(f"chat_template_kwargs and the request both have {names}; send one", param=twice[0])
+    return {**given, **fields}
+
+
+def read_history(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Return messages as ChatEncoder.encode takes them. Raises RequestError."""
+    if not messages:
+        raise RequestError("messages is an empty list; send at least one message", param="messages")
+    given = ({**m.extra, "role": m.role, "content": m.content} for m in messages)
+    return [read_message(message, f"messages[{i}]") for i, message in enumerate(given)]
+
+
+DEFAULT_MAX_TOKENS = default_of(SamplingParams, "max_tokens")
+
+
+def read_completion(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray) -> ReadBody:
+    """Parse, check and encode. Raises RequestError that names the field at fault."""
+    body, ignored = parse_body(raw, CompletionBody)
+    common = read_common(body, ignored, serving)
+    given = sampling_params(body, serving.default_sampling, body.max_tokens, body.logprobs)
+    shown = read_shown(body, given)
+    params = fit_params(_made(given, shown, check_best_of(body.best_of, given.n, bool(body.stream))), prompter)
+    prompts = [
+        fit_prompt(
+            ids,
+            params.max_tokens,
+            prompter.config,
+            default_max_tokens=DEFAULT_MAX_TOKENS,
+            truncate_to=params.truncate_prompt_tokens,
+            text=text if shown.echo else None,
+        )
+        for ids, text in encode_prompts(prompter, body.prompt, params.n, body.add_special_tokens is not False)
+    ]
+    check_prompt_logprobs(prompts, params)
+    if not body.stream:
+        prompts = fit_num_logprobs(prompts, params, body.max_tokens)
+    return ReadBody(prompts=prompts, params=params, shown=shown, **common)
+
+
+def _made(params: SamplingParams, shown: Shown, num_made: int) -> SamplingParams:
+    """Return what to make for what is shown: log-probabilities for choosing the best, and those of echoed prompts."""
+    made: dict[str, Any] = {}
+    if num_made > shown.n:
+        made |= {"n": num_made, "logprobs": shown.logprobs or 0}
+    if shown.echo and shown.logprobs is not None:
+        made["prompt_logprobs"] = max(shown.logprobs, shown.prompt_logprobs or 0)
+    return msgspec.structs.replace(params, **made) if made else params
+
+
+def check_best_of(best_of: int | None, n: int, stream: bool) -> int:
+    """Return how many choices of each prompt to make for `n` that are shown. Raises RequestError."""
+    if best_of is None:
+        return n
+    if not n <= best_of <= MAX_N:
+        message = f"best_of is {brief(best_of)}, but must be between n, which is {n}, and {MAX_N}"
+        raise RequestError(message, param="best_of")
+    if stream and best_of > n:
+        message = f"best_of is {best_of} and n is {n}, but the best choices are known only at the end; do not stream"
+        raise RequestError(message, param="best_of")
+    return best_of
+
+
+class EncodedPrompt(NamedTuple):
+    """The token ids of a prompt, and its text if that was given."""
+
+    token_ids: list[int]
+    text: str | None
+
+
+def encode_prompts(prompter: Prompter, prompt: Any, num_each: int, add_special_tokens: bool) -> Iterator[EncodedPrompt]:
+    """Iterate over the prompts, of each of which `num_each` choices are made.
+
+    Raises RequestError that names the prompt at fault.
+    """
+    if isinstance(prompt, str) or _is_ids(prompt):
+        return iter([_encode(prompter, prompt, "prompt", add_special_tokens)])
+    if not isinstance(prompt, list):
+        raise _bad_type("prompt", prompt)
+    if not prompt:
+        raise RequestError("prompt is an empty list; send at least one prompt with at least one token", param="prompt")
+    if type(prompt[0]) is int:
+        raise _bad_type("prompt", next(entry for entry in prompt if type(entry) is not int))
+    check_num_choices(len(prompt) * num_each, len(prompt), prompter.config)
+    return (_encode(prompter, entry, f"prompt[{i}]", add_special_tokens) for i, entry in enumerate(prompt))
+
+
+def _encode(prompter: Prompter, entry: Any, where: str, add_special_tokens: bool) -> EncodedPrompt:
+    if isinstance(entry, str):
+        return EncodedPrompt(prompter.encode_text(entry, where, add_special_tokens), entry)
+    if _is_ids(entry):
+        return EncodedPrompt(prompter.check_token_ids(entry, where), None)
+    if entry == []:
+        raise RequestError(f"{where} is an empty list; send at least one token", param=field_of(where))
+    raise _bad_type(where, entry)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(i) is int for i in value)
+
+
+def _bad_type(where: str, value: Any) -> RequestError:
+    forms = "a string, a list of strings, a list of token ids or a list of lists of token ids"
+    if value is None:
+        return RequestError(f"{where} is missing; send {forms}", param=field_of(where), code="missing_field")
+    return RequestError(
+        f"{where} holds {brief(value)}; prompt must be {forms}", param=field_of(where), code="invalid_type"
+    )
