@@ -32,7 +32,7 @@ from pypto_serving.api.settings import load_serving_config
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.bench.http import HttpClient
 from pypto_serving.engine.async_engine import AsyncEngine
-from pypto_serving.model.null.spec import plain_groups
+from pypto_serving.model.null_models import plain_groups
 from pypto_serving.processes import run_child
 from pypto_serving.setup.locate import BUNDLED
 from pypto_serving.types.config import CacheConfig, EngineConfig, ModelConfig, ServerConfig, WorkerConfig

@@ -29,10 +29,9 @@ from random_weights import CODES, Tensor, chosen, identity, keyed, normal, ones,
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from pypto_serving.api.chat.deepseek_v4 import BOS, EOS, NEEDED_TOKENS
-from pypto_serving.model.convert.encodings import W4A16, W8A8, Mxfp4
-from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
+from pypto_serving.model.convert.rounding import W4A16, W8A8, Mxfp4
+from pypto_serving.model.deepseek_v4.config import FLASH, DeepseekV4Config
 from pypto_serving.model.deepseek_v4.inventory import draft_tensors, model_tensors
-from pypto_serving.model.deepseek_v4.released import FLASH
 from pypto_serving.model.formats.quantization import SECTION
 from pypto_serving.model.formats.schemes import PLAIN
 from pypto_serving.model.qwen3.config import Qwen3Config

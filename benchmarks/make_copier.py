@@ -22,8 +22,8 @@ from make_checkpoint import QWEN_TOKENS, SHAPES, make_config, make_tokenizer, ma
 from numpy.typing import NDArray
 from random_weights import Tensor, write_weights
 
+from pypto_serving.model.checkpoint import bfloat16
 from pypto_serving.model.qwen3.inventory import EMBEDDING
-from pypto_serving.model.tensors import bfloat16
 
 PROMPT = 1500
 RENAMED = {"bad": "fix", "cab": "hut", "dim": "log", "egg": "net", "fan": "pot"}

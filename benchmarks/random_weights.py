@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from pypto_serving.model.checkpoint import INDEX_FILE, ITEM_BYTES, SINGLE_FILE, Expected
-from pypto_serving.model.formats.bits import E2M1, E4M3
-from pypto_serving.model.tensors import bfloat16
+from pypto_serving.model.checkpoint import INDEX_FILE, ITEM_BYTES, SINGLE_FILE, Expected, bfloat16
+from pypto_serving.model.formats.values import E2M1, E4M3
 from pypto_serving.types.arrays import Array, Float32Array
 
 FILE_BYTES = 4 << 30

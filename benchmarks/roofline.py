@@ -29,7 +29,7 @@ from roofline_steps import Steps, batches
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.kernels import Engine
-from pypto_serving.kernels.roofline import BandwidthMemory
+from pypto_serving.kernels.engine import BandwidthMemory
 from pypto_serving.setup.host import read_host_facts
 from pypto_serving.types.config import Head
 

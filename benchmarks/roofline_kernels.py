@@ -17,8 +17,8 @@ from roofline_work import BLOCK, Batch, Work
 from pypto_serving.backend.base import StepInputs
 from pypto_serving.kernels import INT8, Engine, Int8Strips, KVCacheLayer, Matrix, Recording, Scoring, Strips, zeros
 from pypto_serving.kernels.constants import PANEL
-from pypto_serving.kernels.roofline import BandwidthMemory, peak
-from pypto_serving.model.formats.eight_bits import Int8
+from pypto_serving.kernels.engine import BandwidthMemory, peak
+from pypto_serving.model.formats.schemes import Int8
 
 Array = NDArray[Any]
 Call = Callable[[], object]

@@ -9,7 +9,7 @@ from roofline_kernels import Result
 from roofline_steps import REST, STEP
 
 from pypto_serving.kernels import Engine
-from pypto_serving.kernels.roofline import BandwidthMemory, peak
+from pypto_serving.kernels.engine import BandwidthMemory, peak
 
 
 @dataclass

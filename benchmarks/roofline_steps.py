@@ -14,8 +14,7 @@ from roofline_work import BLOCK, Batch, Operation, Work, operations
 
 from pypto_serving.backend.cpu import CpuBackend
 from pypto_serving.kernels import Recording
-from pypto_serving.model.family import Serving
-from pypto_serving.model.registry import load_config, load_spec
+from pypto_serving.model.registry import Serving, load_config, load_spec
 from pypto_serving.setup.host import read_host_facts
 from pypto_serving.types.config import CacheConfig, EngineConfig, Head, ModelConfig, ParallelConfig, WorkerConfig
 from pypto_serving.types.step import BackendLimits

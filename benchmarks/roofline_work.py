@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pypto_serving.backend.base import StepInputs
-from pypto_serving.model.formats.eight_bits import Fp8, Int8
-from pypto_serving.model.formats.schemes import PLAIN, Plain
+from pypto_serving.model.formats.schemes import PLAIN, Fp8, Int8, Plain
 from pypto_serving.model.qwen3.config import Qwen3Config, Qwen3Experts
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.types.config import Head

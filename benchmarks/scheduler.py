@@ -28,7 +28,7 @@ from rounds import head, row
 from scheduler_trace import VOCAB_SIZE, Replay, Trace, at_context, replay, steady, with_waiting
 
 from pypto_serving.kv.manager import KVCacheManager
-from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
+from pypto_serving.model.null_models import deepseek_v4_groups, plain_groups
 from pypto_serving.sched.scheduler import Scheduler
 from pypto_serving.types.arrays import pack_ids, unpack_ids
 from pypto_serving.types.config import CacheConfig, EngineConfig, ModelConfig, WorkerConfig

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from pypto_serving.kernels import Engine
-from pypto_serving.kernels.roofline import BandwidthMemory
+from pypto_serving.kernels.engine import BandwidthMemory
 from pypto_serving.worker.loop import PREFAULT_TOKENS
 
 PROGRAM = [sys.executable, "-m", "pypto_serving"]

@@ -357,7 +357,7 @@ struct Sample {
   FIELDS(logits, stride, vocab, rows, draws, chosen)
 };
 
-// Changes to the logits of a row; CHANGE in pypto_serving/types/sampler.py, which says in which order they are made.
+// Changes to the logits of a row; CHANGE in pypto_serving/types/adjustments.py, which says in which order they are made.
 struct Change {
   float repetition, frequency, presence;
   int32_t prompt_len, banned_until, bias_from, bias_to, ban_from, ban_to, word_from, word_to;

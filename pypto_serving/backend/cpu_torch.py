@@ -24,11 +24,11 @@ from pypto_serving.backend.native import check_groups
 from pypto_serving.backend.ranks.shared_steps import READY, SharedBuffers
 from pypto_serving.backend.ranks.torch_ranks import LeaderSocket, TorchRanks
 from pypto_serving.kernels import RanksGone, SharedMemory
+from pypto_serving.model.attention import StepTensors
 from pypto_serving.model.collectives import TorchCollectives, join_group
 from pypto_serving.model.fingerprint import program_fingerprint
 from pypto_serving.model.loader import TorchWeights
 from pypto_serving.model.registry import load_config, model_family
-from pypto_serving.model.step import StepTensors
 from pypto_serving.parallel.topology import Rank
 from pypto_serving.types.arrays import Float32Array, Int32Array
 from pypto_serving.types.config import EngineConfig

@@ -12,7 +12,7 @@ import typer
 from pypto_serving.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pypto_serving.model.convert.encodings import Encoding
+    from pypto_serving.model.convert.rounding import Encoding
 
 app = typer.Typer(add_completion=False)
 _GROUP_SIZES = (32, 64, 128)
@@ -67,7 +67,7 @@ def convert(
 
 def _encoding(format: Format, group_size: int | None) -> Encoding:
     """Return the encoding that options name; raises ConfigError."""
-    from pypto_serving.model.convert.encodings import W4A16, W8A8, Mxfp4
+    from pypto_serving.model.convert.rounding import W4A16, W8A8, Mxfp4
 
     if format != Format.W4A16:
         if group_size is not None:

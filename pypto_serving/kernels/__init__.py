@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pypto_serving.kernels.barrier import RankBarrier, RanksGone
-from pypto_serving.kernels.collectives import NativeCollectives
+from pypto_serving.kernels.abi import runnable
+from pypto_serving.kernels.collectives import NativeCollectives, SharedMemory, StepBoard
 from pypto_serving.kernels.constants import GATE_HALF, INDEXER_TOKENS, PANEL
 from pypto_serving.kernels.engine import Engine, hashes, populate, zeros
 from pypto_serving.kernels.forms import (
@@ -22,8 +22,7 @@ from pypto_serving.kernels.forms import (
     planned_form,
     strips_for,
 )
-from pypto_serving.kernels.library import runnable
-from pypto_serving.kernels.link import Extent, Link, Links, Mirrored, Mirrors, ReceiveThread
+from pypto_serving.kernels.links import Extent, Link, Links, Mirrored, Mirrors, RankBarrier, RanksGone, ReceiveThread
 from pypto_serving.kernels.ngrams import NgramDrafter
 from pypto_serving.kernels.operands import (
     KVCacheLayer,
@@ -37,7 +36,6 @@ from pypto_serving.kernels.operands import (
 from pypto_serving.kernels.packing import pack_quantized, pack_rounded, round_int4
 from pypto_serving.kernels.recording import Recording
 from pypto_serving.kernels.sampling import NativeSampler
-from pypto_serving.kernels.shared_memory import SharedMemory, StepBoard
 
 __all__ = [
     "BF16",

@@ -1,18 +1,172 @@
-"""Bind the library's functions, structs, enums and constants from its own description (csrc/abi.h)."""
+"""Find, check and bind the shared library: functions, structs, enums, constants, by its own description (csrc/abi.h).
+
+A type is written as the library describes it: `f4`, `text`, `const f4*`, `Engine*`.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import enum
+import functools
+import hashlib
+import operator
 import re
 import struct
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.kernels.arguments import Handle, Numbers, readable, shown, take
+from pypto_serving.errors import ConfigError
+from pypto_serving.kernels.constants import differing
+
+Take = Callable[[Any], Any]
+"""Converts an argument to what ctypes passes. Raises TypeError or ValueError where it is not of the type."""
+
+Numbers = Mapping[str, int]
+"""The enumerators of an enum of the library, by the names that Python has for them: SQRT_SOFTPLUS for kSqrtSoftplus."""
+
+_view: Callable[[Any], ctypes.Array[ctypes.c_char]] = (ctypes.c_char * 0).from_buffer
+_addressof = ctypes.addressof
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """Address of an object of the library, such as an Engine."""
+
+    kind: str
+    address: int
+
+
+def take(type_name: str, structs: Mapping[str, np.dtype[Any]], enums: Mapping[str, Numbers], nullable: bool) -> Take:
+    """Return the conversion for a type; `structs` and `enums` are those that the library describes, by name.
+
+    None becomes a null pointer where the pointer is `nullable`.
+    """
+    convert = _take_enum(type_name, enums[type_name]) if type_name in enums else _take(type_name, structs)
+    return (lambda value: 0 if value is None else convert(value)) if nullable else convert
+
+
+def _take(type_name: str, structs: Mapping[str, np.dtype[Any]]) -> Take:
+    if type_name == "text":
+        return _take_text
+    if not type_name.endswith("*"):
+        return _take_real if type_name.startswith("f") else _take_integer(np.iinfo(type_name))
+    const, element = type_name.startswith("const "), type_name.removeprefix("const ").removesuffix("*")
+    if element == "void":
+        return _take_elements(None, const)
+    if element in structs:
+        return _take_struct(element, structs[element], const)
+    if element[1:].isdigit():
+        return _take_elements(np.dtype(element), const)
+    return _take_handle(element)
+
+
+def readable(type_name: str) -> str:
+    """Write a type for messages: `const float32*` instead of `const f4*`."""
+    *const, element = type_name.split(" ")
+    name = element.removesuffix("*")
+    if name[1:].isdigit():
+        element = element.replace(name, np.dtype(name).name)
+    return " ".join([*const, element])
+
+
+def shown(value: object) -> str:
+    """Describe an argument, for messages."""
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype} {list(value.shape)}"
+    if isinstance(value, Handle):
+        return f"a handle of {value.kind}"
+    return f"{type(value).__name__} {value!r}"[:80]
+
+
+def _take_elements(dtype: np.dtype[Any] | None, const: bool) -> Take:
+    """Accept contiguous arrays of `dtype`, or of any type where it is None."""
+    same = dtype  # the last dtype that was equal: comparing two structured ones takes a microsecond
+
+    def convert(value: Any) -> int:
+        nonlocal same
+        if not isinstance(value, np.ndarray):
+            raise TypeError
+        if value.dtype is not same and same is not None:
+            if value.dtype != dtype:
+                raise TypeError
+            same = value.dtype
+        try:
+            return _addressof(_view(value))  # a third of the time that value.ctypes.data takes
+        except TypeError:  # not writeable, or not contiguous
+            if not (const and value.flags.c_contiguous):
+                raise ValueError("contiguous" if const else "contiguous and writeable") from None
+            return int(value.ctypes.data)
+
+    return convert
+
+
+def _take_struct(name: str, dtype: np.dtype[Any], const: bool) -> Take:
+    """Accept arrays of a struct, and handles of those that the library keeps."""
+    elements = _take_elements(dtype, const)
+
+    def convert(value: Any) -> int:
+        if isinstance(value, Handle):
+            return _address_of(value, name)
+        return int(elements(value))
+
+    return convert
+
+
+def _take_handle(kind: str) -> Take:
+    return lambda value: _address_of(value, kind)
+
+
+def _address_of(value: Any, kind: str) -> int:
+    if not isinstance(value, Handle) or value.kind != kind:
+        raise TypeError
+    return value.address
+
+
+def _take_enum(name: str, numbers: Numbers) -> Take:
+    """Accept members of the Python enum of this name; the library says which number a member's name has."""
+
+    def convert(value: Any) -> int:
+        if not isinstance(value, enum.Enum) or type(value).__name__ != name or value.name not in numbers:
+            raise TypeError
+        return numbers[value.name]
+
+    return convert
+
+
+def _take_integer(limits: np.iinfo[Any]) -> Take:
+    low, high = int(limits.min), int(limits.max)
+
+    def convert(value: Any) -> int:
+        number = operator.index(value)
+        if low <= number <= high:
+            return number
+        raise ValueError(f"in [{low}, {high}]")
+
+    return convert
+
+
+def _take_real(value: Any) -> float:
+    if not isinstance(value, Real):
+        raise TypeError
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError("within its range") from None
+
+
+def _take_text(value: Any) -> bytes:
+    if not isinstance(value, str):
+        raise TypeError
+    if "\0" in value:
+        raise ValueError("without a null character")
+    return value.encode()
 
 
 class Arguments:
@@ -175,3 +329,52 @@ def _format(dtype: np.dtype[Any]) -> str:
         parts.append(f"{offset - end}x{field.char}")
         end = offset + field.itemsize
     return "".join([*parts, f"{dtype.itemsize - end}x"])
+
+
+FILE = "pypto_kernels.so"
+INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2", "portable")
+"""Best first."""
+
+
+@functools.cache
+def library() -> KernelLibrary | None:
+    """Load the library; None where the package was built without it.
+
+    Raises ConfigError if it cannot be loaded, or was built from other sources than this checkout's.
+    """
+    for folder in sys.modules[__name__.rpartition(".")[0]].__path__:  # an editable install has two
+        if (path := Path(folder) / FILE).is_file():
+            try:
+                lib = ctypes.CDLL(str(path))
+                lib.pypto_sources.restype = ctypes.c_char_p
+                built_from = lib.pypto_sources().decode()
+            except (OSError, AttributeError) as error:
+                raise ConfigError(f"the CPU kernels cannot be loaded ({error}); install pypto-serving again") from None
+            if built_from != (_checkout_sources() or built_from):
+                raise ConfigError("the CPU kernels are not those of csrc/ any more; run `make serve` or `make check`")
+            lib.pypto_describe.restype = ctypes.c_char_p
+            return _bind(lib)
+    return None
+
+
+def _bind(lib: ctypes.CDLL) -> KernelLibrary:
+    """Bind the library's functions. Raises ConfigError if its layouts have other constants than this package's."""
+    bound = KernelLibrary(lib, lib.pypto_describe().decode())
+    if differ := differing(bound.constants):
+        raise ConfigError(f"the CPU kernels have other constants ({', '.join(differ)}); install pypto-serving again")
+    return bound
+
+
+def _checkout_sources() -> str:
+    """Hash the sources beside this package as csrc/CMakeLists.txt does; empty where there are none."""
+    folder = Path(__file__).parents[2] / "csrc"
+    files = sorted(path for path in folder.glob("*") if path.suffix in (".h", ".cpp"))
+    hashes = "".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in files)
+    return hashlib.sha256(hashes.encode()).hexdigest() if files else ""
+
+
+@functools.cache
+def runnable() -> tuple[str, ...]:
+    """List the instruction sets that library and machine support, best first; empty without a library."""
+    lib = library()
+    return tuple(name for name in INSTRUCTION_SETS if lib is not None and lib.name(name))

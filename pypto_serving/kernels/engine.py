@@ -1,4 +1,4 @@
-"""The kernels' Engine of threads, and memory in huge pages."""
+"""The kernels' Engine of threads, memory in huge pages, and the roofline of the machine."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.kernels.arguments import Handle
+from pypto_serving.kernels.abi import Handle, library, runnable
 from pypto_serving.kernels.constants import GATE_HALF
 from pypto_serving.kernels.forms import ElementType, Matrix
-from pypto_serving.kernels.library import library, runnable
 from pypto_serving.types.arrays import Array, Int32Array, PairArray
 from pypto_serving.util import ceil_div
 
@@ -197,3 +196,35 @@ class Engine:
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
             self.close()
+
+
+READ_BYTES = 1 << 30
+
+_COMPUTE_S = 0.01
+
+
+class BandwidthMemory:
+    """Owns `size` bytes for bandwidth measurements: far more than any cache holds."""
+
+    def __init__(self, size: int = READ_BYTES) -> None:
+        self.words: NDArray[np.uint32] = zeros(np.uint32, size // 4)
+        self.words[:] = 1
+
+    def bandwidth(self, engine: Engine, repeat: int = 10) -> float:
+        """Measure bytes per second: the best of `repeat` reads of the whole memory by all threads of `engine`."""
+        words = self.words
+        read = engine._lib.measure_read
+        best = min(read(engine._handle, words, words.size) for _ in range(repeat))
+        return float(words.nbytes / best)
+
+
+def peak(engine: Engine, repeat: int = 10, int8: bool = False) -> float:
+    """Measure bfloat16 or int8 operations per second (multiplications and additions): the best of `repeat` loops.
+
+    All threads run the dot product instruction of the GEMM, on registers only.
+    """
+    rounds, compute = 1 << 10, engine._lib.measure_compute
+    while compute(engine._handle, int8, rounds) < _COMPUTE_S:
+        rounds *= 2
+    best = min(compute(engine._handle, int8, rounds) for _ in range(repeat))
+    return float(rounds * engine._lib.round_flops(engine._handle, int8) * engine.threads / best)

@@ -12,8 +12,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from pypto_serving.kernels.abi import library
 from pypto_serving.kernels.constants import CODES_INPUTS, FP8_INPUTS, GATE_HALF, PANEL, SCALED
-from pypto_serving.kernels.library import library
 from pypto_serving.types.arrays import Float32Array, Int32Array, PairArray
 from pypto_serving.types.weights import CodesForm, Fp8Form, Table
 from pypto_serving.util import ceil_div

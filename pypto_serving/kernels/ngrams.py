@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.kernels.arguments import Handle
-from pypto_serving.kernels.library import library
+from pypto_serving.kernels.abi import Handle, library
 from pypto_serving.types.arrays import Float32Array, Int32Array
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from pypto_serving.kernels.abi import library
 from pypto_serving.kernels.constants import GATE_HALF, PANEL
 from pypto_serving.kernels.engine import Engine
 from pypto_serving.kernels.forms import ElementType, Matrix, packed_form
-from pypto_serving.kernels.library import library
 from pypto_serving.types.arrays import Array, BFloat16Array, Float32Array, UInt8Array
 from pypto_serving.types.weights import Layout, StoredCodes, StoredFp8, StoredQuantized
 from pypto_serving.util import ceil_div

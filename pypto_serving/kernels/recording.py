@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.kernels.arguments import Handle
-from pypto_serving.kernels.barrier import RankBarrier, RanksGone
+from pypto_serving.kernels.abi import Handle
 from pypto_serving.kernels.constants import PANEL
 from pypto_serving.kernels.engine import Engine
-from pypto_serving.kernels.fields import UNGROUPED, first_row, gated_epilogue, gemm_fields, routing_fields, strip_words
 from pypto_serving.kernels.forms import (
     BF16,
     INT8,
@@ -27,8 +25,9 @@ from pypto_serving.kernels.forms import (
     row_words,
     strip_columns,
 )
-from pypto_serving.kernels.link import Link, Mirrors
+from pypto_serving.kernels.links import Link, Mirrors, RankBarrier, RanksGone
 from pypto_serving.kernels.operands import (
+    UNGROUPED,
     Epilogue,
     KVCacheLayer,
     MlaSizes,
@@ -37,6 +36,11 @@ from pypto_serving.kernels.operands import (
     Routing,
     Scoring,
     StepRows,
+    first_row,
+    gated_epilogue,
+    gemm_fields,
+    routing_fields,
+    strip_words,
 )
 from pypto_serving.types.arrays import Array, BFloat16Array, Float32Array, Int32Array, PairArray, UInt8Array
 

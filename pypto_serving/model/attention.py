@@ -3,6 +3,8 @@
 The context of a sequence is cut into tiles of `TILE` absolute positions. Every product of queries with a tile has the
 same sizes whatever the context. So a query's result depends neither on other rows nor on how its context was computed.
 The online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) merges tiles in order. K and V are read as stored.
+
+from __future__ import annotations
 """
 
 from __future__ import annotations
@@ -16,9 +18,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pypto_serving.model.collectives import TorchCollectives
-from pypto_serving.model.step import StepTensors
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.util import ceil_div
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """One step over r packed rows and t tokens, all int64; see StepInputs.
+
+    token_ids, positions [t]; query_start [r + 1]; context_lens [r]; logits_rows [s]; slots[g] [t];
+    block_tables[g] [r, n]. Tokens from query_start[r] on are padding: they belong to no row and lie in the null
+    block. The end of logits_rows may be padding too.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    query_start: Tensor
+    context_lens: Tensor
+    logits_rows: Tensor
+    slots: tuple[Tensor, ...]
+    block_tables: tuple[Tensor, ...]
+
 
 TILE = 256
 """Positions per tile, rounded up to whole blocks."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from pypto_serving.model.tensors import StoredTensors
+from pypto_serving.model.checkpoint import StoredTensors
 from pypto_serving.types.arrays import Array, BFloat16Array, Int32Array
 from pypto_serving.types.kv import DTYPE_BYTES, Spans
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pypto_serving.model.tensors import Progress, StoredTensors
+from pypto_serving.model.checkpoint import Progress, StoredTensors
 
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
 

@@ -1,4 +1,4 @@
-"""The ranks of one replica, and which part of a model each one computes.
+"""The ranks of one replica: which part of a model each one computes and holds, and where it runs. Values only.
 
 A replica is a pipeline of stages, each a range of layers, and every stage is a tensor group. The ranks of a tensor
 group split each matrix by its outputs, never by its inputs. No sum is split, so all sizes give the same bits.
@@ -16,7 +16,8 @@ All parts are half-open ranges in rank order, without gaps, as equal as whole un
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -207,3 +208,150 @@ def columns(count: int, unit: int, num_parts: int, index: int) -> range:
     """Return part `index` of range(count), split into `num_parts` of whole units; the last unit may be shorter."""
     units = part(ceil_div(count, unit), num_parts, index)
     return range(min(count, units.start * unit), min(count, units.stop * unit))
+
+
+Split = Literal["whole", "heads", "kv_heads", "attention", "columns", "experts"]
+"""How ranks split a matrix: not at all, by heads, by outputs, or by experts and the outputs of each.
+
+Matrices of attention are split by heads or outputs; where ranks split its rows, each has them whole.
+"""
+
+
+class SplitWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """Weights that ranks split in one way.
+
+    layers: layers whose stages hold them. The embedding is with the first layer, the output layer with the last one.
+    outputs, unit: outputs of each matrix, and how many stay together, where outputs are split.
+    """
+
+    layers: tuple[int, ...]
+    split: Split = "whole"
+    outputs: int = 0
+    unit: int = PANEL
+    num_bytes: int
+
+
+class TokenBytes(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of the activations of a token on the kernels.
+
+    whole: of each rank.
+    split: of all ranks of a stage together.
+    attention: of all ranks of a stage together, unless they split its rows: then of each, beside its share of x.
+    passed: of x, which a stage hands on.
+    """
+
+    whole: int = 0
+    split: int = 0
+    attention: int = 0
+    passed: int = 0
+
+    def held(self, rank: Rank, slots: int) -> int:
+        """Count those of `rank` with `slots` steps in flight. Memory of two processes counts half for each."""
+        topology = rank.topology
+        neighbours = (not rank.embeds) + (not rank.projects)
+        divided = self.split + self.passed * slots * neighbours // 2
+        if topology.data == 1:
+            return self.whole + (divided + self.attention) // topology.tensor
+        return self.whole + self.attention + self.passed + divided // topology.tensor
+
+
+class ModelParts(msgspec.Struct, frozen=True, kw_only=True):
+    """What ranks split of a model; without experts, `num_experts` is 0."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    hidden_size: int
+    num_experts: int = 0
+    weights: tuple[SplitWeights, ...] = ()
+    token: TokenBytes = TokenBytes()
+
+    def weight_bytes(self, rank: Rank) -> int:
+        """Count the bytes of the weights that `rank` holds."""
+        own = set(rank.layers(self.num_layers))
+        return sum(self._held(weights, rank) for weights in self.weights if not own.isdisjoint(weights.layers))
+
+    def head_share(self, rank: Rank) -> float:
+        """Return the rank's part of all query heads, or of all rows."""
+        heads = rank.attention.heads(self.num_heads, self.num_kv_heads)
+        return len(heads) / self.num_heads / rank.topology.data
+
+    def _held(self, weights: SplitWeights, rank: Rank) -> int:
+        size, outputs, unit = weights.num_bytes, weights.outputs, weights.unit
+        match weights.split:
+            case "whole":
+                return size
+            case "heads":
+                return size * len(rank.attention.heads(self.num_heads, self.num_kv_heads)) // self.num_heads
+            case "kv_heads":
+                return size * len(rank.attention.kv_heads(self.num_kv_heads)) // self.num_kv_heads
+            case "attention":
+                return size * len(rank.attention.columns(outputs, unit)) // outputs
+            case "columns":
+                return size * len(rank.columns(outputs, unit)) // outputs
+            case "experts":
+                cells = len(rank.experts(self.num_experts)) * len(rank.expert_columns(outputs, unit))
+                return size * cells // (self.num_experts * outputs)
+
+
+def merged(weights: Iterable[SplitWeights]) -> tuple[SplitWeights, ...]:
+    """Add up the weights that are split alike."""
+    sizes: dict[SplitWeights, int] = {}
+    for one in weights:
+        alike = msgspec.structs.replace(one, num_bytes=0)
+        sizes[alike] = sizes.get(alike, 0) + one.num_bytes
+    return tuple(msgspec.structs.replace(alike, num_bytes=size) for alike, size in sizes.items())
+
+
+class NumaNode(msgspec.Struct, frozen=True):
+    """CPUs that this process may use and that share the memory of one NUMA node."""
+
+    index: int
+    cpus: tuple[int, ...]
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a rank runs. Its memory lies on the node of the CPU that first writes to it.
+
+    So no `set_mempolicy` is needed, which most containers forbid; nor does a full node end the process.
+
+    cpus: CPUs of its threads; empty for all that the process may use.
+    node: NUMA node of all these CPUs, or None.
+    num_threads: threads that compute; 0 for one per CPU.
+    """
+
+    cpus: tuple[int, ...] = ()
+    node: int | None = None
+    num_threads: int = 0
+
+
+def place_ranks(nodes: Sequence[NumaNode], num_ranks: int, num_threads: int) -> tuple[Placement, ...]:
+    """Give each rank CPUs and its part of `num_threads`: at least one thread, at most one for each of its CPUs.
+
+    Each node gets equally many ranks where that is possible; otherwise all CPUs are split in order. Where there are
+    fewer CPUs than ranks, ranks share them.
+    """
+    each, rest = divmod(num_ranks, max(1, len(nodes)))
+    if nodes and not rest:
+        cpus = [_share(node.cpus, each, index) for node in nodes for index in range(each)]
+    else:
+        all_cpus = [cpu for node in nodes for cpu in node.cpus]
+        cpus = [_share(all_cpus, num_ranks, index) for index in range(num_ranks)]
+    threads = [len(part(num_threads, num_ranks, index)) for index in range(num_ranks)]
+    return tuple(
+        Placement(cpus=own, node=_node_of(nodes, own), num_threads=max(1, min(count, len(own) or count)))
+        for own, count in zip(cpus, threads, strict=True)
+    )
+
+
+def _share(cpus: Sequence[int], count: int, index: int) -> tuple[int, ...]:
+    """Return part `index` of `count` of the CPUs, or one of them where there are too few."""
+    if len(cpus) < count:
+        return tuple(cpus[index * len(cpus) // count :][:1])
+    own = part(len(cpus), count, index)
+    return tuple(cpus[own.start : own.stop])
+
+
+def _node_of(nodes: Sequence[NumaNode], cpus: Sequence[int]) -> int | None:
+    """Return the node that has all `cpus`, or None."""
+    return next((node.index for node in nodes if cpus and set(cpus) <= set(node.cpus)), None)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
-from pypto_serving.kernels.library import runnable
+from pypto_serving.kernels.abi import runnable
 from pypto_serving.setup.host import has_npu, read_cache_dir, read_host_facts
 from pypto_serving.util import counted, format_size
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.parallel.placement import NumaNode
+from pypto_serving.parallel.topology import NumaNode
 from pypto_serving.setup.numa import read_nodes
 from pypto_serving.types.tier import PART_NAME
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from pypto_serving.parallel.placement import NumaNode
+from pypto_serving.parallel.topology import NumaNode
 
 NODES = "sys/devices/system/node"
 

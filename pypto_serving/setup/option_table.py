@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 from pypto_serving.backend.defaults import BACKEND_DEFAULTS
-from pypto_serving.model.family import DEFAULT_BLOCK_SIZE
+from pypto_serving.model.registry import DEFAULT_BLOCK_SIZE
 from pypto_serving.parallel.topology import Topology
 from pypto_serving.setup import rules
 from pypto_serving.setup.rules import (

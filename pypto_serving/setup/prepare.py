@@ -13,10 +13,9 @@ import msgspec
 
 from pypto_serving.backend.defaults import BACKEND_DEFAULTS
 from pypto_serving.errors import ConfigError
-from pypto_serving.kernels.library import runnable
-from pypto_serving.model.family import Serving
-from pypto_serving.model.null.spec import NULL_MODELS, null_spec
-from pypto_serving.model.registry import CheckpointConfig, read_config
+from pypto_serving.kernels.abi import runnable
+from pypto_serving.model.null_models import NULL_MODELS, null_spec
+from pypto_serving.model.registry import CheckpointConfig, Serving, read_config
 from pypto_serving.setup.host import has_npu, raise_file_limit, read_cache_dir, read_disk_facts, read_host_facts
 from pypto_serving.setup.locate import locate_model
 from pypto_serving.setup.option_table import DEFAULTS

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pypto_serving.parallel.topology import Rank
-from pypto_serving.parallel.weights import ModelParts
+from pypto_serving.parallel.topology import ModelParts, Rank
 from pypto_serving.setup.kv_shares import GroupPlan, MemoryPlan
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import KVCacheGroupSpec

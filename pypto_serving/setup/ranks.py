@@ -7,9 +7,7 @@ from collections.abc import Mapping
 
 from pypto_serving.backend.defaults import BackendDefaults
 from pypto_serving.errors import ConfigError
-from pypto_serving.parallel.placement import Placement, place_ranks
-from pypto_serving.parallel.topology import Topology
-from pypto_serving.parallel.weights import ModelParts
+from pypto_serving.parallel.topology import ModelParts, Placement, Topology, place_ranks
 from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.kernels import why_torch
 from pypto_serving.setup.options import Options

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pypto_serving.parallel.placement import Placement
+from pypto_serving.parallel.topology import Placement
 from pypto_serving.setup.events import endpoint_of
 from pypto_serving.setup.host import HostFacts
 from pypto_serving.types.config import CacheConfig, EngineConfig

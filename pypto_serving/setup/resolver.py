@@ -10,7 +10,7 @@ import msgspec
 
 from pypto_serving.backend.defaults import BACKEND_DEFAULTS, BackendDefaults
 from pypto_serving.errors import ConfigError
-from pypto_serving.model.null.spec import NULL_MODELS
+from pypto_serving.model.null_models import NULL_MODELS
 from pypto_serving.parallel.topology import Topology
 from pypto_serving.setup.blocks import choose_block_size
 from pypto_serving.setup.events import check_ports, choose_events

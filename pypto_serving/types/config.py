@@ -11,8 +11,7 @@ import msgspec
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.logs import LogFormat
-from pypto_serving.parallel.placement import Placement
-from pypto_serving.parallel.topology import Topology
+from pypto_serving.parallel.topology import Placement, Topology
 from pypto_serving.types.kv import KVCacheGroupSpec, max_live_blocks, publication_lag, resume_step
 from pypto_serving.types.step import BackendLimits
 from pypto_serving.types.tier import StorePolicy, TierConfig

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from pypto_serving.parallel.weights import ModelParts
+from pypto_serving.parallel.topology import ModelParts
 from pypto_serving.types.kv import KVCacheGroupSpec
 
 SERVING_DTYPES = ("float32", "bfloat16")

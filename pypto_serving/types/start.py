@@ -8,7 +8,7 @@ import msgspec
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.logs import LogFormat
-from pypto_serving.parallel.placement import NumaNode
+from pypto_serving.parallel.topology import NumaNode
 from pypto_serving.processes import ChildFault, ChildProgress
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.tier import Tier

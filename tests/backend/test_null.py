@@ -12,7 +12,7 @@ from pypto_serving.backend.base import StepInputs
 from pypto_serving.backend.null.pages import next_digest
 from pypto_serving.backend.null.program import NullProgram
 from pypto_serving.backend.numpy_sampler import uniforms
-from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
+from pypto_serving.model.null_models import deepseek_v4_groups, plain_groups
 from pypto_serving.types.step import BackendTraits
 from tests.simulation import null_config
 

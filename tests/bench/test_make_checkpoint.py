@@ -11,11 +11,10 @@ import pytest
 import random_weights
 import typer
 
-from pypto_serving.model.formats.dequantise import dequantised
-from pypto_serving.model.formats.matrix_tensors import MatrixTensors
+from pypto_serving.model.checkpoint import StoredTensors
+from pypto_serving.model.formats.values import MatrixTensors, dequantised
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.model.registry import read_config
-from pypto_serving.model.tensors import StoredTensors
 
 SMALL = {"hidden_size": 64, "num_attention_heads": 8, "head_dim": 64, "q_lora_rank": 32, "o_lora_rank": 32}
 FEW_LAYERS = {"num_hidden_layers": 3, "compress_ratios": [0, 4, 128, 0], "n_routed_experts": 8}

@@ -16,7 +16,7 @@ from roofline_steps import REST, STEP, Steps
 from roofline_work import Batch, Work
 
 from pypto_serving.kernels import Engine, runnable
-from pypto_serving.kernels.roofline import BandwidthMemory, peak
+from pypto_serving.kernels.engine import BandwidthMemory, peak
 from pypto_serving.types.config import Head
 from tests.checkpoints import make_checkpoint
 from tests.needs import needs_kernels

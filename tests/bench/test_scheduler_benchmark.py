@@ -7,7 +7,7 @@ import itertools
 from scheduler import Ours, cells, growth
 from scheduler_trace import PREFIX_TOKENS, Arrival, Replay, Trace, at_context, replay, steady, with_waiting
 
-from pypto_serving.model.null.spec import deepseek_v4_groups
+from pypto_serving.model.null_models import deepseek_v4_groups
 
 
 def small(*arrivals: Arrival) -> Trace:

@@ -18,7 +18,7 @@ from pypto_serving.api.prompting.prompts import ENCODER_OF_ARCHITECTURE
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.cli import main
 from pypto_serving.errors import ConfigError, ContextLengthError, EngineDeadError, RequestError, RequestFailedError
-from pypto_serving.parallel.placement import place_ranks
+from pypto_serving.parallel.topology import place_ranks
 from pypto_serving.setup.host import read_host_facts
 from tests.api.checkpoint import write_deepseek_v4
 from tests.checkpoints import make_checkpoint

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pypto_serving.kernels.library import runnable
+from pypto_serving.kernels.abi import runnable
 from tests.e2e.restart_clients import Answer, Clients, Shape, end, next_round, one_round
 from tests.e2e.server import Server
 

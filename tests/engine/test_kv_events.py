@@ -21,7 +21,7 @@ from pypto_serving.engine.kv_events import (
 )
 from pypto_serving.errors import ConfigError
 from pypto_serving.kv.events import EventLog
-from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
+from pypto_serving.model.null_models import deepseek_v4_groups, plain_groups
 from pypto_serving.types.kv import FullSpec, WindowSpec
 from pypto_serving.types.tier import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Tier, TierConfig
 from tests.engine.event_reader import EventReader

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
+from pypto_serving.model.null_models import deepseek_v4_groups, plain_groups
 from pypto_serving.sched.step import Step
 from pypto_serving.types.arrays import unpack_ids
 from pypto_serving.types.step import BackendTraits, StepPlan

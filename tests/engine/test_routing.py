@@ -15,7 +15,7 @@ from pypto_serving.bench.simulator import Machine, TimeModel
 from pypto_serving.bench.traces import EXCERPT, load_trace
 from pypto_serving.engine import routing
 from pypto_serving.engine.routing import AFFINITY, KnownPrefixes, Router
-from pypto_serving.model.null.spec import plain_groups
+from pypto_serving.model.null_models import plain_groups
 from pypto_serving.types.arrays import pack_ids
 from pypto_serving.types.kv import WindowSpec
 from pypto_serving.types.request import StepStats

@@ -12,11 +12,9 @@ import pytest
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.kernels import ElementType, Engine, Extent, KVCacheLayer, Recording, Scoring, StepRows, runnable
-from pypto_serving.kernels.abi import Arguments, KernelLibrary
-from pypto_serving.kernels.arguments import Handle
+from pypto_serving.kernels.abi import Arguments, Handle, KernelLibrary, library
 from pypto_serving.kernels.constants import differing
 from pypto_serving.kernels.forms import Inputs, Scale, Weights
-from pypto_serving.kernels.library import library
 from pypto_serving.kernels.operands import Epilogue
 from pypto_serving.types.weights import Layout
 from tests.kernels.layouts import Array

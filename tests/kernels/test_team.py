@@ -13,7 +13,7 @@ import pytest
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.kernels import Engine, KVCacheLayer, Recording, Scoring, runnable
-from pypto_serving.kernels.library import INSTRUCTION_SETS
+from pypto_serving.kernels.abi import INSTRUCTION_SETS
 from tests.kernels.layouts import random_bf16
 from tests.kernels.stage import Stage, engine_of, matrix_of
 from tests.needs import needs_kernels

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pypto_serving.backend.null.program import NullBackend
 from pypto_serving.kv.group import ResumePoints, make_groups
 from pypto_serving.kv.manager import KVCacheManager
-from pypto_serving.model.null.spec import deepseek_v4_groups
+from pypto_serving.model.null_models import deepseek_v4_groups
 from pypto_serving.store.files import FileStore
 from pypto_serving.types.kv import (
     CHECKPOINT_TOKENS,

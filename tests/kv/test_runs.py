@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pypto_serving.kv.manager import KVCacheManager
-from pypto_serving.model.null.spec import deepseek_v4_groups
+from pypto_serving.model.null_models import deepseek_v4_groups
 from pypto_serving.types.kv import KVCacheGroupSpec, RecentSpec, max_live_blocks, publication_lag
 from tests.kv.groups import GROUPS, blocks_in_use
 from tests.simulation import Simulation, null_config

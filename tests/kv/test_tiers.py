@@ -9,7 +9,7 @@ import pytest
 
 from pypto_serving.backend.null.program import NullBackend
 from pypto_serving.kv.lower_tier import LowerTier
-from pypto_serving.model.null.spec import plain_groups
+from pypto_serving.model.null_models import plain_groups
 from pypto_serving.store.disk import DiskStore
 from pypto_serving.store.slab import stride_of
 from pypto_serving.types.request import ClearCache

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
+from pypto_serving.model.null_models import deepseek_v4_groups, plain_groups
 from pypto_serving.types.kv import CompressedSpec, FullSpec, KVCacheGroupSpec, KVTensorSpec, StateSpec, WindowSpec
 from pypto_serving.types.tier import TIERS, TierConfig
 from tests.simulation import Simulation, in_pages, null_config

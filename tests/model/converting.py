@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from pypto_serving.model.checkpoint import StoredTensors
 from pypto_serving.model.convert.conversion import convert
-from pypto_serving.model.convert.encodings import Encoding
-from pypto_serving.model.formats.dequantise import dequantised
-from pypto_serving.model.formats.matrix_tensors import MatrixTensors
+from pypto_serving.model.convert.rounding import Encoding
+from pypto_serving.model.formats.values import MatrixTensors, dequantised
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.model.registry import load_config
-from pypto_serving.model.tensors import StoredTensors
 from pypto_serving.types.arrays import Float32Array
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pypto_serving.backend.cpu import CpuBackend
-from pypto_serving.model.family import Serving
-from pypto_serving.model.registry import load_spec
+from pypto_serving.model.registry import Serving, load_spec
 from pypto_serving.types.config import EngineConfig
 from tests.configs import change_config, make_config
 

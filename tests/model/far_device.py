@@ -20,10 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from pypto_serving.model.family import Serving
+from pypto_serving.model.attention import StepTensors
 from pypto_serving.model.loader import TorchWeights
-from pypto_serving.model.registry import load_config, load_spec, model_family
-from pypto_serving.model.step import StepTensors
+from pypto_serving.model.registry import Serving, load_config, load_spec, model_family
 from pypto_serving.types.kv import KVCacheGroupSpec
 from tests.configs import make_config
 

@@ -17,9 +17,8 @@ from pypto_serving.backend.base import HostBlocks, Progress, StepInputs, StepOut
 from pypto_serving.backend.native import NativeLoader
 from pypto_serving.backend.ranks.split_blocks import SplitBlocks, serve_blocks
 from pypto_serving.kernels import Engine, Link, Links, NativeCollectives, Recording, SharedMemory, runnable
-from pypto_serving.model.family import Serving
 from pypto_serving.model.packed_weights import PackedWeights
-from pypto_serving.model.registry import load_config, load_spec, model_family
+from pypto_serving.model.registry import Serving, load_config, load_spec, model_family
 from pypto_serving.parallel.topology import Topology
 from pypto_serving.types.step import BackendTraits
 from tests.configs import change_config

@@ -11,8 +11,7 @@ import numpy as np
 
 from pypto_serving.backend.base import Progress, StepInputs
 from pypto_serving.backend.cpu import CpuBackend
-from pypto_serving.model.family import Serving
-from pypto_serving.model.registry import load_spec
+from pypto_serving.model.registry import Serving, load_spec
 from pypto_serving.types.config import Activations, Head
 from pypto_serving.types.step import BackendTraits
 from tests.configs import make_config

@@ -24,9 +24,8 @@ from pypto_serving.errors import ConfigError, ModelError, PyptoError
 from pypto_serving.kernels import runnable
 from pypto_serving.model.checkpoint import INDEX_FILE, SINGLE_FILE, UNFINISHED_FILE, Checkpoint
 from pypto_serving.model.convert.conversion import convert as convert_checkpoint
-from pypto_serving.model.convert.encodings import W8A8, Encoding
-from pypto_serving.model.family import Serving
-from pypto_serving.model.registry import load_config, load_spec
+from pypto_serving.model.convert.rounding import W8A8, Encoding
+from pypto_serving.model.registry import Serving, load_config, load_spec
 from tests.model.conftest import MakeCheckpoint
 from tests.model.sequences import Array, Sequences, load_program
 from tests.needs import needs_kernels
@@ -39,7 +38,7 @@ import os, signal, sys
 from pathlib import Path
 from pypto_serving.model.checkpoint import Checkpoint, INDEX_FILE, SINGLE_FILE
 from pypto_serving.model.convert.conversion import convert
-from pypto_serving.model.convert.encodings import W8A8
+from pypto_serving.model.convert.rounding import W8A8
 source, target, calls = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 def progress(*_):
     global calls
@@ -53,7 +52,7 @@ MEASURED = """
 import os, sys
 from pathlib import Path
 from pypto_serving.model.convert.conversion import convert
-from pypto_serving.model.convert.encodings import W4A16, W8A8, Mxfp4
+from pypto_serving.model.convert.rounding import W4A16, W8A8, Mxfp4
 
 def kib(field):
     return int(Path("/proc/self/status").read_text().split(field + ":")[1].split()[0])

@@ -19,10 +19,18 @@ from pypto_serving.errors import ModelError
 from pypto_serving.kernels import round_int4, runnable
 from pypto_serving.model.checkpoint import Checkpoint
 from pypto_serving.model.convert.conversion import convert
-from pypto_serving.model.convert.encodings import W4A16, W8A8, Encoding, Mxfp4
-from pypto_serving.model.convert.rounding import INT4_LEVELS, to_int4, to_int4_in_numpy, to_mxfp4
+from pypto_serving.model.convert.rounding import (
+    INT4_LEVELS,
+    W4A16,
+    W8A8,
+    Encoding,
+    Mxfp4,
+    to_int4,
+    to_int4_in_numpy,
+    to_mxfp4,
+)
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
-from pypto_serving.model.formats.bits import E2M1, E8M0, nibbles
+from pypto_serving.model.formats.values import E2M1, E8M0, nibbles
 from pypto_serving.model.registry import load_config, load_spec, read_config
 from pypto_serving.types.arrays import Float32Array
 from tests.checkpoints import make_checkpoint

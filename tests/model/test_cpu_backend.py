@@ -15,8 +15,7 @@ from pypto_serving.backend.cpu import CpuBackend
 from pypto_serving.errors import ConfigError, ModelError
 from pypto_serving.model.attention import KVArena, product
 from pypto_serving.model.checkpoint import SINGLE_FILE
-from pypto_serving.model.family import Serving
-from pypto_serving.model.registry import load_spec
+from pypto_serving.model.registry import Serving, load_spec
 from pypto_serving.types.kv import FullSpec, KVTensorSpec
 from pypto_serving.types.tier import TierConfig
 from tests.configs import change_config

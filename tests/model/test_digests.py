@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pypto_serving.errors import ModelError
 from pypto_serving.model import digests as module
-from pypto_serving.model.digests import digests
+from pypto_serving.model.fingerprint import digests
 
 CONTENT = os.urandom(10_500)
 CHUNK = 1000

@@ -17,17 +17,15 @@ from safetensors.torch import load_file, save_file
 
 from pypto_serving.errors import ModelError
 from pypto_serving.kernels import Engine
-from pypto_serving.model.checkpoint import Checkpoint
+from pypto_serving.model.checkpoint import Checkpoint, StoredTensors
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.fields import Fields
-from pypto_serving.model.formats.dequantise import dequantised
-from pypto_serving.model.formats.matrix_tensors import MatrixTensors
 from pypto_serving.model.formats.schemes import Coded
 from pypto_serving.model.formats.section import read_quantization
+from pypto_serving.model.formats.values import MatrixTensors, dequantised
 from pypto_serving.model.packed_weights import PackedWeights
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.model.registry import load_config, load_spec, read_config
-from pypto_serving.model.tensors import StoredTensors
 from tests.checkpoints import make_checkpoint
 from tests.model.configs import MOE, write
 from tests.needs import needs_kernels

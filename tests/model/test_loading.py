@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from pypto_serving.kernels import runnable
-from pypto_serving.model.family import Serving
-from pypto_serving.model.registry import load_spec
+from pypto_serving.model.registry import Serving, load_spec
 from tests.deepseek_v4 import HEAVY, SLIDING, SPARSE
 from tests.model.conftest import MakeCheckpoint
 

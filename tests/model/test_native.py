@@ -15,8 +15,7 @@ import pytest
 from pypto_serving.backend.cpu import CpuBackend
 from pypto_serving.errors import ConfigError
 from pypto_serving.kernels import runnable
-from pypto_serving.model.family import Serving
-from pypto_serving.model.registry import load_config, load_spec, model_family
+from pypto_serving.model.registry import Serving, load_config, load_spec, model_family
 from tests.model.conftest import MakeCheckpoint
 from tests.model.cpu_backend import config_for, prepare, resident_bytes
 from tests.model.sequences import Sequences, compute

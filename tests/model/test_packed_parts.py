@@ -15,11 +15,10 @@ from pypto_serving.errors import ModelError
 from pypto_serving.kernels import Engine, Matrix, NativeCollectives, SharedMemory, hashes, runnable
 from pypto_serving.model.packed_weights import PackedWeights
 from pypto_serving.model.packed_weights_file import PackedFile
+from pypto_serving.model.products import cut
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.model.registry import load_config
-from pypto_serving.model.shares import cut
-from pypto_serving.parallel.placement import Placement
-from pypto_serving.parallel.topology import Rank, Topology
+from pypto_serving.parallel.topology import Placement, Rank, Topology
 from tests.checkpoints import make_checkpoint
 from tests.model.conftest import MakeCheckpoint
 from tests.model.cpu_backend import config_for

@@ -14,9 +14,8 @@ import pytest
 
 from pypto_serving.kernels import Matrix, PackedForm, runnable
 from pypto_serving.kernels.forms import Scale, Weights
-from pypto_serving.model.family import Serving
 from pypto_serving.model.packed_weights import PackedWeights
-from pypto_serving.model.registry import load_spec
+from pypto_serving.model.registry import Serving, load_spec
 from pypto_serving.parallel.topology import Rank, Topology
 from tests.checkpoints import make_checkpoint
 from tests.model.ranks import RankedProgram

@@ -15,11 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from pypto_serving.errors import ConfigError, ModelError
 from pypto_serving.kernels import runnable
-from pypto_serving.model.family import Serving
-from pypto_serving.model.formats.eight_bits import Int8
+from pypto_serving.model.formats.schemes import Int8
 from pypto_serving.model.packed_weights import PackedWeights
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
-from pypto_serving.model.registry import load_config, load_spec
+from pypto_serving.model.registry import Serving, load_config, load_spec
 from pypto_serving.setup.host import read_host_facts
 from pypto_serving.setup.options import make_options
 from pypto_serving.setup.resolver import resolve

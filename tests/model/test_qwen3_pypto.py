@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from pypto_serving.backend.base import StepInputs
+from pypto_serving.model.checkpoint import StoredTensors
 from pypto_serving.model.contract import Argument, bind, of_role, same_arguments
 from pypto_serving.model.qwen3.config import Qwen3Config
 from pypto_serving.model.qwen3.pypto import Qwen3Contract
 from pypto_serving.model.registry import load_config
-from pypto_serving.model.tensors import StoredTensors
 from pypto_serving.types.step import BackendTraits
 from tests.checkpoints import make_checkpoint
 from tests.model.configs import QWEN3_14B

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from pypto_serving.model.deepseek_v4.released import FLASH
-from pypto_serving.model.family import Serving
-from pypto_serving.model.registry import model_family
+from pypto_serving.model.deepseek_v4.config import FLASH
+from pypto_serving.model.registry import Serving, model_family
 from pypto_serving.parallel.topology import Topology
 from pypto_serving.types.model import ModelSpec
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from pypto_serving.model.convert.encodings import W4A16, W8A8, Encoding, Mxfp4
+from pypto_serving.model.convert.rounding import W4A16, W8A8, Encoding, Mxfp4
 from tests.checkpoints import make_checkpoint
 from tests.model.converting import converted, tensors_of, values
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from pypto_serving.kernels import runnable
-from pypto_serving.model.family import Serving
-from pypto_serving.model.registry import load_spec
+from pypto_serving.model.registry import Serving, load_spec
 from tests.checkpoints import make_checkpoint
 from tests.model.neighbours import OUTPUT, PROMPT, TOKENS, assert_same, run_among_others
 from tests.model.sequences import Sequences, load_program

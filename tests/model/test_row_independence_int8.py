@@ -12,7 +12,7 @@ import pytest
 
 from pypto_serving.kernels import runnable
 from pypto_serving.model.convert.conversion import convert
-from pypto_serving.model.convert.encodings import W8A8
+from pypto_serving.model.convert.rounding import W8A8
 from tests.checkpoints import make_checkpoint
 from tests.model.conftest import MakeCheckpoint
 from tests.model.neighbours import BUNDLED, OUTPUT, PROMPT, TOKENS, assert_same, run_among_others

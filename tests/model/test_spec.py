@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from pypto_serving.errors import ModelError
-from pypto_serving.model.family import Serving
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
-from pypto_serving.model.registry import load_config, load_spec, model_family
+from pypto_serving.model.registry import Serving, load_config, load_spec, model_family
 from tests.model.configs import MOE, RELEASED, write
 
 

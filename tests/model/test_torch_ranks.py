@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pypto_serving.model.family import Serving
-from pypto_serving.model.registry import load_spec
+from pypto_serving.model.registry import Serving, load_spec
 from pypto_serving.parallel.topology import Topology
 from tests.model.conftest import MakeCheckpoint
 from tests.model.torch_ranks import AT_ONCE, CHUNKS, TorchRankedProgram, logits_of

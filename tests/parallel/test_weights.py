@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pypto_serving.parallel.topology import Rank, Topology
-from pypto_serving.parallel.weights import ModelParts, SplitWeights, TokenBytes, merged
+from pypto_serving.parallel.topology import ModelParts, Rank, SplitWeights, TokenBytes, Topology, merged
 
 WEIGHTS = (
     SplitWeights(layers=(0,), split="columns", outputs=100, num_bytes=1000),

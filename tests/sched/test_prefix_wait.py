@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
+from pypto_serving.model.null_models import deepseek_v4_groups, plain_groups
 from pypto_serving.sched import admission
 from pypto_serving.types.arrays import unpack_ids
 from pypto_serving.types.config import EngineConfig

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pypto_serving.backend.null.program import NullProgram
 from pypto_serving.errors import ConfigError
-from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
+from pypto_serving.model.null_models import deepseek_v4_groups, plain_groups
 from pypto_serving.types.arrays import unpack_ids
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.guide import Grammar, Guide

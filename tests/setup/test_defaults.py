@@ -8,8 +8,8 @@ import pytest
 
 from pypto_serving.backend import BACKENDS
 from pypto_serving.backend.defaults import BACKEND_DEFAULTS
-from pypto_serving.kernels.library import INSTRUCTION_SETS
-from pypto_serving.model.null.spec import NULL_MODELS, null_spec
+from pypto_serving.kernels.abi import INSTRUCTION_SETS
+from pypto_serving.model.null_models import NULL_MODELS, null_spec
 from pypto_serving.setup.option_table import DEFAULTS, QUIET_DEFAULTS, RULES, TABLE
 from pypto_serving.setup.options import Options
 from pypto_serving.setup.prepare import model_spec

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pypto_serving.backend.base import StepBuffers
 from pypto_serving.errors import ConfigError
-from pypto_serving.model.null.spec import deepseek_v4_groups
+from pypto_serving.model.null_models import deepseek_v4_groups
 from pypto_serving.sched.admission import require_blocks
 from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.kv_shares import TRANSFERRED_PART, max_sequence_bytes, plan_groups, resume_bytes

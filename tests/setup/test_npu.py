@@ -9,9 +9,7 @@ import msgspec
 import pytest
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.parallel.placement import NumaNode
-from pypto_serving.parallel.topology import Topology
-from pypto_serving.parallel.weights import ModelParts
+from pypto_serving.parallel.topology import ModelParts, NumaNode, Topology
 from pypto_serving.setup.host import has_npu
 from pypto_serving.setup.resolver import Resolved
 from pypto_serving.util import GIB

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pypto_serving.parallel.placement import NumaNode, place_ranks
+from pypto_serving.parallel.topology import NumaNode, place_ranks
 from pypto_serving.setup.numa import NODES, read_nodes
 
 EIGHT = range(8)

@@ -8,9 +8,7 @@ import msgspec
 import pytest
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.parallel.placement import NumaNode, Placement
-from pypto_serving.parallel.topology import Topology
-from pypto_serving.parallel.weights import ModelParts, SplitWeights
+from pypto_serving.parallel.topology import ModelParts, NumaNode, Placement, SplitWeights, Topology
 from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.options import make_options
 from pypto_serving.setup.rank_plan import LEADER_BYTES, RANK_BYTES, RankWorkspace, plan_ranks

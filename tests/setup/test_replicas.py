@@ -7,7 +7,7 @@ import pytest
 
 from pypto_serving.cli.report import show
 from pypto_serving.errors import ConfigError
-from pypto_serving.parallel.placement import NumaNode
+from pypto_serving.parallel.topology import NumaNode
 from pypto_serving.util import format_size
 from tests.setup.small import HOST, WITH_KERNELS, make_model, make_resolved, setting
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.model.null.spec import deepseek_v4_groups
+from pypto_serving.model.null_models import deepseek_v4_groups
 from pypto_serving.setup.host import DiskFacts
 from pypto_serving.setup.option_table import RULES
 from pypto_serving.setup.options import Options, make_options

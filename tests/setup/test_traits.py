@@ -9,8 +9,8 @@ import pytest
 
 from pypto_serving.backend.defaults import BACKEND_DEFAULTS
 from pypto_serving.errors import ConfigError
-from pypto_serving.model.family import DEFAULT_BLOCK_SIZE
-from pypto_serving.model.null.spec import null_spec
+from pypto_serving.model.null_models import null_spec
+from pypto_serving.model.registry import DEFAULT_BLOCK_SIZE
 from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.options import make_options
 from pypto_serving.setup.resolver import Resolved, resolve

@@ -12,7 +12,7 @@ import pytest
 
 from pypto_serving.backend.null.program import NullProgram
 from pypto_serving.kernels import zeros
-from pypto_serving.parallel.placement import Placement
+from pypto_serving.parallel.topology import Placement
 from pypto_serving.types.arrays import BlockBytes
 from pypto_serving.types.kv import FullSpec, KVTensorSpec
 from pypto_serving.worker import loop

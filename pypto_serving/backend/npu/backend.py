@@ -21,11 +21,11 @@ from pypto_serving.backend.npu.programs import ProgramLibrary, Programs, find_li
 from pypto_serving.backend.npu.runtime import Runtime
 from pypto_serving.errors import ConfigError, ModelError
 from pypto_serving.kernels import Engine, NativeSampler
-from pypto_serving.kernels.library import runnable
+from pypto_serving.kernels.abi import runnable
+from pypto_serving.model.checkpoint import StoredTensors
 from pypto_serving.model.contract import StageName, of_role, same_arguments
 from pypto_serving.model.fingerprint import checkpoint_state, program_fingerprint
 from pypto_serving.model.registry import CheckpointConfig, read_config
-from pypto_serving.model.tensors import StoredTensors
 from pypto_serving.types.sampler import Sampler
 
 REPORT_S, MOST_REPORTS = 10.0, 180

@@ -24,7 +24,7 @@ from pypto_serving.errors import ConfigError, PyptoError
 from pypto_serving.kernels import SharedMemory
 from pypto_serving.logs import configure as configure_logs
 from pypto_serving.model.fingerprint import file_digests
-from pypto_serving.parallel.placement import Placement, place_ranks
+from pypto_serving.parallel.topology import Placement, place_ranks
 from pypto_serving.processes import ChildFault, ChildProgress, Parent, run_child
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.start import JOINED, HostHello, HostJoin, HostStart, read_secret

@@ -26,7 +26,7 @@ from pypto_serving.backend.ranks.handshake import (
     listen,
 )
 from pypto_serving.errors import EXIT_USAGE, ConfigError, EngineDeadError
-from pypto_serving.kernels.library import library
+from pypto_serving.kernels.abi import library
 from pypto_serving.processes import ChildFault
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.start import HostHello, HostStart, read_secret

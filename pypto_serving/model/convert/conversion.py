@@ -2,6 +2,8 @@
 
 A file gets its name when it is complete and on disk, and config.json comes last, so an unfinished conversion never
 looks like a checkpoint. The output depends on the source, the format and the version of this program alone.
+
+from __future__ import annotations
 """
 
 from __future__ import annotations
@@ -19,20 +21,79 @@ from typing import Any
 import numpy as np
 
 from pypto_serving.errors import ModelError
-from pypto_serving.model.checkpoint import INDEX_FILE, ITEM_BYTES, SINGLE_FILE, UNFINISHED_FILE, Checkpoint
-from pypto_serving.model.convert.encodings import Encoding
+from pypto_serving.model.checkpoint import (
+    INDEX_FILE,
+    ITEM_BYTES,
+    SINGLE_FILE,
+    UNFINISHED_FILE,
+    Checkpoint,
+    Expected,
+    Progress,
+    StoredTensors,
+    bfloat16,
+)
 from pypto_serving.model.convert.files import as_json, claim, copy, new_file, write
-from pypto_serving.model.convert.plan import Plan, Weight
+from pypto_serving.model.convert.rounding import Encoding
 from pypto_serving.model.fields import read_json_file
-from pypto_serving.model.formats.dequantise import dequantised
-from pypto_serving.model.formats.eight_bits import Fp8
-from pypto_serving.model.formats.four_bits import RowCodes
-from pypto_serving.model.formats.matrix_tensors import MatrixTensors
+from pypto_serving.model.formats.schemes import PLAIN, Fp8, RowCodes, Scheme
 from pypto_serving.model.formats.section import SECTION_FILES
+from pypto_serving.model.formats.values import MatrixTensors, dequantised
 from pypto_serving.model.registry import CONFIG_FILE, CheckpointConfig, read_config
-from pypto_serving.model.tensors import Progress, StoredTensors, bfloat16
 from pypto_serving.types.arrays import Array
+from pypto_serving.types.weights import Table
 from pypto_serving.util import write_at
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A weight of the target, made of the tensor `source`: a matrix in `encoding`, or in `dtype`; "" is as stored.
+
+    shape, scheme: of the source, whose matrices are called `module.weight`.
+    """
+
+    source: str
+    shape: tuple[int, ...]
+    scheme: Scheme = PLAIN
+    encoding: Encoding | None = None
+    dtype: str = ""
+
+    def tensors(self) -> list[str]:
+        """List the tensors that the weight is stored in."""
+        if self.scheme == PLAIN:
+            return [self.source]
+        n, k = self.shape
+        return list(self.scheme.expected(self.source.removesuffix(".weight"), n, k))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The weights of the target by name.
+
+    expected, ignores: what the source must hold, and may.
+    config: values of config.json that change; None removes a key.
+    """
+
+    weights: Mapping[str, Weight]
+    expected: Mapping[str, Expected]
+    ignores: Callable[[str], bool]
+    config: Mapping[str, Any]
+
+    def check(self) -> None:
+        """Raise ModelError for weights that were rounded too far already, or that an encoding does not hold."""
+        for name, weight in self.weights.items():
+            if weight.encoding is not None:
+                _require_fine(weight.scheme)
+                n, k = weight.shape
+                weight.encoding.scheme.expected(name.removesuffix(".weight"), n, k)
+
+
+def _require_fine(scheme: Scheme) -> None:
+    is_fp4 = isinstance(scheme, RowCodes) and scheme.table == Table.E2M1
+    if not (scheme == PLAIN or is_fp4 or isinstance(scheme, Fp8)):
+        raise ModelError(
+            f"its weights are quantised already ({scheme.name}); give the checkpoint that it was made from"
+        )
+
 
 _CHUNK = 1 << 18
 """Elements converted at once by a thread: they stay in a cache."""

@@ -2,25 +2,188 @@
 
 Every query gathers its own rows: first its window, then compressed entries in order, padded to whole tiles. The size
 of a query's products depends on its position alone. So prefill and decode compute the same, alone or in a batch.
+
+from __future__ import annotations
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from pypto_serving.model.attention import StepTensors
 from pypto_serving.model.collectives import TorchCollectives
-from pypto_serving.model.deepseek_v4.compressor import ClosedWindows, Compressor
-from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
+from pypto_serving.model.deepseek_v4.config import DeepseekV4Config, LayerKind
 from pypto_serving.model.deepseek_v4.layers import apply_rope, matrix, vector
-from pypto_serving.model.deepseek_v4.pages import LayerRows, StepSlots, TorchPages
-from pypto_serving.model.deepseek_v4.parts import LayerKind
 from pypto_serving.model.layers import Linear, rms_norm
-from pypto_serving.model.loader import TorchWeights
-from pypto_serving.model.shares import cut, rows_of
+from pypto_serving.model.loader import TorchWeights, torch_dtype
+from pypto_serving.model.products import cut, rows_of
+from pypto_serving.parallel.topology import Rank
+from pypto_serving.types.kv import KVCacheGroupSpec
+
+
+class TorchPages:
+    """Owns the blocks of one KV group whose rows all have one width: `rows` [blocks * rows per block, width].
+
+    A block holds tensor after tensor, and each tensor layer after layer. One hidden block after the others stays zero
+    and serves positions that do not exist. Memory is committed when first written. All ranks have the same blocks.
+    """
+
+    def __init__(self, group: KVCacheGroupSpec, num_blocks: int, comm: TorchCollectives) -> None:
+        tensors = group.tensors
+        (width,) = {tensor.row_shape[0] for tensor in tensors}
+        with torch.inference_mode(False):  # others may write pages too
+            memory = comm.pages((num_blocks + 1) * group.block_bytes).view(num_blocks + 1, -1)
+            self.blocks = memory.view(torch_dtype(tensors[0].dtype))
+        self.rows = self.blocks.view(-1, width)
+        self.block_size, self.zero_block = group.block_size, num_blocks
+        self.rows_per_block = self.blocks.shape[1] // width
+        self._starts: dict[tuple[str, int], tuple[int, int]] = {}
+        start = 0
+        for tensor in tensors:
+            for layer in tensor.layers:
+                self._starts[tensor.name, layer] = (start, tensor.ratio)
+                start += group.block_size // tensor.ratio
+
+    def layer(self, tensor: str, layer: int) -> LayerRows:
+        """Return the rows of one tensor in one layer."""
+        return LayerRows(self, *self._starts[tensor, layer])
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRows:
+    """Rows of one tensor in one layer. Slots count source tokens; `ratio` of them share a row."""
+
+    pages: TorchPages
+    start: int
+    ratio: int
+
+    def _index(self, slots: Tensor) -> Tensor:
+        block, offset = slots // self.pages.block_size, slots % self.pages.block_size
+        return block * self.pages.rows_per_block + self.start + offset // self.ratio
+
+    def write(self, slots: Tensor, values: Tensor) -> None:
+        """Store `values` [n, width] in `slots` [n]."""
+        self.pages.rows.index_copy_(0, self._index(slots), values.to(self.pages.rows.dtype))
+
+    def read(self, slots: Tensor) -> Tensor:
+        """Read the rows of `slots` [n, k] in float32, [n, k, width]."""
+        return self.pages.rows.index_select(0, self._index(slots).flatten()).float().view(*slots.shape, -1)
+
+
+class StepSlots:
+    """Slots of one step's tokens in every KV group.
+
+    `owners` [t] is the row of each token. Padding belongs to an extra row after the last one, with null blocks.
+    """
+
+    def __init__(self, step: StepTensors, pages: Mapping[str, TorchPages]) -> None:
+        self.token_ids, self.positions = step.token_ids, step.positions
+        places = torch.arange(len(step.token_ids), device=step.positions.device)
+        self.owners = torch.searchsorted(step.query_start[1:].contiguous(), places, right=True)
+        self.slots = dict(zip(pages, step.slots, strict=True))
+        self._pages = pages
+        self._tables = {
+            name: torch.nn.functional.pad(table, (0, 0, 0, 1))
+            for name, table in zip(pages, step.block_tables, strict=True)
+        }
+
+    def find(self, group: str, tokens: Tensor, positions: Tensor, exists: Tensor) -> Tensor:
+        """Find the slots of `positions` [n, k] in the sequences of `tokens` [n]; a zero row where not `exists`."""
+        pages, table = self._pages[group], self._tables[group]
+        index = (positions // pages.block_size).clamp(0, table.shape[1] - 1)
+        blocks = table[self.owners[tokens][:, None], index].where(exists, pages.zero_block)
+        return blocks * pages.block_size + positions % pages.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedWindows:
+    """The n compressor windows that a step's tokens close, in layers of one kind.
+
+    `tokens` [n] close them; `first` [n] is the position of a window's first token. `positions` [n, span] are the tokens
+    that an entry covers. `exists` [n, span] masks positions before the sequence.
+    """
+
+    tokens: Tensor
+    first: Tensor
+    positions: Tensor
+    exists: Tensor
+
+    @classmethod
+    def of(cls, rows: StepSlots, ratio: int, overlap: int) -> ClosedWindows:
+        """Find windows of `ratio` tokens. Entries also cover `overlap` tokens before the window. Ratio 0 gives none."""
+        closes = (rows.positions + 1) % ratio == 0 if ratio else torch.zeros_like(rows.positions, dtype=torch.bool)
+        tokens = closes.nonzero().flatten()
+        first = rows.positions[tokens] - ratio + 1
+        positions = first[:, None] + torch.arange(-overlap, ratio, device=first.device)
+        return cls(tokens, first, positions, positions >= 0)
+
+
+class Compressor:
+    """Compresses windows of tokens into entries of `dim` channels. Its state is a float32 row [kv | gates] per token.
+
+    In CSA layers windows overlap: an entry uses the second half of the channels of its own window, and the first half
+    of the window before.
+    """
+
+    def __init__(
+        self,
+        model: DeepseekV4Config,
+        weights: TorchWeights,
+        prefix: str,
+        kind: LayerKind,
+        dim: int,
+        names: tuple[str, str],
+        rank: Rank,
+    ) -> None:
+        self.state_group, self.entry_group = names
+        self.kind, self.ratio, self.dim, self.eps = kind, model.ratio(kind), dim, model.rms_norm_eps
+        self.width = model.compressed_width(kind, dim)
+        own = rank.columns(self.width)
+        self.project = matrix(weights, f"{prefix}wkv", f"{prefix}wgate", dtype=torch.float32, outputs=own)
+        self.ape, self.norm = vector(weights, f"{prefix}ape"), vector(weights, f"{prefix}norm.weight")
+
+    def __call__(
+        self,
+        kv: Tensor,
+        gates: Tensor,
+        rows: StepSlots,
+        closed: ClosedWindows,
+        rope: tuple[Tensor, Tensor],
+        state: LayerRows,
+        entries: LayerRows,
+    ) -> None:
+        """Write the state of projected tokens, and the entries of closed windows.
+
+        `kv` and `gates` [t, width] are the two parts of `project`, `rope` is that of the windows' first tokens.
+        """
+        gates = gates + self.ape.index_select(0, rows.positions % self.ratio)
+        state.write(rows.slots[self.state_group], torch.cat([kv, gates], dim=1))
+        if not len(closed.tokens):
+            return
+        slots = rows.find(self.state_group, closed.tokens, closed.positions, closed.exists)
+        entry = rms_norm(self._weighted_mean(state.read(slots), closed.exists), self.norm, self.eps)
+        entries.write(rows.slots[self.entry_group][closed.tokens], apply_rope(entry, *rope))
+
+    def _weighted_mean(self, state: Tensor, exists: Tensor) -> Tensor:
+        """Average kv over the window, weighted by the softmax of the gates: [n, span, kv and gates] to [n, dim]."""
+        kv, gates = state.split(self.width, dim=2)
+        if self.kind == "csa":
+            kv, gates = self._halves(kv), self._halves(gates)
+        gates = gates.masked_fill(~exists[..., None], -torch.inf)
+        weights = torch.softmax(gates.transpose(1, 2).contiguous(), dim=2)
+        return (weights * kv.transpose(1, 2)).sum(dim=2)
+
+    def _halves(self, x: Tensor) -> Tensor:
+        """Take the first half of the channels of the earlier window, the second of the later, [n, windows, dim]."""
+        return torch.cat([x[:, : self.ratio, : self.dim], x[:, self.ratio :, self.dim :]], dim=1)
+
+    def linears(self) -> list[Linear]:
+        return [self.project]
+
 
 TILE = 64
 """Compressed entries are gathered in multiples of this."""

@@ -7,11 +7,9 @@ from typing import Any
 import numpy as np
 
 from pypto_serving.kernels import INDEXER_TOKENS, PANEL, NativeCollectives, PagedRows, Recording, zeros
-from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
+from pypto_serving.model.deepseek_v4.config import DeepseekV4Config, LayerKind
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
-from pypto_serving.model.deepseek_v4.parts import LayerKind
-from pypto_serving.model.products import Products
-from pypto_serving.model.shares import AttentionShare
+from pypto_serving.model.products import AttentionShare, Products
 from pypto_serving.types.arrays import Float32Array
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import KVCacheGroupSpec, Spans

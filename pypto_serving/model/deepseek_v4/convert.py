@@ -9,12 +9,12 @@ from collections.abc import Mapping
 
 from pypto_serving.errors import ModelError
 from pypto_serving.model.checkpoint import StoredTensor
-from pypto_serving.model.convert.encodings import W8A8, Encoding, section
-from pypto_serving.model.convert.plan import Plan, Weight
+from pypto_serving.model.convert.conversion import Plan, Weight
+from pypto_serving.model.convert.rounding import W8A8, Encoding, section
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
-from pypto_serving.model.formats.eight_bits import Int8
 from pypto_serving.model.formats.quantization import SECTION
+from pypto_serving.model.formats.schemes import Int8
 
 _ENCODED = ("linear", "expert")
 _IGNORED = ["head", r"re:.*\.(wq_a|wkv|wo_a|wgate|weights_proj|gate)$"]

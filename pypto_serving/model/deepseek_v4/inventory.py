@@ -10,11 +10,9 @@ from typing import get_args
 from pypto_serving.kernels.constants import GATE_HALF, PANEL
 from pypto_serving.model.checkpoint import Expected, StoredTensor
 from pypto_serving.model.contents import Shape, StoredBytes, StoredMatrix, as_stored
-from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
-from pypto_serving.model.deepseek_v4.parts import LayerKind
-from pypto_serving.model.deepseek_v4.storage import MATRICES, Role, Tensor, expected_plain
+from pypto_serving.model.deepseek_v4.config import MATRICES, DeepseekV4Config, LayerKind, Role, Tensor, expected_plain
 from pypto_serving.model.formats.schemes import Scheme, held, packed_bytes
-from pypto_serving.parallel.weights import Split, SplitWeights
+from pypto_serving.parallel.topology import Split, SplitWeights
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _SPLITS: Mapping[str, Split] = {

@@ -15,13 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pypto_serving.kernels.constants import GATE_HALF
+from pypto_serving.model.checkpoint import require_ids
 from pypto_serving.model.collectives import TorchCollectives
-from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
-from pypto_serving.model.deepseek_v4.parts import HyperConnections
-from pypto_serving.model.layers import Linear, rms_norm
+from pypto_serving.model.deepseek_v4.config import DeepseekV4Config, HyperConnections
+from pypto_serving.model.layers import Linear, SplitExperts, SplitMLP, rms_norm
 from pypto_serving.model.loader import TorchWeights
-from pypto_serving.model.moe import SplitExperts, SplitMLP
-from pypto_serving.model.tensors import require_ids
 
 MIN_ROWS = 8
 """Steps have a multiple of this many rows, so that 4 values of each row fill whole vectors."""

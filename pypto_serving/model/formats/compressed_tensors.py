@@ -14,11 +14,29 @@ from typing import Any
 
 from pypto_serving.kernels.constants import FP8_INPUTS
 from pypto_serving.model.fields import Fields
-from pypto_serving.model.formats.eight_bits import BLOCK, Fp8, Int8
-from pypto_serving.model.formats.four_bits import MXFP4, MXFP4_GROUP, NVFP4, NVFP4_GROUP, int4, int4_bytes
-from pypto_serving.model.formats.modules import CLASS, by_name_or_pattern, names_in
-from pypto_serving.model.formats.quantization import SECTION, Quantization, SchemeRule, refuse, require
-from pypto_serving.model.formats.schemes import PLAIN, Scheme
+from pypto_serving.model.formats.quantization import (
+    CLASS,
+    SECTION,
+    Quantization,
+    SchemeRule,
+    by_name_or_pattern,
+    names_in,
+    refuse,
+    require,
+)
+from pypto_serving.model.formats.schemes import (
+    BLOCK,
+    MXFP4,
+    MXFP4_GROUP,
+    NVFP4,
+    NVFP4_GROUP,
+    PLAIN,
+    Fp8,
+    Int8,
+    Scheme,
+    int4,
+    int4_bytes,
+)
 
 _MIXED = "mixed-precision"
 _SIZE = re.compile(r"[1-9][0-9]{0,8}")

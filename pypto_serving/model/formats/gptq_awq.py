@@ -23,12 +23,20 @@ from pypto_serving.kernels import planned_form
 from pypto_serving.kernels.constants import SCALED
 from pypto_serving.model.checkpoint import FLOATS, Expected
 from pypto_serving.model.fields import Fields
-from pypto_serving.model.formats.bits import AWQ_ORDER, nibbles
-from pypto_serving.model.formats.matrix_tensors import MatrixTensors
-from pypto_serving.model.formats.modules import EVERY, Modules, by_part, names_in
-from pypto_serving.model.formats.patterns import pattern
-from pypto_serving.model.formats.quantization import SECTION, Quantization, SchemeRule, refuse, require
+from pypto_serving.model.formats.quantization import (
+    EVERY,
+    SECTION,
+    Modules,
+    Quantization,
+    SchemeRule,
+    by_part,
+    names_in,
+    pattern,
+    refuse,
+    require,
+)
 from pypto_serving.model.formats.schemes import PLAIN, Scheme, groups_in
+from pypto_serving.model.formats.values import AWQ_ORDER, MatrixTensors, nibbles
 from pypto_serving.types.arrays import UInt8Array
 from pypto_serving.types.weights import CodesForm, Layout, StoredCodes, Table
 

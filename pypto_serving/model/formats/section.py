@@ -1,4 +1,10 @@
-"""Read `quantization_config` of config.json, by `quant_method`, or of a file beside it. Torch-free."""
+"""Read `quantization_config` of config.json, by `quant_method`, or of a file beside it. Torch-free.
+
+fp8: F8_E4M3 weights with a scale per block, as Qwen releases them. The tensor `weight_scale_inv` multiplies despite its
+    name, in bfloat16, float16, float32 or e8m0.
+modelopt: NVFP4 weights, https://github.com/NVIDIA/TensorRT-Model-Optimizer. What the KV cache is rounded to is left to
+    options.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +12,70 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pypto_serving.kernels.constants import FP8_INPUTS
+from pypto_serving.model.checkpoint import FLOATS
 from pypto_serving.model.fields import Fields, read_json_file
-from pypto_serving.model.formats import compressed_tensors, fp8, gptq_awq, modelopt
-from pypto_serving.model.formats.quantization import SECTION, Quantization, require
+from pypto_serving.model.formats import compressed_tensors, gptq_awq
+from pypto_serving.model.formats.quantization import (
+    EVERY,
+    SECTION,
+    Quantization,
+    SchemeRule,
+    by_part,
+    by_wildcard,
+    names_in,
+    require,
+)
+from pypto_serving.model.formats.schemes import BLOCK, E8M0, MODELOPT_NVFP4, NVFP4_GROUP, PLAIN, Fp8
+
+SCALES = (*FLOATS, E8M0, "U8")
+
+
+def read_fp8(section: Fields) -> Quantization:
+    """Read the section `quantization_config`. Raises ModelError naming the field of another scheme."""
+    require(section, "fmt", ("e4m3", None))
+    require(section, "activation_scheme", ("dynamic", "static", None))
+    require(section, "scale_fmt", ("ue8m0", "float", None))
+    left_out = by_part(names_in(section, SECTION, "modules_to_not_convert", "ignored_layers"))
+    block = _read_block(section)
+    # One scale for a matrix has been written under both names.
+    names = ("weight_scale_inv",) if block[0] else ("weight_scale_inv", "weight_scale")
+    schemes = tuple(Fp8(block, name, SCALES) for name in names)
+    return Quantization(
+        (
+            SchemeRule(left_out, (PLAIN,)),
+            SchemeRule(by_part(["lm_head"]), (PLAIN, *schemes)),
+            SchemeRule(EVERY, schemes),
+        )
+    )
+
+
+def _read_block(section: Fields) -> tuple[int, int]:
+    """Read rows and columns of a block; (0, 0) for one scale per matrix."""
+    block = section.get("weight_block_size")
+    if block is None:
+        return 0, 0
+    both = isinstance(block, list) and len(block) == 2
+    both = both and all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in block)
+    section.require(both and block[1] % FP8_INPUTS == 0, f"{SECTION}.weight_block_size", block, BLOCK)
+    return block[0], block[1]
+
+
+def read_modelopt(section: Fields) -> Quantization:
+    """Read the section `quantization_config`. Raises ModelError naming the field of another scheme."""
+    require(section, "quant_algo", ("NVFP4",))
+    require(section, "group_size", (NVFP4_GROUP, None))
+    left_out = by_wildcard(names_in(section, SECTION, "ignore", "exclude_modules"))
+    return Quantization((SchemeRule(left_out, (PLAIN,)), SchemeRule(EVERY, (MODELOPT_NVFP4,))))
+
 
 _METHODS: dict[str, Callable[[Fields], Quantization]] = {
     "compressed-tensors": compressed_tensors.read,
-    "fp8": fp8.read,
+    "fp8": read_fp8,
     "gptq": gptq_awq.read_gptq,
     "awq": gptq_awq.read_awq,
     "auto-round": gptq_awq.read_auto_round,
-    "modelopt": modelopt.read,
+    "modelopt": read_modelopt,
 }
 
 MODELOPT_FILE, GPTQ_FILE = SECTION_FILES = ("hf_quant_config.json", "quantize_config.json")

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pypto_serving.model.checkpoint import StoredTensor
-from pypto_serving.model.convert.encodings import W8A8, Encoding, section
-from pypto_serving.model.convert.plan import Plan, Weight
+from pypto_serving.model.convert.conversion import Plan, Weight
+from pypto_serving.model.convert.rounding import W8A8, Encoding, section
 from pypto_serving.model.formats.quantization import SECTION
 from pypto_serving.model.formats.schemes import PLAIN
 from pypto_serving.model.qwen3.config import Qwen3Config

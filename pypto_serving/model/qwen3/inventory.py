@@ -10,10 +10,9 @@ from fractions import Fraction
 from pypto_serving.kernels.constants import GATE_HALF, PANEL
 from pypto_serving.model.checkpoint import Expected, StoredTensor
 from pypto_serving.model.contents import Shape, StoredBytes, StoredMatrix, as_stored
-from pypto_serving.model.formats.eight_bits import Fp8, Int8
-from pypto_serving.model.formats.schemes import PLAIN, Plain, Scheme, held, packed_bytes
+from pypto_serving.model.formats.schemes import PLAIN, Fp8, Int8, Plain, Scheme, held, packed_bytes
 from pypto_serving.model.qwen3.config import Qwen3Config
-from pypto_serving.parallel.weights import Split, SplitWeights
+from pypto_serving.parallel.topology import Split, SplitWeights
 
 _IGNORED = re.compile(r".*\.(rotary_emb\.inv_freq|self_attn\.([kv]_proj\.)?([qkv]|output)_scale)")
 """What nothing reads: frequencies, and scales of a KV cache in FP8."""

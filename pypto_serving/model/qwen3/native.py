@@ -20,10 +20,9 @@ from pypto_serving.kernels import (
     zeros,
 )
 from pypto_serving.model.packed_weights import PackedWeights
-from pypto_serving.model.products import Feed, Products
+from pypto_serving.model.products import AttentionShare, Feed, Products, columns_of, expert_outputs, rows_of
 from pypto_serving.model.qwen3.config import Qwen3Config, Qwen3Experts
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
-from pypto_serving.model.shares import AttentionShare, columns_of, expert_outputs, rows_of
 from pypto_serving.parallel.topology import Rank
 from pypto_serving.types.arrays import BFloat16Array, Float32Array, PairArray, UInt8Array
 from pypto_serving.types.config import EngineConfig

@@ -9,15 +9,23 @@ import torch
 from torch import Tensor
 
 from pypto_serving.kernels.constants import GATE_HALF
-from pypto_serving.model.attention import KVArena, StepAttention, settle_query_rows
+from pypto_serving.model.attention import KVArena, StepAttention, StepTensors, settle_query_rows
 from pypto_serving.model.collectives import TorchCollectives
-from pypto_serving.model.layers import Embedding, Linear, apply_rope_, rms_norm, settle_rows
+from pypto_serving.model.layers import (
+    Embedding,
+    GatedMLP,
+    Linear,
+    SplitExperts,
+    SplitMLP,
+    TopKMoE,
+    apply_rope_,
+    rms_norm,
+    settle_rows,
+)
 from pypto_serving.model.loader import TorchWeights
-from pypto_serving.model.moe import GatedMLP, SplitExperts, SplitMLP, TopKMoE
+from pypto_serving.model.products import rows_of
 from pypto_serving.model.qwen3.config import Qwen3Config
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
-from pypto_serving.model.shares import rows_of
-from pypto_serving.model.step import StepTensors
 from pypto_serving.types.config import EngineConfig
 
 logger = logging.getLogger(__name__)

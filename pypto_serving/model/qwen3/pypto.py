@@ -20,9 +20,9 @@ from typing import Literal
 
 import numpy as np
 
+from pypto_serving.model.checkpoint import StoredTensors, bfloat16
 from pypto_serving.model.contract import Argument, Sizes, StageName, StepArrays, of_role
 from pypto_serving.model.qwen3.config import Qwen3Config
-from pypto_serving.model.tensors import StoredTensors, bfloat16
 from pypto_serving.parallel.topology import part
 from pypto_serving.types.arrays import Array, BFloat16Array, Int32Array
 from pypto_serving.types.kv import Spans

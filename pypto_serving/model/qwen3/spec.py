@@ -6,12 +6,11 @@ from collections.abc import Collection, Mapping
 
 from pypto_serving.kernels.constants import CODES_INPUTS, ITEM_ROWS, MAX_DIM
 from pypto_serving.model.checkpoint import StoredTensor
-from pypto_serving.model.family import ModelFamily, Serving, refused_dtype
-from pypto_serving.model.formats.eight_bits import Int8
-from pypto_serving.model.formats.schemes import PLAIN
+from pypto_serving.model.formats.schemes import PLAIN, Int8
 from pypto_serving.model.qwen3.config import Qwen3Config
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
-from pypto_serving.parallel.weights import ModelParts, TokenBytes, merged
+from pypto_serving.model.registry import ModelFamily, Serving, refused_dtype
+from pypto_serving.parallel.topology import ModelParts, TokenBytes, merged
 from pypto_serving.types.kv import DTYPE_BYTES, FullSpec, KVCacheGroupSpec, KVTensorSpec
 from pypto_serving.types.model import ModelSpec
 

@@ -23,8 +23,7 @@ from pypto_serving.backend.cpu import CpuBackend
 from pypto_serving.backend.numpy_sampler import PlainSampler, uniforms
 from pypto_serving.kernels import runnable
 from pypto_serving.kv.group import ResumePoints
-from pypto_serving.model.family import Serving
-from pypto_serving.model.registry import load_spec
+from pypto_serving.model.registry import Serving, load_spec
 from pypto_serving.types.arrays import Float32Array, unpack_ids
 from pypto_serving.types.config import EngineConfig, NgramConfig
 from pypto_serving.types.kv import RecentSpec, max_live_blocks, resume_step

@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from pypto_serving.errors import ModelError
 from pypto_serving.kernels import runnable
-from pypto_serving.model.family import Serving
-from pypto_serving.model.registry import load_config, model_family
+from pypto_serving.model.registry import Serving, load_config, model_family
 from tests.model.conftest import MakeCheckpoint
 from tests.model.neighbours import Subject, Subjects, assert_same, random_tokens, run_among_others
 from tests.model.sequences import Array, Sequences, load_program

@@ -11,15 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pypto_serving.errors import ModelError
+from pypto_serving.model.checkpoint import StoredTensors
 from pypto_serving.model.contract import of_role
 from pypto_serving.model.convert.conversion import convert
-from pypto_serving.model.convert.encodings import W8A8
+from pypto_serving.model.convert.rounding import W8A8
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.deepseek_v4.pypto.arguments import stages
 from pypto_serving.model.deepseek_v4.pypto.weights import FlashWeights
 from pypto_serving.model.registry import load_config
-from pypto_serving.model.tensors import StoredTensors
 from tests.checkpoints import make_checkpoint
 
 RANKS, TENSOR = 2, 2

@@ -18,7 +18,7 @@ from pypto_serving.errors import ModelError
 from pypto_serving.kernels import runnable
 from pypto_serving.model.checkpoint import Checkpoint
 from pypto_serving.model.convert.conversion import convert
-from pypto_serving.model.convert.encodings import W8A8
+from pypto_serving.model.convert.rounding import W8A8
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.registry import load_config, load_spec, read_config
 from tests.checkpoints import make_checkpoint

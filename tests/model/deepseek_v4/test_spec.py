@@ -9,14 +9,11 @@ from typing import Any
 import pytest
 
 from pypto_serving.errors import ModelError
-from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
-from pypto_serving.model.deepseek_v4.groups import kv_groups
+from pypto_serving.model.deepseek_v4.config import FLASH, DeepseekV4Config
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
-from pypto_serving.model.deepseek_v4.released import FLASH
-from pypto_serving.model.deepseek_v4.spec import model_spec
-from pypto_serving.model.family import Serving
-from pypto_serving.model.null.spec import deepseek_v4_groups
-from pypto_serving.model.registry import load_config, load_spec, read_config
+from pypto_serving.model.deepseek_v4.spec import kv_groups, model_spec
+from pypto_serving.model.null_models import deepseek_v4_groups
+from pypto_serving.model.registry import Serving, load_config, load_spec, read_config
 from tests.compressed import quantization_config
 from tests.model.deepseek_v4.configs import PLAIN_FLASH, PRO
 

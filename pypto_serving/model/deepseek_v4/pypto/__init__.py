@@ -5,8 +5,7 @@ split over all ranks, so every dispatch has all partitions, also those without t
 
 | module    | what it holds                                                             |
 |-----------|---------------------------------------------------------------------------|
-| orders    | the order of arguments                                                    |
-| arguments | their dtypes, shapes and roles                                            |
+| arguments | their order, dtypes, shapes and roles                                     |
 | pools     | their seven pools in terms of our six KV groups                           |
 | steps     | inputs of a dispatch, and where its logits and accepted drafts are found  |
 | weights   | what becomes of each tensor of a W8A8 checkpoint                          |

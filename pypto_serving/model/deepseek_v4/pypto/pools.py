@@ -23,9 +23,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
-from pypto_serving.model.deepseek_v4.groups import kv_groups
-from pypto_serving.model.deepseek_v4.parts import LayerKind
+from pypto_serving.model.deepseek_v4.config import DeepseekV4Config, LayerKind
+from pypto_serving.model.deepseek_v4.spec import kv_groups
 from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec, Spans
 
 MAX_TOKENS = 16384

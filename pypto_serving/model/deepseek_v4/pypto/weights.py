@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import numpy as np
 
 from pypto_serving.errors import ModelError
+from pypto_serving.model.checkpoint import StoredTensors, bfloat16
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.pypto.pools import MAX_TOKENS
 from pypto_serving.model.rope import Rope
-from pypto_serving.model.tensors import StoredTensors, bfloat16
 from pypto_serving.types.arrays import Array, BFloat16Array, Float32Array
 
 Pieces = Iterable[Array]

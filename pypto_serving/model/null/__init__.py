@@ -1,1 +1,0 @@
-"""Models without weights, for the null backend."""
