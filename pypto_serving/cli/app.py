@@ -2,58 +2,48 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
-from collections.abc import Iterator, MutableMapping
+from collections import UserDict
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 COMMANDS = {
-    "serve": ("Serve", "pypto_serving.cli.serve:app"),
-    "join": ("Serve", "pypto_serving.cli.join:app"),
-    "generate": ("Use", "pypto_serving.cli.generate:app"),
-    "run-batch": ("Use", "pypto_serving.cli.run_batch:app"),
-    "chat": ("Use", "pypto_serving.cli.chat:app"),
-    "complete": ("Use", "pypto_serving.cli.complete:app"),
-    "check": ("Prepare", "pypto_serving.cli.check:app"),
-    "convert": ("Prepare", "pypto_serving.cli.convert:app"),
+    "serve": ("Serve", "pypto_serving.cli.serve:serve"),
+    "join": ("Serve", "pypto_serving.cli.serve:join"),
+    "generate": ("Use", "pypto_serving.cli.generate:generate"),
+    "run-batch": ("Use", "pypto_serving.cli.run_batch:run_batch"),
+    "chat": ("Use", "pypto_serving.cli.chat:chat"),
+    "complete": ("Use", "pypto_serving.cli.chat:complete"),
+    "check": ("Prepare", "pypto_serving.cli.check:check"),
+    "convert": ("Prepare", "pypto_serving.cli.convert:convert"),
     "kv": ("Look after", "pypto_serving.cli.kv:kv_app"),
     "bench": ("Look after", "pypto_serving.cli.bench:bench_app"),
-    "collect-env": ("Look after", "pypto_serving.cli.collect_env:app"),
+    "collect-env": ("Look after", "pypto_serving.cli.collect_env:collect_env"),
 }
-"""Commands in the order of the help: the heading under which it lists each, and where it is."""
+"""Commands in the order of the help: the heading under which it lists each, and its function or group."""
 
 
-class LazyCommands(MutableMapping[str, Any]):
+class LazyCommands(UserDict[str, Any]):
     """Commands by name; a command's module is imported when the command is looked up."""
 
-    def __init__(self) -> None:
-        self._loaded: dict[str, Any] = {}
-
     def __getitem__(self, name: str) -> Any:
-        if name not in self._loaded:
-            panel, where = COMMANDS[name]
+        if isinstance(self.data[name], tuple):
+            panel, where = self.data[name]
             module, attribute = where.split(":")
-            commands: typer.Typer = getattr(importlib.import_module(module), attribute)
-            single = len(commands.registered_commands) == 1
-            command: Any = typer.main.get_command(commands) if single else typer.main.get_group(commands)
-            command.name = name
-            command.rich_help_panel = panel
-            self._loaded[name] = command
-        return self._loaded[name]
-
-    def __setitem__(self, name: str, command: Any) -> None:
-        self._loaded[name] = command
-
-    def __delitem__(self, name: str) -> None:
-        del self._loaded[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(COMMANDS)
-
-    def __len__(self) -> int:
-        return len(COMMANDS)
+            found = getattr(importlib.import_module(module), attribute)
+            if isinstance(found, typer.Typer):
+                command: Any = typer.main.get_group(found)
+            else:
+                alone = typer.Typer(add_completion=False)
+                alone.command(cls=HelpCommand)(found)
+                command = typer.main.get_command(alone)
+            command.name, command.rich_help_panel = name, panel
+            self.data[name] = command
+        return self.data[name]
 
 
 class LazyGroup(TyperGroup):
@@ -61,10 +51,7 @@ class LazyGroup(TyperGroup):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self.commands = LazyCommands()
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(COMMANDS)
+        self.commands = LazyCommands(COMMANDS)
 
 
 app = typer.Typer(cls=LazyGroup, name="pypto-serving", context_settings={"help_option_names": ["-h", "--help"]})
@@ -88,3 +75,34 @@ def root(
     """Serve and run large language models: paged KV cache, continuous batching, OpenAI-compatible API."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
+
+
+class HelpCommand(TyperCommand):
+    """A command whose help lists both names of a switch in one column, which leaves room for long names."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help."""
+        shown = copy.copy(self)
+        shown.params = [_in_one_column(parameter) for parameter in self.params]
+        TyperCommand.format_help(shown, ctx, formatter)
+
+
+def in_panels(panels: Mapping[str, Sequence[str]]) -> type[HelpCommand]:
+    """Return a kind of command whose help lists parameters under headings; `panels` has their names."""
+
+    class PaneledCommand(HelpCommand):
+        def __init__(self, *arguments: Any, **attributes: Any) -> None:
+            super().__init__(*arguments, **attributes)
+            of = {name: panel for panel, names in panels.items() for name in names}
+            for parameter in self.params:
+                parameter.rich_help_panel = of.get(parameter.name)  # type: ignore[attr-defined]
+
+    return PaneledCommand
+
+
+def _in_one_column(parameter: Any) -> Any:
+    if not parameter.secondary_opts:
+        return parameter
+    shown = copy.copy(parameter)
+    shown.opts, shown.secondary_opts = ["\n".join((*parameter.opts, *parameter.secondary_opts))], []
+    return shown

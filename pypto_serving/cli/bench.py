@@ -9,23 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from pypto_serving.cli import bench_common as common
-from pypto_serving.cli.bench_local import add_to
-from pypto_serving.cli.bench_startup import startup
-from pypto_serving.cli.bench_sweep import sweep
+from pypto_serving.cli.app import in_panels
+from pypto_serving.cli.bench_local import add_to, startup
 from pypto_serving.cli.bench_trace import PANELS, trace
-from pypto_serving.cli.help import in_panels
 from pypto_serving.errors import ConfigError
 
 if TYPE_CHECKING:
     from pypto_serving.bench.datasets import Dataset
     from pypto_serving.bench.options import RampUp
 
+
 RUNNING, RESULTS, STARTS = "Measure a running server", "Compare results", "Measure a start"
 REST_ALLOWED = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 bench_app = typer.Typer(help="Measure a server, or a model without one.", no_args_is_help=True)
 bench_app.command(cls=in_panels(PANELS), rich_help_panel=RUNNING)(trace)
-bench_app.command(rich_help_panel=RUNNING)(sweep)
 bench_app.command(rich_help_panel=STARTS, context_settings=REST_ALLOWED)(startup)
 add_to(bench_app)
 
@@ -205,3 +203,51 @@ def _ramp_up(
     if strategy is None or start_rps is None or end_rps is None:
         raise ConfigError("--ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps go together; give all three")
     return RampUp(strategy=strategy, start_rps=start_rps, end_rps=end_rps)
+
+
+@bench_app.command(rich_help_panel=RUNNING)
+def sweep(
+    context: typer.Context,
+    base_url: common.BaseUrl = None,
+    host: common.Host = common.HOST,
+    port: common.Port = common.PORT,
+    concurrency: Annotated[str, typer.Option(metavar="N,N,...", help="Requests in flight.")] = "1,2,4,8,16",
+    rates: Annotated[str | None, typer.Option(metavar="R,R,...", help="Requests per second, instead.")] = None,
+    num_prompts: Annotated[int, typer.Option(help="Requests at each load.")] = 64,
+    input_len: Annotated[int, typer.Option(help="Prompt tokens.")] = 128,
+    output_len: Annotated[int, typer.Option(help="Output tokens.")] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0,
+    output_json: common.OutputJson = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the results into this image.")] = None,
+) -> None:
+    """Measure a running server at several loads, with random prompts, and print a line for each."""
+    from pypto_serving.bench import datasets, options, runner
+    from pypto_serving.bench import sweep as sweeping
+    from pypto_serving.bench.report import new_figure
+
+    with common.one_line_errors():
+        given = common.given_names(context)
+        common.check_url(given)
+        if "concurrency" in given and rates is not None:
+            raise ConfigError("--concurrency and --rates exclude each other; drop one")
+        if rates is not None:
+            name, loads = sweeping.RATE, sweeping.parse_loads("--rates", rates, float)
+        else:
+            name, loads = sweeping.CONCURRENCY, sweeping.parse_loads("--concurrency", concurrency, int)
+        if plot is not None:
+            new_figure(1, 1)  # to know before the first request that it can be drawn
+        benchmark = runner.Benchmark(
+            target=options.Target(base_url=common.server_url(base_url, host, port)),
+            traffic=options.Traffic(num_prompts=num_prompts, seed=seed),
+            dataset=datasets.RandomData(input_len=input_len, output_len=output_len),
+            reporting=options.Reporting(),
+        )
+        total = num_prompts * len(loads)
+        results = common.run_requests(lambda advance: sweeping.sweep(benchmark, name, loads, advance), total)
+        for line in sweeping.table(results, name):
+            typer.echo(line)
+        common.write_output(output_json, results)
+        if plot is not None:
+            sweeping.plot(results, name, plot)
+        if not any(result["completed"] for result in results):
+            raise typer.Exit(1)

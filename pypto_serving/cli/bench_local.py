@@ -1,23 +1,30 @@
-"""`bench throughput` and `bench latency`: measure a model in this process's own engine, without HTTP."""
+"""`bench throughput`, `latency` and `startup`: measure a model without a server, and the start of one."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Collection
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pypto_serving.cli.app import HelpCommand
 from pypto_serving.cli.bench_common import OutputJson, one_line_errors, write_output
 from pypto_serving.cli.generate import local_model
-from pypto_serving.cli.help import HelpCommand
 from pypto_serving.cli.options import ENGINE_PANELS, takes_options
-from pypto_serving.errors import ConfigError
+from pypto_serving.errors import ConfigError, PyptoError
 from pypto_serving.setup.options import Options
 from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.types.server_url import key_in
 
 if TYPE_CHECKING:
     from pypto_serving.offline.llm import LLM
+
 
 PERCENTILES = (10.0, 25.0, 75.0, 90.0, 99.0)
 InputLen = Annotated[int, typer.Option(min=1, help="Prompt tokens.")]
@@ -107,3 +114,53 @@ def _report(result: dict[str, float], seconds: Collection[str]) -> None:
     for name, value in result.items():
         unit = " (s)" if name in seconds else ""
         typer.echo(f"{name.replace('_', ' ') + unit + ':':<28}{value:>12.6g}")
+
+
+COLUMNS = {"ready_s": "ready", "answered_s": "first text", "stopped_s": "stopped"}
+
+
+def startup(
+    context: typer.Context,
+    runs: Annotated[int, typer.Option(min=1, help="Starts.")] = 5,
+    output_json: OutputJson = None,
+) -> None:
+    """Start `serve` with the options after --, and measure the seconds until it is ready and to its first text.
+
+    For example: bench startup --runs 3 -- MODEL --packed-cache
+    """
+    with one_line_errors():
+        found = [_measure(context.args) for _ in range(runs)]
+    typer.echo(f"{'run':>10}" + "".join(f"{name + ' (s)':>16}" for name in COLUMNS.values()))
+    middle = {key: median(times[key] for times in found) for key in COLUMNS}
+    for name, times in [*enumerate(found, 1), ("median", middle)]:
+        typer.echo(f"{name:>10}" + "".join(f"{times[key]:>16.3f}" for key in COLUMNS))
+    write_output(output_json, found)
+
+
+def _measure(arguments: list[str]) -> dict[str, float]:
+    """Start a server, ask it once, and stop it; raise PyptoError if it does not start."""
+    from pypto_serving.cli.client import ChatClient
+
+    command = [sys.executable, "-m", "pypto_serving", "serve", *arguments, "--port", "0", "--log-level", "warning"]
+    started_s = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None and server.stderr is not None
+        try:
+            try:
+                ready = json.loads(server.stdout.readline())
+                url, model = ready["url"], ready["model"][0]
+            except (ValueError, KeyError):
+                server.terminate()
+                said = server.stderr.read().strip() or "it said nothing"
+                raise PyptoError(f"the server did not start: {said.splitlines()[-1]}") from None
+            ready_s = time.perf_counter() - started_s
+            stream = ChatClient(url, key_in(os.environ)).stream_text(model, "Hello", {})
+            next(stream, None)
+            answered_s = time.perf_counter() - started_s
+            stream.close()
+            stopping_s = time.perf_counter()
+            server.terminate()
+            server.wait()
+        finally:
+            server.kill()
+    return {"ready_s": ready_s, "answered_s": answered_s, "stopped_s": time.perf_counter() - stopping_s}

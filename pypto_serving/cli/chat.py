@@ -1,21 +1,25 @@
-"""Run the command `chat`: talk to a model, on a running server or in this process."""
+"""`chat` and `complete`: talk to a model, or continue lines, on a running server or in this process."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pypto_serving.api.chat.parsers.scanner import TextPart
+from pypto_serving.api.generation.choice import TokenUsage
 from pypto_serving.cli.client import ChatClient
-from pypto_serving.cli.conversation import Answer, Conversation, LineReader, history_file
-from pypto_serving.cli.generate import local_model
-from pypto_serving.cli.help import HelpCommand
-from pypto_serving.cli.options import ENGINE_PANELS, takes_options
-from pypto_serving.cli.sampling import sampling_params, takes_sampling
-from pypto_serving.errors import ConfigError
+from pypto_serving.cli.generate import DEFAULT_MAX_TOKENS, local_model
+from pypto_serving.cli.options import ENGINE_PANELS, FLAGS, read_value, sampling_params, takes_options, takes_sampling
+from pypto_serving.errors import ConfigError, PyptoError
 from pypto_serving.setup.option_table import RULES
 from pypto_serving.setup.options import Options
 from pypto_serving.types.server_url import KEY_VARIABLES, key_in, require_key
@@ -23,14 +27,12 @@ from pypto_serving.types.server_url import KEY_VARIABLES, key_in, require_key
 if TYPE_CHECKING:
     from pypto_serving.offline.llm import LLM
 
-app = typer.Typer(add_completion=False)
 
 ServerKey = Annotated[
     str | None, typer.Option(help=f"API key of the server at --url. (default: {' or '.join(KEY_VARIABLES)})")
 ]
 
 
-@app.command(cls=HelpCommand)
 @takes_options(*ENGINE_PANELS)
 @takes_sampling
 def chat(
@@ -70,3 +72,256 @@ def model_here(options: Options, api_key: str | None) -> Iterator[tuple[LLM, str
         raise ConfigError("--api-key has no effect without --url; drop it")
     with local_model(options) as llm:
         yield llm, options.model or "bundled"
+
+
+Message = dict[str, str]
+Answering = Generator[TextPart, None, TokenUsage | None]
+Answer = Callable[[Sequence[Message]], Answering]
+
+HINT = '/help lists commands, """ begins and ends several lines; Ctrl-C stops an answer, Ctrl-D leaves'
+HELP = """\
+/set NAME VALUE   set a sampling option; without VALUE it is the model's again, without NAME all are shown
+/system TEXT      set the system prompt, without TEXT none, and forget the conversation
+/retry            answer the last message again
+/undo             forget the last message and its answer
+/clear            forget the conversation
+/stats            show or hide statistics after each answer
+/exit             leave"""
+_COMMAND = re.compile(r"/\w*")
+"""A first word that is one, or meant to be; paths are none."""
+MAX_HISTORY = 1000
+FENCE = '"""'
+"""A line that begins and ends a message of several lines."""
+
+
+@dataclass
+class Timing:
+    """When an answer began and came, in seconds of `time.monotonic`."""
+
+    started_s: float = field(default_factory=time.monotonic)
+    first_s: float = 0.0
+    last_s: float = 0.0
+
+    def arrived(self) -> None:
+        self.last_s = time.monotonic()
+        self.first_s = self.first_s or self.last_s
+
+    def describe(self, usage: TokenUsage | None) -> str:
+        """Write one line of statistics."""
+        facts = [f"first text after {(self.first_s or time.monotonic()) - self.started_s:.2f} s"]
+        if usage is not None:
+            facts.insert(0, f"{usage.num_output_tokens} tokens")
+            if usage.num_output_tokens > 1 and self.last_s > self.first_s:
+                facts.insert(1, f"{(usage.num_output_tokens - 1) / (self.last_s - self.first_s):.1f} tokens/s")
+            facts.append(f"{usage.num_prompt_tokens} prompt tokens, {usage.num_cached_tokens} cached")
+        return "[" + ", ".join(facts) + "]"
+
+
+class Conversation:
+    """Hold the messages of a chat and answer lines. `answer` streams the reply to all messages.
+
+    `sampling` holds the options that `/set` changes, for `answer` to read. Reasoning is printed to stderr and not kept.
+    """
+
+    def __init__(
+        self,
+        answer: Answer,
+        opening: Sequence[Message],
+        read_line: Callable[[], str],
+        sampling: dict[str, Any] | None = None,
+    ) -> None:
+        self._answer_to = answer
+        self._opening = list(opening)
+        self._read_line = read_line
+        self._sampling = {} if sampling is None else sampling
+        self._shows_stats = sys.stdin.isatty()
+        self.messages = list(opening)
+
+    def run(self, name: str) -> None:
+        """Answer lines until the input ends or the user leaves."""
+        if sys.stdin.isatty():
+            typer.echo(f"{name}: {HINT}", err=True)
+        while True:
+            try:
+                line = self._read_line().rstrip("\r\n")
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                if not sys.stdin.isatty():
+                    raise
+                typer.echo(f"\n{HINT}", err=True)
+                continue
+            command, _, rest = line.strip().partition(" ")
+            if command in ("/exit", "/quit"):
+                return
+            if _COMMAND.fullmatch(command):
+                self._command(command, rest.strip())
+            elif command:
+                self._answer(line)
+
+    def _command(self, name: str, rest: str) -> None:
+        match name:
+            case "/clear":
+                self.messages = list(self._opening)
+            case "/system":
+                self._opening = [{"role": "system", "content": rest}] if rest else []
+                self.messages = list(self._opening)
+            case "/undo":
+                self._forget_last()
+            case "/retry":
+                if last := self._forget_last():
+                    self._answer(last)
+            case "/stats":
+                self._shows_stats = not self._shows_stats
+            case "/set":
+                option, _, value = rest.partition(" ")
+                self._set(option, value.strip())
+            case "/help":
+                typer.echo(HELP, err=True)
+            case _:
+                typer.echo(f"error: there is no command {name}; there are:\n{HELP}", err=True)
+
+    def _forget_last(self) -> str:
+        """Forget the last message of the user with its answer, and return it; "" if there is none."""
+        while len(self.messages) > len(self._opening):
+            message = self.messages.pop()
+            if message["role"] == "user":
+                return message["content"]
+        return ""
+
+    def _set(self, name: str, value: str) -> None:
+        """Change one sampling option, and show those that are set."""
+        try:
+            if name and name not in FLAGS:
+                raise ConfigError(f"there is no option {name}; there are {', '.join(FLAGS)}")
+            if value:
+                self._sampling[name] = read_value(name, value)
+            else:
+                self._sampling.pop(name, None)
+        except ConfigError as error:
+            typer.echo(f"error: {error}", err=True)
+            return
+        given = ", ".join(f"{key} {self._sampling[key]}" for key in self._sampling)
+        typer.echo(given or "all options are the model's own", err=True)
+
+    def _answer(self, line: str) -> None:
+        """Stream one answer. Keep what came before an interrupt; forget a refused message."""
+        self.messages.append({"role": "user", "content": line})
+        pieces: list[str] = []
+        timing, usage = Timing(), None
+        stream = self._answer_to(self.messages)
+        try:
+            usage = _print(stream, pieces, timing)
+        except KeyboardInterrupt:
+            typer.echo(" [stopped]", nl=False, err=True)
+        except PyptoError as error:
+            self.messages.pop()
+            typer.echo(f"error: {error}", err=True)
+            if not sys.stdin.isatty():
+                raise typer.Exit(error.exit_code) from None
+            return
+        finally:
+            stream.close()
+        typer.echo()
+        if self._shows_stats:
+            typer.secho(timing.describe(usage), err=True, dim=True)
+        self.messages.append({"role": "assistant", "content": "".join(pieces)})
+
+
+def _print(stream: Answering, pieces: list[str], timing: Timing) -> TokenUsage | None:
+    """Print an answer, put its content into `pieces`, and return what it took."""
+    thought = False
+    while True:
+        try:
+            part = next(stream)
+        except StopIteration as end:
+            usage: TokenUsage | None = end.value
+            return usage
+        timing.arrived()
+        if part.kind == "reasoning":
+            typer.secho(part.text, nl=False, err=True, dim=True)
+            thought = True
+            continue
+        if thought and not pieces:
+            typer.echo("\n", err=True)
+        pieces.append(part.text)
+        typer.echo(part.text, nl=False)
+
+
+class LineReader:
+    """Read messages from the terminal, or lines from a pipe. The history is kept in `file`, if it can be."""
+
+    def __init__(self, file: Path | None = None) -> None:
+        self._read = _prompted(file) if sys.stdin.isatty() else _piped
+
+    def __call__(self) -> str:
+        """Read one message. Raises EOFError at the end of the input."""
+        line = self._read("> ")
+        if line.strip() == FENCE:
+            lines: list[str] = []
+            while (line := self._read("… ").rstrip("\n")).strip() != FENCE:
+                lines.append(line)
+            return "\n".join(lines)
+        while line.rstrip("\n").endswith("\\"):
+            line = line.rstrip("\n")[:-1] + "\n" + self._read("… ")
+        return line
+
+
+def history_file() -> Path | None:
+    """Return where the history of `chat` is kept: in the user's folder for states, if there is one."""
+    given = Path(os.environ.get("XDG_STATE_HOME", ""))
+    with suppress(RuntimeError):
+        folder = given if given.is_absolute() else Path.home() / ".local/state"
+        return folder / "pypto-serving/chat_history"
+    return None
+
+
+def _piped(prompt: str) -> str:
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line
+
+
+def _prompted(file: Path | None) -> Callable[[str], str]:
+    """Return what reads a line with editing and history. Only the user can read the file."""
+    import atexit
+    import readline
+
+    if file is not None:
+        with suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch(mode=0o600)
+            readline.read_history_file(file)
+            readline.set_history_length(MAX_HISTORY)
+            atexit.register(_keep, file)
+    return input
+
+
+def _keep(file: Path) -> None:
+    import readline
+
+    with suppress(OSError):
+        readline.write_history_file(file)
+
+
+@takes_options(*ENGINE_PANELS)
+@takes_sampling
+def complete(
+    options: Options,
+    sampling: dict[str, Any],
+    url: Annotated[str | None, typer.Option(help="Ask this running server; load no model here.")] = None,
+    api_key: ServerKey = None,
+) -> None:
+    """Continue each line with MODEL, by default the bundled one, or with a running server, as it comes."""
+    sampling.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
+
+    def talk(answer: Answer, name: str) -> None:
+        Conversation(answer, [], LineReader(), sampling).run(name)
+
+    if url is not None:
+        client, model = remote_model(options, url, api_key)
+        talk(lambda messages: client.stream_text(model, messages[-1]["content"], sampling), model)
+        return
+    with model_here(options, api_key) as (llm, model):
+        talk(lambda messages: llm.stream(messages[-1]["content"], sampling_params(llm, sampling)), model)

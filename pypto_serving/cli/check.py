@@ -6,15 +6,11 @@ from typing import Annotated
 
 import typer
 
-from pypto_serving.cli.help import HelpCommand
 from pypto_serving.cli.options import ALL_PANELS, takes_options
 from pypto_serving.errors import ModelError, PyptoError
 from pypto_serving.setup.options import Options
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command(cls=HelpCommand)
 @takes_options(*ALL_PANELS)
 def check(
     options: Options,

@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from pypto_serving.errors import ConfigError
+from pypto_serving.setup.options import read_keys, read_text
 from pypto_serving.setup.rules import TextRule
-from pypto_serving.setup.text_file import read_keys, read_text
 
 INT, FLOAT, TIMESTAMP = (f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp"))
 PLAIN_INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]{0,99})$|0x[0-9a-fA-F]{1,99}$")

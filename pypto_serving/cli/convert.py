@@ -14,7 +14,6 @@ from pypto_serving.errors import ConfigError
 if TYPE_CHECKING:
     from pypto_serving.model.convert.rounding import Encoding
 
-app = typer.Typer(add_completion=False)
 _GROUP_SIZES = (32, 64, 128)
 
 
@@ -26,7 +25,6 @@ class Format(StrEnum):
     MXFP4 = "mxfp4"
 
 
-@app.command()
 def convert(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="Folder or hub name of a checkpoint, or bundled.")],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="Folder to write; made if missing.")],

@@ -11,21 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from msgspec import to_builtins
 
-from pypto_serving.cli.help import HelpCommand
-from pypto_serving.cli.options import ENGINE_PANELS, takes_options
-from pypto_serving.cli.sampling import sampling_params, takes_sampling
+from pypto_serving.cli.options import ENGINE_PANELS, sampling_params, takes_options, takes_sampling
 from pypto_serving.errors import ConfigError
 from pypto_serving.setup.options import Options
 
 if TYPE_CHECKING:
     from pypto_serving.offline.llm import LLM, GenerationOutput
 
-app = typer.Typer(add_completion=False)
 
 DEFAULT_MAX_TOKENS = 128
 
 
-@app.command(cls=HelpCommand)
 @takes_options(*ENGINE_PANELS, model_argument=False)
 @takes_sampling
 def generate(

@@ -15,9 +15,9 @@ import typer
 
 from pypto_serving.setup.kv_shares import GroupPlan, MemoryPlan
 from pypto_serving.setup.memory_planner import each_of
-from pypto_serving.setup.rank_plan import RankPlan
+from pypto_serving.setup.options import Setting
+from pypto_serving.setup.ranks import RankPlan
 from pypto_serving.setup.resolver import Resolved
-from pypto_serving.setup.settings import Setting
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.model import Contents, ModelSpec
 from pypto_serving.util import counted, format_size

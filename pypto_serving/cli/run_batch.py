@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pypto_serving.cli.help import HelpCommand
 from pypto_serving.cli.options import ENGINE_PANELS, takes_options
 from pypto_serving.errors import ConfigError
 from pypto_serving.setup.options import Options
@@ -21,12 +20,10 @@ if TYPE_CHECKING:
     from pypto_serving.api.settings import ServingConfig
     from pypto_serving.setup.resolver import Resolved
 
-app = typer.Typer(add_completion=False)
 
 MAX_REQUESTS, MAX_SHOWN = 1_000_000, 5
 
 
-@app.command(cls=HelpCommand)
 @takes_options(*ENGINE_PANELS, also=["served_model_name", "otlp_traces_endpoint"])
 def run_batch(
     options: Options,

@@ -1,6 +1,7 @@
 """`serve`: start the engine, then the HTTP server while the worker loads, and announce when both are ready.
 
-Everything for people goes to stderr. When the server is ready, stdout gets one line of JSON.
+Everything for people goes to stderr. When the server is ready, stdout gets one line of JSON. `join` computes the ranks
+of a replica that another host serves.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
 from pypto_serving.cli import STARTED_S
-from pypto_serving.cli.help import HelpCommand
-from pypto_serving.cli.options import ALL_PANELS, takes_options
+from pypto_serving.cli.options import ALL_PANELS, CHECKPOINT, takes_options
 from pypto_serving.errors import EXIT_OK, ConfigError
 from pypto_serving.logs import configure as configure_logs
 from pypto_serving.logs import with_fields, writes_json
-from pypto_serving.setup.options import Options
+from pypto_serving.setup.options import Options, Setting
 from pypto_serving.setup.resolver import Resolved
-from pypto_serving.setup.settings import Setting
 from pypto_serving.types.config import ServerConfig
+from pypto_serving.types.start import SECRET_VARIABLE
 
 if TYPE_CHECKING:
     from pypto_serving.api.settings import ServingConfig
@@ -37,13 +38,11 @@ if TYPE_CHECKING:
     from pypto_serving.engine.async_engine import AsyncEngine
     from pypto_serving.engine.replicas import Replicas
 
-app = typer.Typer(add_completion=False)
 logger = logging.getLogger("pypto_serving.api")
 LAST_REPLIES_S = 5.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-@app.command(cls=HelpCommand)
 @takes_options(*ALL_PANELS)
 def serve(options: Options) -> None:
     """Serve MODEL over an OpenAI-compatible API; without MODEL, the bundled one."""
@@ -257,3 +256,47 @@ def configure_logging(options: Options, defaults: Mapping[str, Any]) -> None:
     configure_logs("api", level, options.log_format or defaults["log_format"])
     if level != "debug":
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
+def join(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The --join-address of the serving host.")],
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=f"{CHECKPOINT} Its own copy.")] = None,
+    join_secret_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help=f"Secret of both hosts. (default: {SECRET_VARIABLE})")
+    ] = None,
+    num_threads: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Threads that compute. (default: one per CPU)")
+    ] = None,
+    log_format: Annotated[str, typer.Option(metavar="FORM", help="text, or json: one object on each line.")] = "text",
+) -> None:
+    """Join the host that serves MODEL with --join-address, and compute its other ranks.
+
+    It may start first, and joins again whenever that host has started anew. The configuration is that of the serving
+    host. When the ranks are loaded, stdout gets one line of JSON.
+    """
+    from pypto_serving.engine.joining import join_again
+    from pypto_serving.setup.host import read_host_facts
+    from pypto_serving.setup.locate import locate_model
+    from pypto_serving.setup.options import make_options
+    from pypto_serving.setup.rules import HostPortRule
+    from pypto_serving.types.start import HostJoin
+
+    try:
+        HostPortRule().parse(address)
+    except ValueError:
+        raise ConfigError(f"HOST:PORT is {address}, but must be {HostPortRule.allowed}") from None
+    form = make_options({"log_format": log_format}).log_format
+    configure_logs("join", "info", form)
+    for number in STOP_SIGNALS:
+        signal.signal(number, _exit)
+    host = read_host_facts()
+    start = HostJoin(
+        address=address,
+        secret_file=str(join_secret_file or ""),
+        model=str(locate_model(model)),
+        cache_dir=host.cache_dir,
+        nodes=host.nodes,
+        num_threads=num_threads or host.num_cpus,
+        log_format=form,
+    )
+    join_again(start, lambda: typer.echo(json.dumps({"event": "joined", "address": address, "pid": os.getpid()})))

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib.util
 import ipaddress
 import os
 import resource
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from pypto_serving.errors import ConfigError
+from pypto_serving.kernels.abi import runnable
 from pypto_serving.parallel.topology import NumaNode
-from pypto_serving.setup.numa import read_nodes
 from pypto_serving.types.tier import PART_NAME
 
 MIN_FILES, MAX_FILES = 64, 65536
@@ -43,7 +44,8 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     available_bytes: memory that can be allocated now without swapping, within a container's limit.
     num_cpus: CPUs that it may use at once; nodes: NUMA nodes of all that it may use.
     kernels: instruction sets that the CPU kernels were built for and this machine runs, best first.
-    torch, mooncake, pypto, otel (OpenTelemetry): whether they are installed; npu: whether there is an Ascend device.
+    torch, mooncake, pypto, otel (OpenTelemetry): whether they are installed.
+    npu: whether Ascend's driver shows a device.
     cache_dir: folder for files that may be deleted at any time; empty if the user has none.
     kv_disk: facts about the folder of the disk tier, if one is wanted.
     """
@@ -74,11 +76,31 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def read_host_facts(root: Path = Path("/")) -> HostFacts:
-    """Read memory and CPUs from /proc and the control groups of this process; `root` is for tests."""
+def read_host_facts(root: Path = Path("/"), kv_disk: str | None = None) -> HostFacts:
+    """Read all facts: memory and CPUs from /proc and the control groups of this process, and what is installed.
+
+    `root` is for tests; `kv_disk` is the folder of the disk tier, if one is wanted.
+    """
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    nodes = read_nodes(allowed, root)
-    return HostFacts(available_bytes=_available_bytes(root), num_cpus=_num_cpus(len(allowed), root), nodes=nodes)
+    return HostFacts(
+        available_bytes=_available_bytes(root),
+        num_cpus=_num_cpus(len(allowed), root),
+        nodes=read_nodes(allowed, root),
+        kernels=runnable(),
+        otel=_has_otel(),
+        npu=any((root / "dev").glob("davinci[0-9]*")),
+        cache_dir=read_cache_dir(),
+        kv_disk=read_disk_facts(Path(kv_disk)) if kv_disk else None,
+        **{name: importlib.util.find_spec(name) is not None for name in ("torch", "mooncake", "pypto")},
+    )
+
+
+def _has_otel() -> bool:
+    """Return whether OpenTelemetry's SDK and the exporter of its protocol are installed."""
+    try:
+        return all(map(importlib.util.find_spec, ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc")))
+    except ModuleNotFoundError:  # of a package around them
+        return False
 
 
 def is_loopback(host: str) -> bool:
@@ -88,11 +110,6 @@ def is_loopback(host: str) -> bool:
     except ValueError:
         return host.lower() == "localhost"
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
-
-
-def has_npu(root: Path = Path("/")) -> bool:
-    """Return whether Ascend's driver shows a device; `root` is for tests."""
-    return any((root / "dev").glob("davinci[0-9]*"))
 
 
 def read_cache_dir() -> str:
@@ -191,3 +208,54 @@ def _keyed_int(path: Path, key: str) -> int | None:
         if len(fields) >= 2 and fields[0] == key and fields[1].isdigit():
             return int(fields[1])
     return None
+
+
+NODES = "sys/devices/system/node"
+
+
+def read_nodes(allowed: Collection[int], root: Path = Path("/")) -> tuple[NumaNode, ...]:
+    """List the nodes whose memory this process may use, each with those of its CPUs that are `allowed`.
+
+    CPUs of a node without such memory count with the nearest that has some. Nodes without CPUs are left out. Where
+    the system tells of no nodes, all CPUs are of node 0. See
+    https://docs.kernel.org/admin-guide/mm/numaperf.html and Documentation/ABI/stable/sysfs-devices-node.
+    """
+    folder = root / NODES
+    online = list(_ids(_read(folder / "online")))
+    usable = _intersection(online, _read(folder / "has_memory"), _allowed_memory(root))
+    cpus: dict[int, list[int]] = {node: [] for node in usable}
+    for place, node in enumerate(online):
+        home = node if node in cpus else _nearest(folder, online, place, usable)
+        if home is not None:
+            cpus[home] += [cpu for cpu in _ids(_read(folder / f"node{node}/cpulist")) if cpu in allowed]
+    nodes = tuple(NumaNode(node, tuple(sorted(own))) for node, own in cpus.items() if own)
+    return nodes or (NumaNode(0, tuple(sorted(allowed))),)
+
+
+def _intersection(nodes: Sequence[int], *lists: str) -> list[int]:
+    """Keep the nodes that are in all lists, where a list that is missing holds all."""
+    return [node for node in nodes if all(not text.strip() or node in set(_ids(text)) for text in lists)]
+
+
+def _allowed_memory(root: Path) -> str:
+    """Return the list of nodes whose memory the process's cpuset allows."""
+    for line in _read(root / "proc/self/status").splitlines():
+        name, _, value = line.partition(":")
+        if name == "Mems_allowed_list":
+            return value
+    return ""
+
+
+def _nearest(folder: Path, online: Sequence[int], place: int, usable: Collection[int]) -> int | None:
+    """Return the node of `usable` nearest to the one at `place` among those online; its file lists all distances."""
+    distances = _read(folder / f"node{online[place]}/distance").split()
+    known = dict(zip(online, map(int, filter(str.isdigit, distances)), strict=False))
+    return min(usable, key=lambda node: (known.get(node, len(online) << 8), node), default=None)
+
+
+def _ids(text: str) -> Iterator[int]:
+    """Yield the numbers of a list such as `0-3,8`; parts that are none are skipped."""
+    for item in text.strip().split(","):
+        first, _, last = item.partition("-")
+        if first.isdigit() and (last or first).isdigit():
+            yield from range(int(first), int(last or first) + 1)

@@ -9,12 +9,12 @@ import msgspec
 from pypto_serving.backend.defaults import BackendDefaults
 from pypto_serving.errors import ConfigError
 from pypto_serving.parallel.topology import Topology
+from pypto_serving.setup.compute import Drafting
 from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.kv_shares import MemoryPlan, max_sequence_bytes, plan_groups, resume_bytes
 from pypto_serving.setup.options import Options
-from pypto_serving.setup.rank_plan import RankWorkspace
+from pypto_serving.setup.ranks import RankWorkspace
 from pypto_serving.setup.rules import MAX_KV_BYTES
-from pypto_serving.setup.speculation import Drafting
 from pypto_serving.types.config import NGRAM_TOKEN_BYTES
 from pypto_serving.types.guide import MAX_MATCHER_BYTES
 from pypto_serving.types.kv import KVCacheGroupSpec, publication_lag

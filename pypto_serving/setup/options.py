@@ -1,9 +1,11 @@
-"""Options that a user gives, by flag, configuration file or Python call alike, checked when they are made."""
+"""Options that a user gives, by flag, configuration file or Python call alike, and the settings decided from them."""
 
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -173,3 +175,88 @@ def _text(value: object) -> str:
 def _shorten(text: str) -> str:
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
     return line if len(line) <= 80 else line[:77] + "..."
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """One decided value and the reason for it, for people to read.
+
+    The reason begins with `given` for what the user gave, and with `default` where nothing else was considered.
+    """
+
+    name: str
+    value: str | int | float | bool
+    reason: str
+
+    @property
+    def is_given(self) -> bool:
+        """Return whether the user gave it."""
+        return self.reason.startswith("given ")
+
+    @property
+    def is_decided(self) -> bool:
+        """Return whether the model or the machine decided it."""
+        return not (self.is_given or self.reason.startswith("default"))
+
+
+class Settings:
+    """Owns the settings and warnings of one resolution; they grow as values are picked."""
+
+    def __init__(self, options: Options, defaults: Mapping[str, Any]) -> None:
+        self.options = options
+        self.defaults = defaults
+        self.warnings: list[str] = []
+        self._recorded: list[Setting] = []
+
+    def pick(self, name: str, default: Any, reason: str) -> Any:
+        """Return the user's value of option `name`, or `default` for `reason`, and record it."""
+        given = getattr(self.options, name)
+        value = default if given is None else given
+        self.record(name, value, reason if given is None else self.options.origin(name))
+        return value
+
+    def pick_fixed(self, name: str, reason: str = "default") -> Any:
+        """Return the user's value of option `name`, or the fixed default, and record it."""
+        return self.pick(name, self.defaults[name], reason)
+
+    def record(self, name: str, value: str | int | float | bool, reason: str) -> None:
+        """Record the value of option `name`."""
+        self._recorded.append(Setting(flag(name), value, reason))
+
+    def origin_or(self, name: str, reason: str) -> str:
+        """Return where the user gave option `name`, or `reason` if it was not given."""
+        return reason if getattr(self.options, name) in (None, "auto") else self.options.origin(name)
+
+    def in_order(self) -> tuple[Setting, ...]:
+        """List all settings in the order of the options."""
+        order = {flag(name): i for i, name in enumerate(RULES)}
+        return tuple(sorted(self._recorded, key=lambda setting: order[setting.name]))
+
+
+MAX_CHARS = 1 << 20
+
+
+def read_text(path: Path, flag: str) -> str:
+    """Read the file at `path`, which `flag` names; raise ConfigError in one line.
+
+    A FIFO is read to its end, as the shell's `<(command)` is one; it is empty if nobody writes to it.
+    """
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        os.set_blocking(file, True)
+        with os.fdopen(file, encoding="utf-8") as stream:
+            text = stream.read(MAX_CHARS + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise ConfigError(f"{flag} {path} cannot be read: {reason}") from None
+    if len(text) > MAX_CHARS:
+        raise ConfigError(f"{flag} {path} cannot be read: it has more than {MAX_CHARS} characters")
+    return text
+
+
+def read_keys(path: Path, flag: str) -> list[str]:
+    """Read a file of API keys: one on each line, without empty lines and those that begin with `#`.
+
+    Raises ConfigError like `read_text`; what a key may be is for the rule of `api_key`.
+    """
+    lines = (line.strip() for line in read_text(path, flag).split("\n"))
+    return [line for line in lines if line and not line.startswith("#")]

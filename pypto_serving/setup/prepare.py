@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from pypto_serving.backend.defaults import BACKEND_DEFAULTS
 from pypto_serving.errors import ConfigError
-from pypto_serving.kernels.abi import runnable
 from pypto_serving.model.null_models import NULL_MODELS, null_spec
 from pypto_serving.model.registry import CheckpointConfig, Serving, read_config
-from pypto_serving.setup.host import has_npu, raise_file_limit, read_cache_dir, read_disk_facts, read_host_facts
+from pypto_serving.setup.compute import given_speculation
+from pypto_serving.setup.host import raise_file_limit, read_host_facts
 from pypto_serving.setup.locate import locate_model
 from pypto_serving.setup.option_table import DEFAULTS
 from pypto_serving.setup.options import Options
 from pypto_serving.setup.resolver import Resolved, resolve
-from pypto_serving.setup.speculation import given_speculation
 from pypto_serving.types.model import Contents, ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -38,29 +34,17 @@ def prepare(
     template = options.chat_template
     if template is not None and not _is_file(template):
         raise ConfigError(f"{options.label('chat_template')} is {template}, which is no file; give a Jinja file")
-    kernels = runnable()
-    installed = {name: importlib.util.find_spec(name) is not None for name in ("torch", "mooncake", "pypto")}
+    host = read_host_facts(kv_disk=options.kv_disk)
     backend = BACKEND_DEFAULTS[options.backend or defaults["backend"]]
-    if not kernels and installed["torch"] and not model.needs_torch and backend.cpu_kernels:
+    if not host.kernels and host.torch and not model.needs_torch and backend.cpu_kernels:
         logger.warning(
             "this installation has no CPU kernels, because there was no C++ compiler: torch computes, several times "
             "slower; with a compiler, install again (after `make clean` in a checkout)"
         )
-    kv_disk = read_disk_facts(Path(options.kv_disk)) if options.kv_disk else None
-    facts = {**installed, "otel": _has_otel(), "kernels": kernels, "npu": has_npu(), "kv_disk": kv_disk}
-    host = msgspec.structs.replace(read_host_facts(), cache_dir=read_cache_dir(), **facts)
     resolved = resolve(options, model, host, defaults, serves)
     for warning in resolved.warnings:
         logger.warning(warning)
     return resolved
-
-
-def _has_otel() -> bool:
-    """Return whether OpenTelemetry's SDK and the exporter of its protocol are installed."""
-    try:
-        return all(map(importlib.util.find_spec, ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc")))
-    except ModuleNotFoundError:  # of a package around them
-        return False
 
 
 def _is_file(path: str) -> bool:

@@ -11,23 +11,23 @@ import msgspec
 from pypto_serving.backend.defaults import BACKEND_DEFAULTS, BackendDefaults
 from pypto_serving.errors import ConfigError
 from pypto_serving.model.null_models import NULL_MODELS
-from pypto_serving.parallel.topology import Topology
-from pypto_serving.setup.blocks import choose_block_size
-from pypto_serving.setup.events import check_ports, choose_events
+from pypto_serving.parallel.topology import Placement, Topology
+from pypto_serving.setup.compute import (
+    choose_drafts,
+    choose_kernels,
+    choose_packed_cache,
+    choose_platform,
+    choose_precision,
+    choose_threads,
+    require_torch,
+)
 from pypto_serving.setup.host import HostFacts, is_loopback
-from pypto_serving.setup.kernels import choose_kernels, choose_packed_cache, choose_threads, require_torch
+from pypto_serving.setup.kv_cache import check_ports, choose_block_size, choose_events, choose_tiers, endpoint_of
 from pypto_serving.setup.kv_shares import MemoryPlan, plan_tier
 from pypto_serving.setup.memory_planner import MemoryPlanner
-from pypto_serving.setup.npu import choose_platform
 from pypto_serving.setup.option_table import DEFAULTS, ENVIRONMENT
-from pypto_serving.setup.options import Options
-from pypto_serving.setup.precision import choose_precision
-from pypto_serving.setup.rank_plan import RankPlan, plan_ranks
-from pypto_serving.setup.ranks import choose_placements, choose_topology, num_row_shares
-from pypto_serving.setup.replicas import host_share, replicate
-from pypto_serving.setup.settings import Setting, Settings
-from pypto_serving.setup.speculation import choose_drafts
-from pypto_serving.setup.tiers import choose_tiers
+from pypto_serving.setup.options import Options, Setting, Settings
+from pypto_serving.setup.ranks import RankPlan, choose_placements, choose_topology, num_row_shares, plan_ranks
 from pypto_serving.types.config import (
     CacheConfig,
     EngineConfig,
@@ -286,3 +286,46 @@ def _check_server(settings: Settings, engines: Sequence[EngineConfig], server: S
             f"{options.label('host')} is {server.host} and there is no API key, so whoever reaches this machine may "
             f"use the server: give {options.label('api_key', beside='host')}, or set {ENVIRONMENT['api_key']}"
         )
+
+
+def host_share(host: HostFacts, count: int) -> HostFacts:
+    """Return the part of the machine that each of `count` replicas has, with the nodes of the first."""
+    return msgspec.structs.replace(
+        host,
+        num_replicas=count,
+        available_bytes=host.available_bytes // count,
+        num_cpus=max(1, host.num_cpus // count),
+        nodes=host.nodes[: max(1, len(host.nodes) // count)],
+    )
+
+
+def replicate(engine: EngineConfig, count: int, placements: Sequence[Placement]) -> tuple[EngineConfig, ...]:
+    """Return the configuration of each replica. `placements` are of all ranks of all replicas."""
+    ranks = len(placements) // count
+    return tuple(
+        msgspec.structs.replace(
+            engine,
+            cache=_own_cache(engine.cache, index),
+            parallel=msgspec.structs.replace(
+                engine.parallel, replica=index, placements=tuple(placements[index * ranks : (index + 1) * ranks])
+            ),
+        )
+        for index in range(count)
+    )
+
+
+def _own_cache(cache: CacheConfig, index: int) -> CacheConfig:
+    """Give a replica endpoints and folders of its own."""
+    return msgspec.structs.replace(
+        cache,
+        tiers=tuple(_own(tier, index) for tier in cache.tiers),
+        kv_events=endpoint_of(cache.kv_events, index),
+        kv_events_replay=endpoint_of(cache.kv_events_replay, index),
+    )
+
+
+def _own(tier: TierConfig, index: int) -> TierConfig:
+    """Give a replica a folder of its own, since one process writes a folder; the first has the given one."""
+    if tier.tier != "disk" or index == 0:
+        return tier
+    return msgspec.structs.replace(tier, place=f"{tier.place}/replica-{index}")

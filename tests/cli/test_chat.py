@@ -14,8 +14,8 @@ import typer
 
 from pypto_serving.api.chat.parsers.scanner import TextPart
 from pypto_serving.cli import main
+from pypto_serving.cli.chat import Conversation, Message
 from pypto_serving.cli.client import ChatClient, ChatServerError
-from pypto_serving.cli.conversation import Conversation, Message
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 

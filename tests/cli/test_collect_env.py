@@ -9,7 +9,7 @@ import pytest
 
 from pypto_serving import __version__
 from pypto_serving.cli import main
-from pypto_serving.setup.environment import read_environment
+from pypto_serving.cli.collect_env import read_environment
 
 
 def test_facts_are_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from pypto_serving.api.chat.parsers.scanner import TextPart
 from pypto_serving.api.generation.choice import TokenUsage
-from pypto_serving.cli.conversation import Conversation, LineReader, Message
+from pypto_serving.cli.chat import Conversation, LineReader, Message
 
 WAIT_S = 60.0
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from pypto_serving.engine.async_engine import AsyncEngine
-from pypto_serving.setup import prepare as preparing
+from pypto_serving.setup import host
 from pypto_serving.types.config import EngineConfig, FaultConfig
 from pypto_serving.types.request import RequestOutput
 from pypto_serving.types.sampling import SamplingParams
@@ -43,8 +43,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def double(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Processes find the double; those that forked it leave nothing behind."""
-    find = preparing.importlib.util.find_spec
-    monkeypatch.setattr(preparing.importlib.util, "find_spec", lambda name: name == "pypto" or find(name))
+    find = host.importlib.util.find_spec
+    monkeypatch.setattr(host.importlib.util, "find_spec", lambda name: name == "pypto" or find(name))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "npu-cache"))
     for name, value in with_double().items():
         monkeypatch.setenv(name, value)

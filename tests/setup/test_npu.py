@@ -10,7 +10,7 @@ import pytest
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.parallel.topology import ModelParts, NumaNode, Topology
-from pypto_serving.setup.host import has_npu
+from pypto_serving.setup.host import read_host_facts
 from pypto_serving.setup.resolver import Resolved
 from pypto_serving.util import GIB
 from tests.setup.small import HOST, make_model, make_resolved, setting
@@ -116,6 +116,6 @@ def test_what_is_refused(host: Any, model: dict[str, Any], options: dict[str, An
 def test_a_device_is_what_the_driver_shows(tmp_path: Path) -> None:
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/davinci_manager").touch()
-    assert not has_npu(tmp_path)
+    assert not read_host_facts(tmp_path).npu
     (tmp_path / "dev/davinci0").touch()
-    assert has_npu(tmp_path)
+    assert read_host_facts(tmp_path).npu

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pypto_serving.parallel.topology import NumaNode, place_ranks
-from pypto_serving.setup.numa import NODES, read_nodes
+from pypto_serving.setup.host import NODES, read_nodes
 
 EIGHT = range(8)
 TWO = (NumaNode(0, (0, 1, 2, 3)), NumaNode(1, (4, 5, 6, 7)))

@@ -11,7 +11,7 @@ from pypto_serving.errors import ConfigError
 from pypto_serving.parallel.topology import ModelParts, NumaNode, Placement, SplitWeights, Topology
 from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.options import make_options
-from pypto_serving.setup.rank_plan import LEADER_BYTES, RANK_BYTES, RankWorkspace, plan_ranks
+from pypto_serving.setup.ranks import LEADER_BYTES, RANK_BYTES, RankWorkspace, plan_ranks
 from pypto_serving.setup.resolver import Resolved
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.model import ModelSpec

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from pypto_serving.errors import ConfigError
+from pypto_serving.setup.compute import given_speculation
 from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.options import Options
 from pypto_serving.setup.resolver import Resolved
-from pypto_serving.setup.speculation import given_speculation
 from pypto_serving.types.config import DEFAULT_DRAFTS, MAX_DRAFTS, NgramConfig
 from tests.setup.small import HOST, WITH_KERNELS, make_resolved, setting
 

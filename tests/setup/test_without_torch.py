@@ -53,7 +53,7 @@ def test_neither_kernels_nor_torch(model: dict[str, Any], options: dict[str, Any
 
 
 def test_a_build_without_a_compiler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("pypto_serving.setup.prepare.runnable", lambda: ())
+    monkeypatch.setattr("pypto_serving.setup.host.runnable", lambda: ())
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["check", "--json"]) == 2
     out, err = capsys.readouterr()

@@ -9,8 +9,8 @@ from hashlib import sha256
 from pathlib import Path
 
 from pypto_serving.errors import ConfigError
+from pypto_serving.setup.options import read_keys
 from pypto_serving.setup.rules import KeysRule
-from pypto_serving.setup.text_file import read_keys
 from pypto_serving.util import counted
 
 logger = logging.getLogger("pypto_serving.api")
