@@ -28,8 +28,7 @@ from pypto_serving.api.generation.request import (
     fit_prompt,
     new_prompt_logprobs,
 )
-from pypto_serving.api.grammars.chat_guide import with_chat_guide
-from pypto_serving.api.grammars.structured import checked
+from pypto_serving.api.grammars.structured import checked, with_chat_guide
 from pypto_serving.api.service import Service
 from pypto_serving.api.settings import serving_config
 from pypto_serving.engine.replicas import make_engine

@@ -261,7 +261,7 @@ def test_definitions_stand_with_those_who_refer_to_them(family: str) -> None:
 @pytest.mark.parametrize("family", ["qwen3_coder", "pythonic", "deepseek_v4"])
 def test_definitions_are_not_copied_without_end(family: str) -> None:
     """However little of them gets into the grammar."""
-    large = {"type": "integer", **{f"x{i}": 0 for i in range(1000)}}
+    large = {"type": "string", "properties": {f"x{i}": {} for i in range(1000)}}
     properties = {f"p{i}": {"$ref": "#/$defs/A"} for i in range(300)}
     tool = {"name": "f", "parameters": {"properties": properties, "$defs": {"A": large}}}
     with pytest.raises(RequestError, match="have more than 262144 values in all; refer to fewer"):

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from pypto_serving.api.chat.parsers.families import choose_family
 from pypto_serving.api.chat.tools import read_tool_use
-from pypto_serving.api.grammars.chat_guide import with_chat_guide
+from pypto_serving.api.grammars.structured import with_chat_guide
 from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.prompting.template import TemplateEncoder
 from pypto_serving.api.settings import serving_config

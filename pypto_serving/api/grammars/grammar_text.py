@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from pypto_serving.api.grammars.json_schema import SchemaError, prepare
+from pypto_serving.api.grammars.json_schema import SchemaError, close_all, prepare, with_options
 from pypto_serving.api.text.tokenizer import Split
 from pypto_serving.types.guide import MAX_GRAMMAR_CHARS, Grammar
 
@@ -102,6 +102,12 @@ class GrammarText:
         """Write JSON of a schema, maybe with other options."""
         made = prepare(schema, self._options if options is None else options, self._close_objects, keep_free=True)
         return self.new("%json " + json.dumps(made))
+
+    def prepared(self, schema: Mapping[str, Any]) -> str:
+        """Write JSON of a schema that is prepared, with all definitions that it refers to."""
+        if self._close_objects:
+            close_all(schema, keep_free=True)
+        return self.new("%json " + json.dumps(with_options(schema, self._options)))
 
     def text(self, text: str) -> str:
         """Write a text, in which special tokens stand for themselves."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -18,9 +18,12 @@ WHITESPACE = r"\x20|\r?\n[\x20\x09]{0,20}"
 ESCAPES = 'nrbtf\\"'
 """Escapes in texts. Without `u` each text has one spelling, so no key can be another one's in disguise."""
 
-SCHEMAS = frozenset({"additionalProperties", "items"})
-LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
-MAPS = frozenset({"properties", "patternProperties"})
+DEFINITIONS = "#/$defs/"
+"""What all references in a prepared schema begin with, but those to all of it."""
+
+_SCHEMAS = frozenset({"additionalProperties", "items"})
+_LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
+_MAPS = frozenset({"properties", "patternProperties"})
 """Keywords whose values are a schema, a list of them, and schemas by name."""
 _COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
@@ -43,8 +46,10 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 """Keywords that cannot be enforced, with the values that change nothing. Annotations and unknown ones are left out."""
 
-MAX_HOPS = 16
+_MAX_HOPS = 16
 """References that lead to references."""
+MAX_COPIED = 1 << 18
+"""Keywords of all parts that references lead to."""
 _UNWRITABLE = re.compile("[\\x00-\\x07\\x0b\\x0e-\\x1f\\x7f\\ud800-\\udfff]")
 """Characters that JSON writes as \\u, or should."""
 
@@ -78,25 +83,103 @@ def prepare(
     With `close_objects`, objects have no properties but those they name; with `keep_free`, objects that name none may
     have any. Raises SchemaError.
     """
-    copier = _SchemaCopier(schema, close_objects, keep_free)
+    copier = _SchemaCopier(schema, is_split=False)
     made = copier.whole()
-    definitions = {"$defs": copier.definitions} if copier.definitions else {}
-    return {"x-guidance": {**options, "json_allowed_escapes": ESCAPES}, **made, **definitions}
+    if copier.definitions:
+        made["$defs"] = copier.definitions
+    if close_objects:
+        close_all(made, keep_free)
+    return with_options(made, options)
+
+
+def prepare_parts(schema: Mapping[str, Any]) -> tuple[dict[str, Any], Definitions]:
+    """Return a schema as `prepare` does, without options, and apart from it the definitions that it refers to.
+
+    Its parts may stand without it: what refers to all of it refers to a definition, too.
+    """
+    copier = _SchemaCopier(schema, is_split=True)
+    return copier.whole(), Definitions(copier.definitions)
+
+
+def close_all(schema: Mapping[str, Any], keep_free: bool) -> None:
+    """Allow the objects of a prepared schema only what they name; those that name nothing stay if `keep_free`."""
+    for _, part in subschemas(schema, ""):
+        if isinstance(part, dict) and _is_open_object(part) and ("properties" in part or not keep_free):
+            part["additionalProperties"] = False
+
+
+def with_options(schema: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Add llguidance's `options` to a schema."""
+    return {"x-guidance": {**options, "json_allowed_escapes": ESCAPES}, **schema}
+
+
+def subschemas(schema: Any, at: str) -> Iterator[tuple[str, Any]]:
+    """Yield a prepared schema and those in it, with their places."""
+    yield at, schema
+    for name, value in schema.items() if isinstance(schema, Mapping) else ():
+        if name in _SCHEMAS:
+            yield from subschemas(value, f"{at}/{name}")
+        elif name in _MAPS | {"$defs"} and isinstance(value, Mapping):
+            for key, each in value.items():
+                yield from subschemas(each, f"{at}/{name}/{key}")
+        elif name in _LISTS and isinstance(value, list):
+            for i, each in enumerate(value):
+                yield from subschemas(each, f"{at}/{name}/{i}")
+
+
+class Definitions:
+    """Owns the prepared schemas that parts of another one refer to, and how many of them may still be copied."""
+
+    def __init__(self, schemas: Mapping[str, Any]) -> None:
+        self._schemas = schemas
+        self._known: dict[str, tuple[list[str], int]] = {}
+        self._left = MAX_COPIED
+
+    def target(self, schema: Mapping[str, Any]) -> Any:
+        """Return the schema that a prepared one refers to; None if it refers to none."""
+        return self._schemas.get(str(schema.get("$ref")).removeprefix(DEFINITIONS))
+
+    def with_those_of(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Add the definitions that a schema refers to, by whatever way. Raises SchemaError beyond MAX_COPIED."""
+        found: dict[str, Any] = {}
+        todo, _ = _references(schema)
+        while todo:
+            name = todo.pop()
+            if name in found or name not in self._schemas:
+                continue
+            found[name] = self._schemas[name]
+            if name not in self._known:
+                self._known[name] = _references(found[name])
+            more, num_values = self._known[name]
+            todo += more
+            self._left -= num_values
+            if self._left < 0:
+                problem = f"the definitions that each parameter refers to have more than {MAX_COPIED} values in all"
+                raise SchemaError(f"{problem}; refer to fewer or smaller ones")
+        return {**schema, "$defs": found} if found else schema
+
+
+def _references(schema: Any) -> tuple[list[str], int]:
+    """Return the names that a prepared schema itself refers to, and how many schemas are in it."""
+    parts = [part for _, part in subschemas(schema, "")]
+    refs = [part["$ref"] for part in parts if isinstance(part, Mapping) and "$ref" in part]
+    return [ref.removeprefix(DEFINITIONS) for ref in refs], len(parts)
 
 
 class _SchemaCopier:
     """Copies what a schema says of values, and the definitions that it refers to, each once.
 
-    `root` is the whole schema. The base of a place is the subschema against which its references are resolved.
+    `root` is the whole schema; if it `is_split`, references to it lead to a definition, too. The base of a place is the
+    subschema against which its references are resolved.
     """
 
-    def __init__(self, root: Mapping[str, Any], close_objects: bool, keep_free: bool) -> None:
+    def __init__(self, root: Mapping[str, Any], is_split: bool) -> None:
         self._root = root
-        self._close_objects = close_objects
-        self._keep_free = keep_free
+        self._is_split = is_split
         self.definitions: dict[str, Any] = {}
         self._names: dict[int, str] = {}
         self._found: dict[tuple[str, int], tuple[Any, str, Mapping[str, Any]]] = {}
+        self._left = MAX_COPIED
         self._one_of = OneOf()
         self._multiples = Multiples()
         self._bounds = Bounds()
@@ -115,6 +198,9 @@ class _SchemaCopier:
             raise SchemaError(f"{place} is {brief(schema)}, but must be a schema")
         if schema is not self._root and _is_base(schema):
             base = schema
+        self._left -= len(schema) if self._names else 0
+        if self._left < 0:
+            raise SchemaError(f"its references lead to more than {MAX_COPIED} values; refer to fewer or smaller ones")
         made: dict[str, Any] = {}
         for name, value in self._without_one_of(_normal(schema), place, base).items():
             where = f"{place}/{name}"
@@ -124,23 +210,21 @@ class _SchemaCopier:
                 raise SchemaError(f"{where} cannot be enforced: the keyword {name} is not supported")
             if name == "$ref":
                 made[name] = self._refer(value, where, base)
-            elif name in MAPS and isinstance(value, Mapping):
+            elif name in _MAPS and isinstance(value, Mapping):
                 names = value if name == "properties" else _patterns(value, where)
                 copies = [self.copy(each, f"{where}/{key}", base) for key, each in value.items()]
                 made[name] = dict(zip(names, copies, strict=True))
-            elif name in LISTS and isinstance(value, list):
+            elif name in _LISTS and isinstance(value, list):
                 made[name] = [self.copy(each, f"{where}/{i}", base) for i, each in enumerate(value)]
-            elif name in SCHEMAS:
+            elif name in _SCHEMAS:
                 made[name] = self.copy(value, where, base)
-            elif name in _ASSERTIONS or name in MAPS or name in LISTS:
+            elif name in _ASSERTIONS or name in _MAPS or name in _LISTS:
                 made[name] = _checked(name, value, where)
                 if name == "multipleOf" and not self._multiples.add(value):
                     raise SchemaError(
                         f"{where} cannot be enforced: {brief(value)} and another one are too large together"
                     )
         _check_count(made, place)
-        if self._close_objects and _is_open_object(made) and ("properties" in made or not self._keep_free):
-            made["additionalProperties"] = False
         return self._bounds.add(_narrowed(made))
 
     def _without_one_of(self, schema: Mapping[str, Any], place: str, base: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -164,7 +248,7 @@ class _SchemaCopier:
 
     def _target(self, schema: Any, base: Mapping[str, Any]) -> Any:
         """Return what a reference refers to, other schemas as they are, and True where that is not clear."""
-        for _ in range(MAX_HOPS):
+        for _ in range(_MAX_HOPS):
             if not isinstance(schema, Mapping) or "$ref" not in schema:
                 return schema
             schema, _, found = self._find(schema["$ref"], "$ref", base)
@@ -200,16 +284,16 @@ class _SchemaCopier:
     def _refer(self, ref: Any, where: str, base: Mapping[str, Any]) -> str:
         """Return a reference to the copy of what `ref` refers to."""
         target, last, base = self._find(ref, where, base)
-        if target is self._root:
+        if target is self._root and not self._is_split:
             return "#"
         if id(target) not in self._names:
-            name = re.sub(r"[^A-Za-z0-9_.-]", "_", last)
+            name = re.sub(r"[^A-Za-z0-9_.-]", "_", last) or "root"
             while name in self.definitions:
                 name += "_"
             self._names[id(target)] = name
             self.definitions[name] = True
             self.definitions[name] = self.copy(target, str(ref), base)
-        return f"#/$defs/{self._names[id(target)]}"
+        return DEFINITIONS + self._names[id(target)]
 
 
 def _child(node: Any, part: str) -> Any:
@@ -341,7 +425,7 @@ _SHAPES: Mapping[str, _Shape] = {
     "multipleOf": ("a number above 0", lambda value: is_number(value) and value > 0),
     **dict.fromkeys(_COUNTS, ("a whole number of at least 0", _is_count)),
     **dict.fromkeys(BOUNDS, _BOUND),
-    **dict.fromkeys(LISTS, _LIST),
-    **dict.fromkeys(MAPS, _OBJECT),
+    **dict.fromkeys(_LISTS, _LIST),
+    **dict.fromkeys(_MAPS, _OBJECT),
 }
 """What the value of a keyword must be. The bounds of draft 4 may be true or false."""

@@ -11,15 +11,13 @@ from typing import Any
 
 from pypto_serving import guidance
 from pypto_serving.api.grammars.grammar_text import PLACE, placed
-from pypto_serving.api.grammars.json_schema import LISTS, MAPS, SCHEMAS
+from pypto_serving.api.grammars.json_schema import subschemas
 from pypto_serving.types.guide import Grammar
 
 MAX_TRIED = 32
 """Parts of a grammar that are compiled alone to find the one at fault."""
 _AT_LINE = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*)", re.DOTALL)
 _RULE = re.compile(r"([\w-]+)(?:\[[^\]]*\])?:")
-_COUNTS = ("minProperties", "maxProperties")
-Says = Callable[[Any], bool]
 
 
 def checked(grammar: Grammar) -> Grammar:
@@ -82,12 +80,14 @@ def _culprit(grammar: Grammar) -> tuple[str, str] | None:
 def explained(message: str, schema: Mapping[str, Any]) -> str | None:
     """Return what a message of llguidance about a schema means; None if that is not known."""
 
-    def place(name: str, says: Says) -> str:
-        return next((at for at, key, value in _keywords(schema) if key == name and says(value)), f"#/…/{name}")
+    def place(name: str, is_meant: Callable[[Any], bool]) -> str:
+        return next((at for at, key, value in _keywords(schema) if key == name and is_meant(value)), f"#/…/{name}")
 
     if found := re.fullmatch(r"Unknown format: (.*)", message, re.DOTALL):
         shown = found[1]
-        return f"{place('format', lambda v: v == shown)} cannot be enforced: the format {shown} is not supported"
+        return (
+            f"{place('format', lambda value: value == shown)} cannot be enforced: the format {shown} is not supported"
+        )
     if message.startswith("oneOf constraints are not supported"):
         return f"{place('oneOf', bool)} cannot be enforced: its cases may overlap; use anyOf"
     if found := re.fullmatch(r"patternProperty regexes /(.*)/ and /(.*)/ are not disjoint", message, re.DOTALL):
@@ -95,7 +95,7 @@ def explained(message: str, schema: Mapping[str, Any]) -> str | None:
         where = place("patternProperties", lambda v: isinstance(v, dict) and both <= v.keys())
         return f"{where} cannot be enforced: the patterns {found[1]} and {found[2]} may overlap"
     if message.startswith("min/maxProperties only supported"):
-        where = next((at for at, key, _ in _keywords(schema) if key in _COUNTS), "#")
+        where = next((at for at, key, _ in _keywords(schema) if key in ("minProperties", "maxProperties")), "#")
         return f"{where} cannot be enforced beside properties that are not required"
     if found := re.fullmatch(
         r"circular references with sibling keys are not supported: [^#]*(#.*)", message, re.DOTALL
@@ -108,8 +108,7 @@ def explained(message: str, schema: Mapping[str, Any]) -> str | None:
     if message.startswith("regex parse error"):
         return f"{place('pattern', _is_bad)} cannot be enforced: {message}"
     if message == "Unsatisfiable schema: anyOf is empty":
-        empty = (at for at, key, value in _keywords(schema) if key == "anyOf" and value == [])
-        return f"{next(empty, '#')} is an empty list, which nothing satisfies"
+        return f"{place('anyOf', lambda value: value == [])} is an empty list, which nothing satisfies"
     if message.startswith("Unsatisfiable schema: Regex is empty"):
         return "nothing satisfies this schema: no text has both its length and its format or pattern"
     if found := re.fullmatch(r"Unsatisfiable schema: (.*)", message, re.DOTALL):
@@ -125,22 +124,8 @@ def _is_bad(pattern: str) -> bool:
     return False
 
 
-def _schemas(schema: Any, at: str) -> Iterator[tuple[str, Any]]:
-    """Yield a schema and those in it, with their places."""
-    yield at, schema
-    for name, value in schema.items() if isinstance(schema, dict) else ():
-        if name in SCHEMAS:
-            yield from _schemas(value, f"{at}/{name}")
-        elif name in MAPS | {"$defs"} and isinstance(value, dict):
-            for key, each in value.items():
-                yield from _schemas(each, f"{at}/{name}/{key}")
-        elif name in LISTS and isinstance(value, list):
-            for i, each in enumerate(value):
-                yield from _schemas(each, f"{at}/{name}/{i}")
-
-
 def _keywords(schema: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """Yield all keywords of a schema, each with its place before it."""
-    for at, each in _schemas(schema, "#"):
+    for at, each in subschemas(schema, "#"):
         for name, value in each.items() if isinstance(each, dict) else ():
             yield f"{at}/{name}", name, value

@@ -9,8 +9,7 @@ from typing import Any
 
 from pypto_serving.api.grammars.gbnf import lark_rules
 from pypto_serving.api.grammars.grammar_text import GrammarText, any_of, joined, regex
-from pypto_serving.api.grammars.tool_arguments import xml_arguments
-from pypto_serving.api.grammars.tool_schema import check_is_object
+from pypto_serving.api.grammars.tool_arguments import check_is_object, xml_arguments
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.types.guide import Grammar
 from pypto_serving.util import brief
@@ -21,8 +20,46 @@ Ends = Sequence[str] | None
 
 () if the output ends there; None if something else follows, which looks like free text.
 """
-MAX_TRIGGERS = 128
+MAX_TRIGGERS, MAX_STRUCTURES = 128, 128
+_FIELDS = {"begin", "schema", "end"}
 _TOLD_APART = "free text must be the content of a tag, come right before a const_string, or be last"
+
+
+def lark_of(tag: Mapping[str, Any], options: Mapping[str, Any], tokenizer: Tokenizer) -> Grammar:
+    """Return the grammar of `{"format": {...}}`, or of the older `{"structures": [...], "triggers": [...]}`.
+
+    In the older form, text is free until a trigger; then one of the structures that begin with it must follow, and text
+    again. Special tokens are matched as tokens. Raises ValueError, and SchemaError for a schema.
+    """
+    given = tag["format"] if "format" in tag else _triggered_tags(tag)
+    _check_known(tag, "it", {"type", "format"} if "format" in tag else {"type", "structures", "triggers"})
+    return FormatWriter(options, tokenizer).grammar(given)
+
+
+def _triggered_tags(tag: Mapping[str, Any]) -> dict[str, Any]:
+    structures, triggers = tag.get("structures"), tag.get("triggers")
+    if not isinstance(structures, list) or not isinstance(triggers, list) or not structures:
+        raise ValueError("it must have a format, or lists of structures and triggers")
+    if len(structures) > MAX_STRUCTURES:
+        raise ValueError(f"it has {len(structures)} structures, but may have {MAX_STRUCTURES}")
+    return {
+        "type": "triggered_tags",
+        "triggers": triggers,
+        "tags": [_tag(i, each) for i, each in enumerate(structures)],
+    }
+
+
+def _tag(i: int, structure: Any) -> dict[str, Any]:
+    if not isinstance(structure, Mapping) or not structure.keys() >= _FIELDS:
+        raise ValueError(f"structures[{i}] is {brief(structure)}, but must have begin, schema and end")
+    _check_known(structure, f"structures[{i}]", _FIELDS)
+    content = {"type": "json_schema", "json_schema": structure["schema"]}
+    return {"type": "tag", "begin": structure["begin"], "content": content, "end": structure["end"]}
+
+
+def _check_known(given: Mapping[str, Any], place: str, fields: set[str]) -> None:
+    if unknown := sorted(map(str, given.keys() - fields)):
+        raise ValueError(f"{place} has {brief(unknown[0])}, but may have {', '.join(sorted(fields))}")
 
 
 class FormatWriter:

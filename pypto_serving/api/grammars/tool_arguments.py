@@ -5,27 +5,31 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pypto_serving.api.chat.parsers import dsml, qwen3_coder
-from pypto_serving.api.chat.tools import types_of
-from pypto_serving.api.grammars.ecma import to_rust
+from pypto_serving.api.chat.tools import parameter_types, types_of
 from pypto_serving.api.grammars.grammar_text import ANY, GrammarText, any_of, joined, regex, without
-from pypto_serving.api.grammars.json_schema import SchemaError
-from pypto_serving.api.grammars.references import DEFINITIONS
-from pypto_serving.api.grammars.tool_schema import (
-    ParameterText,
-    Property,
-    Schema,
-    as_object,
-    is_any_object,
-    properties_of,
-    read_texts,
-    read_words,
-)
+from pypto_serving.api.grammars.json_schema import Definitions, SchemaError, prepare_parts
 from pypto_serving.util import brief
 
+Schema = Mapping[str, Any]
 XML_END, DSML_END = qwen3_coder.PARAMETER_END, dsml.PARAMETER_END
+MAX_VISITS = 256
+"""Schemas that may say together which texts a parameter may be."""
+_MAX_HOPS = 8
+"""References that lead to references."""
+_BRANCHES = ("anyOf", "oneOf", "allOf", "enum", "const")
+_UNREADABLE = (*_BRANCHES, "patternProperties", "minProperties", "maxProperties", "$ref")
+_OF_OBJECTS = {"properties", "required", "additionalProperties"}
+_ASSERTIONS = ("pattern", "minLength", "maxLength", "format")
+_WORDS = {"null": "null", "true": "boolean", "false": "boolean"}
+_COUNTS_OF_CASES: Mapping[str, Callable[[int, int], bool]] = {
+    "anyOf": lambda count, cases: count > 0,
+    "oneOf": lambda count, cases: count == 1,
+    "allOf": lambda count, cases: count == cases,
+}
+"""How many of its cases must hold."""
 _PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 """Escapes, classes and characters of a pattern."""
 _SPACE = r"[\s\x1c-\x1f]*"
@@ -43,18 +47,177 @@ Numbers, lists and objects differ from text in how they begin, since a grammar c
 """
 
 
+class Property(NamedTuple):
+    """One parameter.
+
+    `schema` is prepared and has the definitions that it refers to; `types` are those that parsers expect.
+    """
+
+    name: str
+    schema: Schema
+    types: Sequence[str]
+    required: bool
+
+
+class ParameterText(NamedTuple):
+    """Texts that a parameter may be: one of `values`, or any that the assertions hold for."""
+
+    values: tuple[str, ...] | None = None
+    pattern: str | None = None
+    least: int = 0
+    most: int | None = None
+    format: str | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Return whether it may be any text."""
+        return self == ParameterText()
+
+
+def check_is_object(schema: Schema) -> None:
+    """Raise SchemaError for a schema of something else."""
+    if (kinds := types_of(schema, schema)) and "object" not in kinds:
+        raise SchemaError(f"#/type is {kinds[0]}, but arguments are an object")
+
+
+def check_name(name: str, is_readable: bool) -> None:
+    """Raise SchemaError for a name that the parser of a form would not read."""
+    if not is_readable:
+        raise SchemaError(f"this form of calls cannot write the name {brief(name)}")
+
+
+def as_object(schema: Schema) -> Schema:
+    """Return the schema of those values of `schema` that are objects."""
+    if {"anyOf", "oneOf", "allOf", "$ref"} & schema.keys():
+        return {"allOf": [schema, {"type": "object"}]}
+    return {**schema, "type": "object"}
+
+
+def read_parameters(schema: Schema) -> list[Property] | None:
+    """Return the parameters that an object's schema allows; None if it may have any.
+
+    Raises SchemaError for what cannot be enforced, or says more of them than each by itself.
+    """
+    whole, definitions = prepare_parts(schema)
+    for _ in range(_MAX_HOPS):
+        target = definitions.target(whole)
+        if not isinstance(target, Mapping):
+            break
+        beside = {key: whole[key] for key in whole if key != "$ref"}
+        if lost := _OF_OBJECTS & beside.keys():
+            raise SchemaError(f"{min(lost)} of all parameters beside $ref is not supported in this form of calls")
+        whole = {**target, **beside}
+    for word in _UNREADABLE:
+        if word in whole:
+            raise SchemaError(f"{word} of all parameters together is not supported in this form of calls")
+    found, needed = dict(whole.get("properties", {})), dict.fromkeys(whole.get("required", ()))
+    others = whole.get("additionalProperties", True)
+    if others in (True, {}):
+        if not needed and "properties" not in whole:
+            return None
+        found |= {name: {} for name in needed if name not in found}
+    if missing := [name for name in needed if found.get(name, False) is False]:
+        raise SchemaError(f"{brief(missing[0])} is required, but properties allows no value for it")
+    if not found and others not in (True, False, {}):
+        raise SchemaError("additionalProperties of all parameters is not supported in this form of calls; name them")
+    types = parameter_types(schema)
+    return [
+        Property(name, {} if one is True else definitions.with_those_of(one), types.get(name, ()), name in needed)
+        for name, one in found.items()
+        if one is not False
+    ]
+
+
+class _ValueReader:
+    """Reads which texts and words the values of a parameter may be. Reads at most MAX_VISITS schemas."""
+
+    def __init__(self, schema: Schema) -> None:
+        self._definitions = Definitions(schema.get("$defs", {}))
+        self._left = MAX_VISITS
+
+    def read_texts(self, schema: Any) -> list[ParameterText]:
+        """Return the texts that a schema allows, [] for none. Raises SchemaError if its keywords are too entangled."""
+        if not isinstance(schema, Mapping):
+            return [ParameterText()] if schema else []
+        kinds = schema.get("type", "string")
+        if "string" not in ([kinds] if isinstance(kinds, str) else kinds):
+            return []
+        self._visit()
+        if "$ref" in schema:
+            own = {key: value for key, value in schema.items() if key != "$ref"}
+            return self.read_texts(_merged([self._definitions.target(schema), own]))
+        words = sorted(schema.keys() & {*_BRANCHES, *_ASSERTIONS})
+        branch = next((word for word in words if word in _BRANCHES), None)
+        if branch is None:
+            pattern, least, most, form = (schema.get(word) for word in _ASSERTIONS)
+            return [ParameterText(None, pattern, least or 0, most, form)]
+        if len(words) > 1:
+            raise SchemaError(f"{' beside '.join(words)} for a text is not supported in this form of calls")
+        value = schema[branch]
+        if branch in ("enum", "const"):
+            texts = tuple(each for each in (value if branch == "enum" else [value]) if isinstance(each, str))
+            return [ParameterText(texts)] if texts else []
+        if branch == "allOf":
+            own = {key: each for key, each in schema.items() if key != "allOf"}
+            return self.read_texts(_merged([own, *value]))
+        cases = [found for one in value if (found := self.read_texts(one))]
+        if branch == "oneOf" and len(cases) > 1 and not _are_apart(cases):
+            raise SchemaError("oneOf with texts that may overlap is not supported in this form of calls; use anyOf")
+        return [text for found in cases for text in found]
+
+    def read_words(self, schema: Any) -> list[str]:
+        """Return which of null, true and false a schema allows, as JSON."""
+        if not isinstance(schema, Mapping):
+            return list(_WORDS) if schema else []
+        self._visit()
+        found = set(_WORDS if "$ref" not in schema else self.read_words(self._definitions.target(schema)))
+        kinds = schema.get("type", [*_WORDS.values()])
+        found &= {word for word, kind in _WORDS.items() if kind == kinds or (isinstance(kinds, list) and kind in kinds)}
+        if "enum" in schema or "const" in schema:
+            values = schema.get("enum", [schema.get("const")])
+            found &= {json.dumps(value) for value in values if value is None or isinstance(value, bool)}
+        for word, fits in _COUNTS_OF_CASES.items():
+            cases = [self.read_words(one) for one in schema.get(word, ())]
+            found = {each for each in found if not cases or fits(sum(each in case for case in cases), len(cases))}
+        return [word for word in _WORDS if word in found]
+
+    def _visit(self) -> None:
+        """Count the schemas, since schemas that refer to each other may never end."""
+        self._left -= 1
+        if self._left < 0:
+            raise SchemaError(f"a text has more than {MAX_VISITS} schemas that refer to each other; use fewer")
+
+
+def _are_apart(cases: list[list[ParameterText]]) -> bool:
+    """Tell whether texts are listed, and none of them in two cases."""
+    values = [{value for text in texts for value in text.values or ()} for texts in cases]
+    listed = all(text.values is not None for texts in cases for text in texts)
+    return listed and len(set().union(*values)) == sum(map(len, values))
+
+
+def _merged(schemas: list[Any]) -> Schema:
+    """Join schemas that must all hold. Raises SchemaError if they say different things of the same."""
+    made: dict[str, Any] = {}
+    for schema in schemas:
+        for word, value in schema.items() if isinstance(schema, Mapping) else ():
+            if word in made and made[word] != value and word in {"type", "$ref", *_BRANCHES, *_ASSERTIONS}:
+                raise SchemaError(f"{word} twice for a text is not supported in this form of calls")
+            made[word] = value
+    return made
+
+
 def json_arguments(rules: GrammarText, schema: Schema) -> str:
     """Write a JSON object."""
-    own, definitions = _split_definitions(schema)
-    return rules.json({**as_object(own), **definitions})
+    whole, definitions = prepare_parts(schema)
+    return rules.prepared(definitions.with_those_of(as_object(whole)))
 
 
 def python_arguments(rules: GrammarText, schema: Schema) -> str:
     """Write `a=1, b="x"`: required ones first, then any of the others."""
-    if is_any_object(schema):
+    parts = _parts(rules, schema, _python_parameter)
+    if parts is None:
         one = rules.new(rf'/[^\W\d]\w{{0,60}}/ "=" {rules.json({})}')
         return f'({one} (", " {one})*)?'
-    parts = _parts(rules, schema, lambda one: _python_parameter(rules, one))
     needed = [part for part, required in parts if required]
     tail = alone = ""
     for part in [part for part, required in reversed(parts) if not required]:
@@ -67,26 +230,33 @@ def python_arguments(rules: GrammarText, schema: Schema) -> str:
 
 def xml_arguments(rules: GrammarText, schema: Schema, gap: str = '"\\n"') -> str:
     """Write `<parameter=a>`, a line with the value, and `</parameter>` for each, with `gap` after them."""
-    if is_any_object(schema):
+    parts = _parts(rules, schema, lambda rules, one: _xml_parameter(rules, one, gap))
+    if parts is None:
         name = regex(qwen3_coder.NAME.pattern)
         return f'("<parameter=" {name} ">" {rules.until([XML_END])} {gap})*'
-    return _each(_parts(rules, schema, lambda one: _xml_parameter(rules, one, gap)))
+    return _each(parts)
 
 
 def dsml_arguments(rules: GrammarText, schema: Schema) -> str:
     """Write texts as they are with `string="true"`, other values as JSON."""
-    if is_any_object(schema):
-        name, value = regex(r'[^"<>]{1,60}'), _dsml_any(rules)
+    parts = _parts(rules, schema, _dsml_parameter)
+    if parts is None:
+        name, value = regex(r'[^"<>]{1,60}'), f'"\\" string=" ({_dsml_text(rules)} | {_dsml_json(rules, {})})'
         return f"({rules.text(_dsml_head())} {name} {value})*"
-    return _each(_parts(rules, schema, lambda one: _dsml_parameter(rules, one)))
+    return _each(parts)
 
 
-def _parts(rules: GrammarText, schema: Schema, write: Callable[[Property], str]) -> list[tuple[str, bool]]:
-    """Write each property by itself; say which are required. Errors name their places."""
+def _parts(
+    rules: GrammarText, schema: Schema, write: Callable[[GrammarText, Property], str]
+) -> list[tuple[str, bool]] | None:
+    """Write each parameter by itself; say which are required. None if there may be any. Errors name their places."""
+    parameters = read_parameters(schema)
+    if parameters is None:
+        return None
     parts = []
-    for one in properties_of(schema):
+    for one in parameters:
         with rules.at(f"#/properties/{one.name}"):
-            parts.append((write(one), one.required))
+            parts.append((write(rules, one), one.required))
     return parts
 
 
@@ -95,37 +265,31 @@ def _each(parts: Sequence[tuple[str, bool]]) -> str:
 
 
 def _python_parameter(rules: GrammarText, one: Property) -> str:
-    _check_name(one, str.isidentifier)
-    return rules.new(f"{rules.text(one.name + '=')} {rules.json(one.schema)}")
-
-
-def _check_name(one: Property, can_write: Callable[[str], Any]) -> None:
-    if not can_write(one.name):
-        raise SchemaError(f"this form of calls cannot write the name {brief(one.name)}")
+    check_name(one.name, one.name.isidentifier())
+    return rules.new(f"{rules.text(one.name + '=')} {rules.prepared(one.schema)}")
 
 
 def _xml_parameter(rules: GrammarText, one: Property, gap: str) -> str:
-    _check_name(one, qwen3_coder.NAME.fullmatch)
-    kinds = types_of(one.schema, one.schema)
-    others = [kind for kind in kinds if kind != "string"]
-    if others == kinds and kinds:
-        values = [f'{rules.json(one.schema)} "\\n{XML_END}"']
+    check_name(one.name, qwen3_coder.NAME.fullmatch(one.name) is not None)
+    others = [kind for kind in one.types if kind != "string"]
+    if others and "string" not in one.types:
+        values = [f'{rules.prepared(one.schema)} "\\n{XML_END}"']
     else:
-        texts = read_texts(one.schema, one.schema)
+        texts = _ValueReader(one.schema).read_texts(one.schema)
         if any(text.format is not None for text in texts):
             raise SchemaError("format of a text is not supported in this form of calls; leave it out")
-        values = [_xml_text(rules, text, kinds) for text in texts]
-        words = read_words(one.schema, one.schema) if others else []
+        values = [_xml_text(rules, text, one.types) for text in texts]
+        words = _ValueReader(one.schema).read_words(one.schema) if others else []
         values += [f'"{word}\\n{XML_END}"' for word in words]
         if begun := [kind for kind in others if kind not in ("null", "boolean")]:
-            values.append(f'{rules.json(_only(one.schema, begun))} "\\n{XML_END}"')
+            values.append(f'{rules.prepared(_only(one.schema, begun))} "\\n{XML_END}"')
     if not values:
         raise SchemaError("no value is allowed for it")
     head = json.dumps(f"<parameter={one.name}>\n")
     return rules.new(f"{head} {any_of(values)} {gap}")
 
 
-def _xml_text(rules: GrammarText, text: ParameterText, kinds: list[str]) -> str:
+def _xml_text(rules: GrammarText, text: ParameterText, kinds: Sequence[str]) -> str:
     """Write a text, which must not look like another of the `kinds` that the parameter may have."""
     if text.values is not None:
         for value in text.values:
@@ -147,7 +311,7 @@ def _xml_text(rules: GrammarText, text: ParameterText, kinds: list[str]) -> str:
     if text.least or text.most is not None:
         parts.append(regex(f"(?s:.{{{text.least},{'' if text.most is None else text.most}}})"))
     if text.pattern is not None:
-        parts.append(regex(_whole(to_rust(text.pattern))))
+        parts.append(regex(_whole(text.pattern)))
     return rules.until([f"\n{XML_END}"], rules.terminal(" & ".join(["TEXT", *parts])))
 
 
@@ -178,14 +342,9 @@ def _branches(pattern: str) -> list[str]:
 
 def _only(schema: Schema, kinds: list[str]) -> Schema:
     """Return a schema of the values of `schema` that have one of the types `kinds`."""
-    own, definitions = _split_definitions(schema)
-    return {"allOf": [own, {"type": kinds}], **definitions}
-
-
-def _split_definitions(schema: Schema) -> tuple[Schema, Schema]:
-    """Return a schema without its definitions, and these."""
-    definitions = {key: schema[key] for key in DEFINITIONS if key in schema}
-    return {key: schema[key] for key in schema if key not in definitions}, definitions
+    own = {key: value for key, value in schema.items() if key != "$defs"}
+    made = {"allOf": [own, {"type": kinds}]}
+    return {**made, "$defs": schema["$defs"]} if "$defs" in schema else made
 
 
 def _dsml_head(name: str = "") -> str:
@@ -197,20 +356,14 @@ def _dsml_text(rules: GrammarText) -> str:
 
 
 def _dsml_json(rules: GrammarText, schema: Schema) -> str:
-    return f'"\\"false\\">" {rules.json(schema)} {rules.text(DSML_END + chr(10))}'
-
-
-def _dsml_any(rules: GrammarText) -> str:
-    return f'"\\" string=" ({_dsml_text(rules)} | {_dsml_json(rules, {})})'
+    return f'"\\"false\\">" {rules.prepared(schema)} {rules.text(DSML_END + chr(10))}'
 
 
 def _dsml_parameter(rules: GrammarText, one: Property) -> str:
-    _check_name(one, dsml.NAME.fullmatch)
-    if len(one.name) > dsml.MAX_HEAD // 2:
-        raise SchemaError(f"this form of calls cannot write the name {brief(one.name)}")
-    kinds = types_of(one.schema, one.schema)
-    others = [kind for kind in kinds if kind != "string"]
-    texts = _dsml_texts(one.schema) if not others or "string" in kinds else None
+    fits = dsml.NAME.fullmatch(one.name) is not None and len(one.name) <= dsml.MAX_HEAD // 2
+    check_name(one.name, fits)
+    others = [kind for kind in one.types if kind != "string"]
+    texts = _dsml_texts(one.schema) if not others or "string" in one.types else None
     if texts is None:
         values = [_dsml_json(rules, one.schema)]
     else:
@@ -223,7 +376,7 @@ def _dsml_parameter(rules: GrammarText, one: Property) -> str:
 def _dsml_texts(schema: Schema) -> list[ParameterText] | None:
     """Return the texts that can stand as they are; None if they must be written as JSON, with all it can enforce."""
     try:
-        texts = read_texts(schema, schema)
+        texts = _ValueReader(schema).read_texts(schema)
     except SchemaError:
         return None
     plain = all(text.is_free or (text.values and not any(DSML_END in value for value in text.values)) for text in texts)
@@ -243,10 +396,3 @@ ARGUMENTS: Mapping[str, Callable[[GrammarText, Schema], str]] = {
     "xml": xml_arguments,
     "dsml": dsml_arguments,
 }
-FUNCTION_NAME: Mapping[str, Callable[[str], Any]] = {
-    "json": lambda name: True,
-    "python": lambda name: all(part.isidentifier() for part in name.split(".")),
-    "xml": lambda name: True,
-    "dsml": lambda name: True,
-}
-"""Whether each form can write the name of a function so that its parser reads it."""

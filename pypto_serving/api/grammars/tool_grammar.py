@@ -8,13 +8,11 @@ from typing import Any
 
 from pypto_serving.api.chat.parsers.families import CallForm
 from pypto_serving.api.grammars.grammar_text import ANY, GrammarText, any_of, joined, regex, without
-from pypto_serving.api.grammars.json_schema import SchemaError
-from pypto_serving.api.grammars.tool_arguments import ARGUMENTS, FUNCTION_NAME
-from pypto_serving.api.grammars.tool_schema import Definitions, as_object, check_is_object
+from pypto_serving.api.grammars.json_schema import SchemaError, prepare_parts
+from pypto_serving.api.grammars.tool_arguments import ARGUMENTS, as_object, check_is_object, check_name
 from pypto_serving.api.text.tokenizer import split_at
 from pypto_serving.errors import RequestError
 from pypto_serving.types.guide import Grammar
-from pypto_serving.util import brief
 
 Function = Mapping[str, Any]
 SpecialId = Callable[[str], int | None]
@@ -47,7 +45,7 @@ def calls_beside_json(
         rules, made = _rules(form, special_id, options), []
         for function in functions:
             with _at(rules, function):
-                made.append(rules.json(_as_schema(form, function)))
+                made.append(rules.prepared(_as_schema(form, function)))
         call = rules.new(any_of(made))
         more = "" if one or form.begin else f"({rules.text(form.between)} {call})*"
         return rules.grammar(f"start: {joined(call, more)}")
@@ -143,8 +141,8 @@ class _Writer:
     def _call(self, function: Function) -> tuple[str, str]:
         """Return the name of a call with what follows it, and the rule of the rest."""
         form, name, schema = self._form, function["name"], _parameters(function)
-        if not FUNCTION_NAME[form.arguments](name):
-            raise SchemaError(f"this form of calls cannot write the name {brief(name)}")
+        if form.arguments == "python":
+            check_name(name, all(part.isidentifier() for part in name.split(".")))
         arguments = ARGUMENTS[form.arguments](self.rules, schema)
         return name + form.middle, self.rules.new(joined(arguments, self.rules.text(form.tail)) or '""')
 
@@ -174,10 +172,8 @@ def _parameters(function: Function) -> Mapping[str, Any]:
 
 
 def _as_schema(form: CallForm, function: Function) -> Mapping[str, Any]:
-    """Return the schema of a call that is JSON as a whole."""
-    found = Definitions(_parameters(function)).with_those_of(_parameters(function))
-    shared = {key: found[key] for key in ("$defs", "definitions") if key in found}
-    own = as_object({key: value for key, value in found.items() if key not in shared})
+    """Return the prepared schema of a call that is JSON as a whole."""
+    whole, definitions = prepare_parts(_parameters(function))
     key = "parameters" if '"parameters"' in form.middle else "arguments"
-    properties = {"name": {"const": function["name"]}, key: own}
-    return {"type": "object", "properties": properties, "required": list(properties), **shared}
+    properties = {"name": {"const": function["name"]}, key: as_object(whole)}
+    return definitions.with_those_of({"type": "object", "properties": properties, "required": list(properties)})

@@ -9,8 +9,8 @@ import pytest
 
 from pypto_serving.api.grammars import structured
 from pypto_serving.api.grammars.json_schema import SchemaError
-from pypto_serving.api.grammars.structured import MAX_STRUCTURES, json_options, lark_of
-from pypto_serving.api.grammars.tag_format import MAX_TRIGGERS
+from pypto_serving.api.grammars.structured import json_options
+from pypto_serving.api.grammars.tag_format import MAX_STRUCTURES, MAX_TRIGGERS, lark_of
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.guidance import Compiler, checked
 from pypto_serving.types.guide import Grammar

@@ -9,7 +9,8 @@ from typing import Any
 import jsonschema
 
 from pypto_serving.api.grammars.json_schema import SchemaError
-from pypto_serving.api.grammars.structured import json_options, lark_of
+from pypto_serving.api.grammars.structured import json_options
+from pypto_serving.api.grammars.tag_format import lark_of
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.guidance import GrammarError, checked
 from tests.api.generation.following import COMPILER
