@@ -13,10 +13,9 @@ from pypto_serving.api.anthropic.answers import Message, MessageError, MessageEv
 from pypto_serving.api.anthropic.messages import count_tokens, create_message
 from pypto_serving.api.anthropic.messages_body import CountTokensBody, MessagesBody
 from pypto_serving.api.batch import endpoints as batch
-from pypto_serving.api.batch.answers import Batch, BatchList, DeletedFile, File, FileList
-from pypto_serving.api.batch.schemas import BatchBody
+from pypto_serving.api.batch.schemas import Batch, BatchBody, BatchList, DeletedFile, File, FileList
+from pypto_serving.api.decisions.decision_body import DecisionBody
 from pypto_serving.api.decisions.endpoint import Decision, create_decision
-from pypto_serving.api.decisions.schemas import DecisionBody
 from pypto_serving.api.openai import answers as openai
 from pypto_serving.api.openai.answers import RenderedRequest
 from pypto_serving.api.openai.chat import create_chat_completion

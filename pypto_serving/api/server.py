@@ -13,7 +13,7 @@ from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from pypto_serving.api.batch.batches import Batches
-from pypto_serving.api.batch.direct import Direct
+from pypto_serving.api.batch.running import Direct
 from pypto_serving.api.common.body import IGNORED_HEADER, TRUNCATED_HEADER
 from pypto_serving.api.common.respond import nobody_listens
 from pypto_serving.api.http.errors import ApiError, describe

@@ -47,9 +47,8 @@ def run_batch(
 
 
 async def _run(resolved: Resolved, serving: ServingConfig, source: Path, target: Path) -> None:
-    from pypto_serving.api.batch.direct import Direct
     from pypto_serving.api.batch.lines import Limits, read
-    from pypto_serving.api.batch.running import Run
+    from pypto_serving.api.batch.running import Direct, Run
     from pypto_serving.api.server import create_app
     from pypto_serving.engine.replicas import make_engine
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -32,7 +33,7 @@ from pypto_serving.api.grammars.structured import checked, with_chat_guide
 from pypto_serving.api.service import Service
 from pypto_serving.api.settings import serving_config
 from pypto_serving.engine.replicas import make_engine
-from pypto_serving.errors import RequestError
+from pypto_serving.errors import EngineDeadError, RequestError
 from pypto_serving.offline.inputs import (
     Messages,
     Prompt,
@@ -42,7 +43,6 @@ from pypto_serving.offline.inputs import (
     read_params,
     read_prompts,
 )
-from pypto_serving.offline.loop import LoopThread, Put
 from pypto_serving.offline.outputs import (
     CompletionOutput,
     GenerationOutput,
@@ -60,6 +60,7 @@ from pypto_serving.types.sampling import SamplingParams
 __all__ = ["LLM", "CompletionOutput", "GenerationOutput", "Logprob", "Messages", "Prompt"]
 
 T = TypeVar("T")
+Put = Callable[[T], None]
 LONG_TEXT_CHARS = 16_384
 
 
@@ -321,3 +322,62 @@ def _progress_bar(total: int, shown: bool) -> Progress:
     bar = Progress(*columns, console=Console(stderr=True), disable=not shown)
     bar.add_task("generating", total=total)
     return bar
+
+
+class LoopThread:
+    """Own an event loop and the thread that runs it. Started when made."""
+
+    def __init__(self, name: str) -> None:
+        self.stopped = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run `work` in the loop and return its result; an interrupt cancels it.
+
+        Raises what `work` raises, and EngineDeadError after `stop`.
+        """
+        self._require_running()
+        future = asyncio.run_coroutine_threadsafe(work(), self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def iterate(self, work: Callable[[Put[T]], Coroutine[Any, Any, None]]) -> Iterator[T]:
+        """Run `work` in the loop and yield what it puts; closing the iterator cancels it.
+
+        Raises what `work` raises, and EngineDeadError after `stop`.
+        """
+        self._require_running()
+        items: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()
+
+        async def pump() -> None:
+            try:
+                await work(lambda item: items.put((item,)))
+                items.put(None)
+            except BaseException as error:
+                items.put(error)
+                raise
+
+        task = asyncio.run_coroutine_threadsafe(pump(), self._loop)
+        try:
+            while (item := items.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item[0]
+        finally:
+            task.cancel()
+
+    def stop(self) -> None:
+        """End the loop and its thread."""
+        self.stopped = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _require_running(self) -> None:
+        if self.stopped:
+            raise EngineDeadError("this LLM was shut down; make a new one")

@@ -15,7 +15,7 @@ from openai.types.responses import response_create_params as responses
 
 from pypto_serving.api.anthropic.messages_body import MessagesBody
 from pypto_serving.api.common.body import Body
-from pypto_serving.api.decisions.schemas import DecisionBody
+from pypto_serving.api.decisions.decision_body import DecisionBody
 from pypto_serving.api.openai.schemas import ChatBody, CompletionBody
 from pypto_serving.api.responses.response_body import ResponsesBody
 

@@ -2,8 +2,7 @@
 
 - `endpoints`, `batches`: the endpoints; run the batches of a server
 - `store`: keep files and batches in a folder
-- `schemas`, `answers`, `multipart`: read bodies and forms; describe answers
-- `running`: answer all requests of a file that are not answered yet
+- `schemas`, `multipart`: describe bodies and answers; read forms
+- `running`: answer all requests of a file that are not answered yet, by the endpoints in this process
 - `lines`: read requests, write answers
-- `direct`: call the endpoints in this process
 """

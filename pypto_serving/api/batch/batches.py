@@ -13,11 +13,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from pypto_serving.api.batch.answers import FINAL, Batch, BatchError, BatchErrors, RequestCounts
-from pypto_serving.api.batch.direct import Direct
 from pypto_serving.api.batch.lines import Found, Limits, check, read
-from pypto_serving.api.batch.running import AnswerFile, Run
-from pypto_serving.api.batch.schemas import BatchBody
+from pypto_serving.api.batch.running import AnswerFile, Direct, Run
+from pypto_serving.api.batch.schemas import FINAL, Batch, BatchBody, BatchError, BatchErrors, RequestCounts
 from pypto_serving.api.batch.store import MAX_BATCHES, KeyStore, occupy
 from pypto_serving.errors import ConfigError, RequestError
 from pypto_serving.util import brief, one_of

@@ -13,10 +13,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from pypto_serving.api.batch.answers import Batch, BatchList, DeletedFile, File, FileList
 from pypto_serving.api.batch.batches import Batches
 from pypto_serving.api.batch.multipart import read_form
-from pypto_serving.api.batch.schemas import MAX_METADATA_CHARS, BatchBody
+from pypto_serving.api.batch.schemas import MAX_METADATA_CHARS, Batch, BatchBody, BatchList, DeletedFile, File, FileList
 from pypto_serving.api.batch.store import KeyStore, StorageError
 from pypto_serving.api.common.body import parse_json, read_body, read_page, require_json, telling_when_parsed
 from pypto_serving.api.http.keys import sent_key

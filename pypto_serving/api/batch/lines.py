@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from pypto_serving.api.batch.direct import DirectAnswer
 from pypto_serving.util import brief, one_of
 
 MAX_ID_CHARS = 512
@@ -33,6 +32,14 @@ class BatchRequest(msgspec.Struct):
     def key(self) -> bytes:
         """Return what tells the request from the others of its file."""
         return key_of(self.custom_id)
+
+
+class DirectAnswer(NamedTuple):
+    """The answer to a request. `request_id` names it in the log."""
+
+    status: int
+    request_id: str
+    body: bytes
 
 
 class Problem(NamedTuple):

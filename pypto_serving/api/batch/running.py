@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
+import uuid
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.routing import Route
+from starlette.types import Message, Scope
 
-from pypto_serving.api.batch.direct import Direct
-from pypto_serving.api.batch.lines import BatchRequest, key_of, require_beginning, write
+from pypto_serving.api.batch.lines import BatchRequest, DirectAnswer, key_of, require_beginning, write
 from pypto_serving.api.batch.store import lock
 from pypto_serving.api.common.respond import CLIENT_CLOSED_REQUEST
+from pypto_serving.api.http.middleware import SERVER_SEND, VERSION, FaultHandler, Traced
+from pypto_serving.logs import REQUEST_ID
 
 BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 """Answers after which a request is sent again."""
@@ -127,3 +134,68 @@ class Run:
                 return
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.left.wait(), RETRY_S)
+
+
+NOT_FOR_BATCHES = (f"{VERSION}/files", f"{VERSION}/batches")
+
+
+class Direct:
+    """Call endpoints. They read bodies, admit, trace and answer requests as they do for clients.
+
+    `paths` are those that requests of a batch may ask for.
+    """
+
+    def __init__(self, app: Starlette) -> None:
+        bare = copy.copy(app)
+        tracing = app.state.service.tracing
+        bare.user_middleware = [Middleware(FaultHandler)]
+        if tracing is not None:
+            bare.user_middleware.insert(0, Middleware(Traced, tracing=tracing))
+        self._app = app
+        self.paths = {
+            route.path
+            for route in app.routes
+            if isinstance(route, Route) and "POST" in (route.methods or ()) and route.path.startswith(VERSION + "/")
+            if not route.path.startswith(NOT_FOR_BATCHES) and not route.param_convertors
+        }
+        self._handle = bare.build_middleware_stack()
+
+    async def post(self, path: str, body: bytes | memoryview, left: asyncio.Event, owner: bytes = b"") -> DirectAnswer:
+        """Return the answer to a request of `owner`, which stands for a key that the application does not check.
+
+        Once `left` is set, the request ends like one whose client left.
+        """
+        request_id = uuid.uuid4().hex
+        unread, status, written = [body], 0, bytearray()
+
+        async def receive() -> Message:
+            if unread:
+                return {"type": "http.request", "body": unread.pop(), "more_body": False}
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                written.extend(message.get("body", b""))
+
+        scope: Scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json"), (b"x-api-key", owner)],
+            "app": self._app,
+            "state": {"request_id": request_id, "trace": None},
+            SERVER_SEND: send,
+        }
+        named = REQUEST_ID.set(request_id)
+        try:
+            await self._handle(scope, receive, send)
+        finally:
+            REQUEST_ID.reset(named)
+        return DirectAnswer(status, request_id, bytes(written))

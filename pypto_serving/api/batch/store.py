@@ -14,7 +14,7 @@ from typing import BinaryIO, TypeVar
 
 import msgspec
 
-from pypto_serving.api.batch.answers import Batch, File
+from pypto_serving.api.batch.schemas import Batch, File
 from pypto_serving.errors import ConfigError, RequestError
 
 MAX_FILES, MAX_BATCHES = 1000, 1000

@@ -1,17 +1,127 @@
-"""Read questions, and write them as a model reads them. Raises RequestError that names the place."""
+"""Read the input and the questions of a decision, and write them as a model reads them.
+
+Raises RequestError that names the place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn, get_args
 
 import msgspec
 
-from pypto_serving.api.chat.tools import refuse
-from pypto_serving.api.decisions.inputs import read_content
-from pypto_serving.api.decisions.schemas import MAX_LEVELS, MAX_NAME_CHARS, MAX_OPTIONS
+from pypto_serving.api.chat.tools import is_shallow, refuse, string_in
+from pypto_serving.api.common.body import MAX_MESSAGES
 from pypto_serving.api.generation.labels import YES_NO, Kind, labels_of
+from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
+
+MAX_QUESTIONS, MAX_OPTIONS, MAX_LEVELS = 400, 255, 10
+MAX_NAME_CHARS = 1024
+MAX_JSON_LEVELS, MAX_JSON_VALUES, MAX_JSON_BYTES = 32, 10_000, 256 << 10
+"""Levels, values and bytes of one part of JSON."""
+_PARTS = {"user": ("input_text", "input_json"), "assistant": ("output_text", "refusal")}
+_WORDS = ("input_text",)
+_CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
+_FIELD = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
+Item = Mapping[str, Any]
+
+
+def read_input(given: Any) -> str:
+    """Return the input as one text: a conversation becomes a transcript, since it is judged and not continued.
+
+    A text, or a single message of a user, is taken as it is.
+    """
+    if isinstance(given, str):
+        text = given
+    elif isinstance(given, list) and 0 < len(given) <= MAX_MESSAGES:
+        turns = list(_Transcript().read(given))
+        text = turns[0][1] if [head for head, _ in turns] == ["user"] else "\n\n".join(f"[{h}]\n{t}" for h, t in turns)
+    else:
+        shown = f"a list of {len(given)} items" if isinstance(given, list) else brief(given)
+        refuse("input", f"is {shown}, but must be a text, or a list of 1 to {MAX_MESSAGES} items")
+    if not text.strip():
+        refuse("input", "is empty; send something to decide about")
+    return text
+
+
+class _Transcript:
+    """Reads the items of a conversation; remembers the calls so far."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+
+    def read(self, items: Sequence[Any]) -> Iterator[tuple[str, str]]:
+        """Iterate over the heading and the text of each item."""
+        for i, item in enumerate(items):
+            where = f"input[{i}]"
+            if not isinstance(item, Mapping):
+                refuse(where, f"is {brief(item)}, but must be an object")
+            kind = item.get("type", "message")
+            if kind == "message":
+                yield self._message(item, where)
+            elif isinstance(kind, str) and kind in _CALLS:
+                name = self._names[string_in(item, "call_id", where)] = string_in(item, "name", where)
+                yield f"assistant calls {name}", string_in(item, _CALLS[kind], where)
+            elif isinstance(kind, str) and kind.removesuffix("_output") in _CALLS:
+                yield self._result(item, where)
+            else:
+                refuse(f"{where}.type", f"is {brief(kind)}, but must be 'message', a tool's call, or its output")
+
+    def _message(self, item: Item, where: str) -> tuple[str, str]:
+        role = item.get("role")
+        if role not in ("user", "assistant", "system", "developer"):
+            refuse(f"{where}.role", f"is {brief(role)}, but must be 'user', 'assistant', 'system' or 'developer'")
+        return role, read_content(item.get("content"), f"{where}.content", _PARTS.get(role, _WORDS))
+
+    def _result(self, item: Item, where: str) -> tuple[str, str]:
+        call_id = string_in(item, "call_id", where)
+        if call_id not in self._names:
+            refuse(f"{where}.call_id", f"is {brief(call_id)}, but no earlier call has this id")
+        return f"result of {self._names[call_id]}", read_content(item.get("output"), f"{where}.output", _WORDS)
+
+
+def read_content(content: Any, where: str, kinds: Sequence[str] = _PARTS["user"]) -> str:
+    """Return the text of a content: a string, or parts of these `kinds`, joined by line breaks."""
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise RequestError(f"{where} is missing; send a string or parts", param=where, code="missing_field")
+    if not isinstance(content, list):
+        refuse(where, f"is {brief(content)}, but must be a string or a list of parts")
+    return "\n".join(_part(part, f"{where}[{i}]", kinds) for i, part in enumerate(content))
+
+
+def _part(part: Any, where: str, kinds: Sequence[str]) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(kind, str) or kind not in kinds:
+        _refuse_part(part if kind is None else kind, where, kinds)
+    return _json(part.get("data"), f"{where}.data") if kind == "input_json" else string_in(part, _FIELD[kind], where)
+
+
+def _json(data: Any, where: str) -> str:
+    if not isinstance(data, dict) and not (isinstance(data, list) and all(isinstance(one, dict) for one in data)):
+        refuse(where, f"is {brief(data)}, but must be an object or a list of objects")
+    if not is_shallow(data, MAX_JSON_LEVELS):
+        refuse(where, f"has more than {MAX_JSON_LEVELS} levels; nest less")
+    if _num_values(data) > MAX_JSON_VALUES:
+        refuse(where, f"has more than {MAX_JSON_VALUES} values; send fewer")
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    if len(text.encode()) > MAX_JSON_BYTES:
+        refuse(where, f"has more than {MAX_JSON_BYTES} bytes; send less")
+    return text
+
+
+def _num_values(data: Any) -> int:
+    inner = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
+    return 1 + sum(map(_num_values, inner))
+
+
+def _refuse_part(shown: Any, where: str, kinds: Sequence[str]) -> NoReturn:
+    message = f"{where} is a part of type {brief(shown)}; here this model reads only {' and '.join(kinds)}"
+    raise RequestError(message, param=where, code="unsupported_content")
+
 
 _KINDS = get_args(Kind)
 """A tuple, in which anything may be looked up: what a client sends as a type may be a list."""

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from pypto_serving.api.grammars.ecma import to_rust
-from pypto_serving.api.grammars.numbers import BOUNDS, Bounds, Multiples, inward, is_exact, is_number
+from pypto_serving.api.grammars.numbers import BOUNDS, inward, is_exact, is_number, settle_bounds, unjoined_multiple
 from pypto_serving.api.grammars.one_of import OneOf
 from pypto_serving.util import brief
 
@@ -181,13 +181,16 @@ class _SchemaCopier:
         self._found: dict[tuple[str, int], tuple[Any, str, Mapping[str, Any]]] = {}
         self._left = MAX_COPIED
         self._one_of = OneOf()
-        self._multiples = Multiples()
-        self._bounds = Bounds()
 
     def whole(self) -> dict[str, Any]:
         """Return a copy of all of the schema."""
         made: dict[str, Any] = self.copy(self._root, "#", self._root)
-        self._bounds.settle()
+        parts = [*subschemas(made, "#"), *subschemas({"$defs": self.definitions}, "#")]
+        schemas = [(place, part) for place, part in parts if isinstance(part, dict)]
+        if (found := unjoined_multiple(schemas)) is not None:
+            where = f"{found[0]}/multipleOf"
+            raise SchemaError(f"{where} cannot be enforced: {found[1]} and another one are too large together")
+        settle_bounds(schemas)
         return made
 
     def copy(self, schema: Any, place: str, base: Mapping[str, Any]) -> Any:
@@ -220,12 +223,8 @@ class _SchemaCopier:
                 made[name] = self.copy(value, where, base)
             elif name in _ASSERTIONS or name in _MAPS or name in _LISTS:
                 made[name] = _checked(name, value, where)
-                if name == "multipleOf" and not self._multiples.add(value):
-                    raise SchemaError(
-                        f"{where} cannot be enforced: {brief(value)} and another one are too large together"
-                    )
         _check_count(made, place)
-        return self._bounds.add(_narrowed(made))
+        return _narrowed(made)
 
     def _without_one_of(self, schema: Mapping[str, Any], place: str, base: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a schema whose `oneOf` is an `anyOf`, if no two of its cases can hold at once."""
@@ -315,15 +314,11 @@ def _normal(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a schema with the items of older drafts written as in 2020-12."""
     if "additionalItems" not in schema and not isinstance(schema.get("items"), list):
         return schema
-    made: dict[str, Any] = {}
-    for name, value in schema.items():
-        if name == "items" and isinstance(value, list):
-            made["prefixItems"] = value
-            if "additionalItems" in schema:
-                made["items"] = schema["additionalItems"]
-        elif name != "additionalItems" and name not in made:
-            made[name] = value
-    return made
+    made = {name: value for name, value in schema.items() if name not in ("items", "additionalItems")}
+    if not isinstance(schema.get("items"), list):
+        return {**made, "items": schema["items"]} if "items" in schema else made
+    rest = {"items": schema["additionalItems"]} if "additionalItems" in schema else {}
+    return {**made, "prefixItems": schema["items"], **rest}
 
 
 def _pattern(value: str, where: str) -> str:

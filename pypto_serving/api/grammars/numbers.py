@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import decimal
 import math
+from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -12,6 +13,9 @@ _WORD = 2**32
 MAX_DIGITS = 15
 MAX_MULTIPLES = 64
 """Different values of `multipleOf` in a schema."""
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+Parts = Sequence[tuple[str, dict[str, Any]]]
+"""The schemas in a schema, with their places."""
 
 
 def is_exact(value: float) -> bool:
@@ -41,68 +45,48 @@ def inward(name: str, value: Any) -> Any:
     return float(decimal.Context(prec=MAX_DIGITS, rounding=rounding).create_decimal(repr(value)))
 
 
-class Multiples:
-    """The values of `multipleOf` in a schema. Two that hold for one number are joined in words of 32 bits."""
+def unjoined_multiple(parts: Parts) -> tuple[str, float] | None:
+    """Return the place and value of a `multipleOf` that cannot be joined with another one, or that is one too many.
 
-    def __init__(self) -> None:
-        self._seen: set[tuple[int, int]] = set()
-
-    def add(self, value: float) -> bool:
-        """Return whether any two values can be joined."""
-        _, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
-        coefficient, places = int("".join(map(str, digits))), -int(exponent)
-        if places < 0:
-            coefficient, places = coefficient * 10**-places, 0
-        new = (coefficient, places)
-        joined = all(_product(new, each) < _WORD for each in self._seen - {new})
-        self._seen.add(new)
-        return joined and len(self._seen) <= MAX_MULTIPLES
+    Two that hold for one number are joined in words of 32 bits.
+    """
+    seen: set[Decimal] = set()
+    for place, part in parts:
+        if "multipleOf" not in part:
+            continue
+        new = Decimal(repr(part["multipleOf"]))
+        if any(_product(new, each) >= _WORD for each in seen - {new}) or len(seen | {new}) > MAX_MULTIPLES:
+            return place, part["multipleOf"]
+        seen.add(new)
+    return None
 
 
-def _product(one: tuple[int, int], other: tuple[int, int]) -> int:
-    places = max(one[1], other[1])
-    return int(one[0] * 10 ** (places - one[1])) * int(other[0] * 10 ** (places - other[1]))
+def _product(one: Decimal, other: Decimal) -> Decimal:
+    scale = Decimal(10) ** -min(0, *(int(each.normalize().as_tuple().exponent) for each in (one, other)))
+    return (one * scale) * (other * scale)
 
 
-class Bounds:
-    """The bounds of numbers in a schema.
+def settle_bounds(parts: Parts) -> None:
+    """Move excluded bounds that llguidance would allow, and write those of draft 4 like others.
 
     Where a whole number is excluded and the other bound is in the same unit, as in above 0 and up to 0.5, llguidance
     allows the whole number. Bounds may come together from several places, so an excluded one becomes a bound just
     beside it if any bound of the schema is in that unit.
     """
-
-    def __init__(self) -> None:
-        self._units: set[int] = set()
-        self._excluding: list[dict[str, Any]] = []
-
-    def add(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Look at what a schema says of numbers; return it."""
-        for name, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
-            if exclusive not in schema:
+    bounds = [part[name] for _, part in parts for name in BOUNDS if name in part]
+    units = {math.floor(bound) for bound in bounds if isinstance(bound, float) and not bound.is_integer()}
+    for _, part in parts:
+        for exclusive, name, unit, sign in (
+            ("exclusiveMinimum", "minimum", 0, 1),
+            ("exclusiveMaximum", "maximum", -1, -1),
+        ):
+            bound = part.pop(exclusive, False)
+            if bound is True:
+                bound = part.pop(name, False)
+            if bound is False:
                 continue
-            if schema[exclusive] is True and name in schema:  # as in draft 4
-                schema[exclusive] = schema.pop(name)
-            elif isinstance(schema[exclusive], bool):
-                del schema[exclusive]
-        bounds = [schema[name] for name in BOUNDS if name in schema]
-        self._units |= {math.floor(bound) for bound in bounds if isinstance(bound, float) and not bound.is_integer()}
-        if any(name in schema for name in _BESIDE):
-            self._excluding.append(schema)
-        return schema
-
-    def settle(self) -> None:
-        """Move the bounds that would be allowed. Call it when all are known."""
-        for schema in self._excluding:
-            for exclusive, (name, unit, sign) in _BESIDE.items():
-                bound = schema.get(exclusive)
-                if not isinstance(bound, int | float) or bound != int(bound) or int(bound) + unit not in self._units:
-                    continue
-                del schema[exclusive]
-                beside = bound + sign * 10.0 ** -max(0, min(9, 15 - len(str(abs(int(bound))))))
-                schema[name] = max(schema.get(name, beside) * sign, beside * sign) * sign
-
-
-BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_BESIDE = {"exclusiveMinimum": ("minimum", 0, 1), "exclusiveMaximum": ("maximum", -1, -1)}
-"""The bound that can stand for an excluded one, where its unit begins, and to which side it moves."""
+            if bound != int(bound) or int(bound) + unit not in units:
+                part[exclusive] = bound
+                continue
+            beside = bound + sign * 10.0 ** -max(0, min(9, 15 - len(str(abs(int(bound))))))
+            part[name] = max(part.get(name, beside) * sign, beside * sign) * sign

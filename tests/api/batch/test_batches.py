@@ -19,10 +19,9 @@ import openai
 import pytest
 
 from pypto_serving.api.batch import batches, lines, store
-from pypto_serving.api.batch.direct import Direct
 from pypto_serving.api.batch.lines import BatchRequest, Limits
 from pypto_serving.api.batch.multipart import read_form
-from pypto_serving.api.batch.running import AnswerFile
+from pypto_serving.api.batch.running import AnswerFile, Direct
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ConfigError
 from tests.api.documented import schema_of
