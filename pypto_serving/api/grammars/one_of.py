@@ -71,12 +71,17 @@ class OneOf:
     def _case(self, schema: Mapping[str, Any]) -> _Case:
         """Return what a schema says of its values; it is read once, since a schema is compared with many."""
         if id(schema) not in self._read:
-            self._read[id(schema)] = _Case(_types(schema), _values(schema), _required(schema))
+            self._read[id(schema)] = _read_case(schema)
         return self._read[id(schema)]
 
 
 class _Case(NamedTuple):
-    """The types of a schema's values, the values if they are listed, and the properties that it requires."""
+    """What a schema says of its values.
+
+    - `types`: those that they may have; integers are numbers
+    - `values`: the values with their types, if they are listed; all arrays are one, and all objects
+    - `required`: the properties that it requires
+    """
 
     types: frozenset[str]
     values: frozenset[tuple[str, Any]] | None
@@ -97,23 +102,19 @@ def _with_one_of(name: str | None, names: Sequence[str | None]) -> dict[str, Any
     return {"type": "object", "properties": others, "required": [name], "additionalProperties": True}
 
 
-def _types(schema: Mapping[str, Any]) -> frozenset[str]:
-    """Return the types that values may have; integers are numbers."""
+def _read_case(schema: Mapping[str, Any]) -> _Case:
+    listed = [schema["const"]] if "const" in schema else schema.get("enum")
+    values = None
+    if isinstance(listed, list) and len(listed) <= MAX_VALUES:
+        values = frozenset((_type_of(value), None if isinstance(value, list | Mapping) else value) for value in listed)
     kinds = schema.get("type")
-    if kinds is None and (values := _values(schema)) is not None:
-        return frozenset(kind for kind, _ in values)
     given = [kinds] if isinstance(kinds, str) else kinds
-    if not isinstance(given, list):
-        return _TYPES
-    return frozenset("number" if kind == "integer" else str(kind) for kind in given)
-
-
-def _values(schema: Mapping[str, Any]) -> frozenset[tuple[str, Any]] | None:
-    """Return the values that are allowed, with their types, if they are listed. All arrays are one, and all objects."""
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if not isinstance(values, list) or len(values) > MAX_VALUES:
-        return None
-    return frozenset((_type_of(value), None if isinstance(value, list | Mapping) else value) for value in values)
+    types = _TYPES if values is None else frozenset(kind for kind, _ in values)
+    if isinstance(given, list):
+        types = frozenset("number" if kind == "integer" else str(kind) for kind in given)
+    names = schema.get("required")
+    required = [name for name in names[:MAX_CASES] if isinstance(name, str)] if isinstance(names, list) else []
+    return _Case(types, values, required)
 
 
 def _type_of(value: Any) -> str:
@@ -121,11 +122,6 @@ def _type_of(value: Any) -> str:
         if isinstance(value, python):
             return kind
     return "null" if value is None else "object"
-
-
-def _required(schema: Mapping[str, Any]) -> list[str]:
-    names = schema.get("required")
-    return [name for name in names[:MAX_CASES] if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def _property(schema: Mapping[str, Any], name: str, resolve: Resolve) -> Any:

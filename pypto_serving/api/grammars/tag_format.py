@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from pypto_serving.api.grammars.gbnf import lark_rules
@@ -156,20 +157,11 @@ class FormatWriter:
         elements = _list(given, "elements", place)
         return any_of([self._write(each, f"{place}.elements[{i}]", ends) for i, each in enumerate(elements)])
 
-    def optional(self, given: Format, place: str, ends: Ends) -> str:
-        return self._repeated(given, place, ends, "?")
-
-    def plus(self, given: Format, place: str, ends: Ends) -> str:
-        return self._repeated(given, place, ends, "+")
-
-    def star(self, given: Format, place: str, ends: Ends) -> str:
-        return self._repeated(given, place, ends, "*")
-
     def repeat(self, given: Format, place: str, ends: Ends) -> str:
         least, most = given.get("min"), given.get("max")
         if type(least) is not int or type(most) is not int or least < 0 or not (most == -1 or most >= least):
             raise ValueError(f"{place} has min {brief(least)} and max {brief(most)}, but max must not be below min")
-        written = self._repeated(given, place, ends, f"{{{least},{'' if most == -1 else most}}}")
+        written = self.repeated(given, place, ends, f"{{{least},{'' if most == -1 else most}}}")
         return written if most else self._ended("", ends)
 
     def tag(self, given: Format, place: str, ends: Ends) -> str:
@@ -246,7 +238,7 @@ class FormatWriter:
             return self._write(tag.get("content"), f"{place}.content", ends)
         return self._ended(self._write(tag.get("content"), f"{place}.content", tuple(texts)), ends)
 
-    def _repeated(self, given: Format, place: str, ends: Ends, times: str) -> str:
+    def repeated(self, given: Format, place: str, ends: Ends, times: str) -> str:
         return self._ended(f"({self._write(given.get('content'), f'{place}.content', None)}){times}", ends)
 
     @contextmanager
@@ -295,9 +287,9 @@ _KINDS: Mapping[str, tuple[Callable[[FormatWriter, Format, str, Ends], str], set
     "token": (FormatWriter.token, {"token"}),
     "sequence": (FormatWriter.sequence, {"elements"}),
     "or": (FormatWriter.either, {"elements"}),
-    "optional": (FormatWriter.optional, {"content"}),
-    "plus": (FormatWriter.plus, {"content"}),
-    "star": (FormatWriter.star, {"content"}),
+    "optional": (partial(FormatWriter.repeated, times="?"), {"content"}),
+    "plus": (partial(FormatWriter.repeated, times="+"), {"content"}),
+    "star": (partial(FormatWriter.repeated, times="*"), {"content"}),
     "repeat": (FormatWriter.repeat, {"content", "min", "max"}),
     "tag": (FormatWriter.tag, {"begin", "content", "end"}),
     "triggered_tags": (
