@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 import msgspec
 from pydantic import Field
 
-from pypto_serving.api.common.answers import Answer
 from pypto_serving.api.common.body import Body, FieldRules
+from pypto_serving.api.common.described import Answer
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "cancelling", "cancelled"]
 FINAL: tuple[Status, ...] = ("failed", "completed", "cancelled")

@@ -17,8 +17,7 @@ from pypto_serving.api.generation.logprobs import (
     CollectedPromptLogprobs,
     check_num_prompt_logprobs,
 )
-from pypto_serving.api.grammars.chat_guide import with_chat_guide
-from pypto_serving.api.grammars.structured import with_guide
+from pypto_serving.api.grammars.structured import with_chat_guide, with_guide
 from pypto_serving.api.http.tracing import RequestTrace
 from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.service import SeedSource
