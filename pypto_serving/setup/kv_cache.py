@@ -111,13 +111,12 @@ def choose_tiers(
 
 def _record(settings: Settings, backend: BackendDefaults, host_bytes: int) -> int:
     """Record all options of tiers; return the size of the disk tier."""
-    off = "off, because the device's memory is host memory; see kv-memory" if backend.in_host_memory else "default: off"
+    off = "off, because the device's memory is host memory; see kv-memory" if backend.in_host_memory else "default"
     reason = settings.origin_or("kv_host_memory", off)
     settings.record("kv_host_memory", format_size(host_bytes) if host_bytes else False, reason)
-    settings.pick_fixed("kv_disk", "default: off")
-    settings.pick_fixed("kv_remote", "default: off")
-    disk_bytes: int = settings.options.kv_disk_size or settings.defaults["kv_disk_size"]
-    settings.record("kv_disk_size", format_size(disk_bytes), settings.origin_or("kv_disk_size", "default"))
+    settings.pick_fixed("kv_disk")
+    settings.pick_fixed("kv_remote")
+    disk_bytes: int = settings.pick_fixed("kv_disk_size")
     return disk_bytes
 
 

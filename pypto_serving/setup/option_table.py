@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, get_args
 
+import msgspec
+
 from pypto_serving.backend.defaults import BACKEND_DEFAULTS
 from pypto_serving.model.registry import DEFAULT_BLOCK_SIZE
-from pypto_serving.parallel.topology import Topology
 from pypto_serving.setup import rules
 from pypto_serving.setup.rules import (
     KERNELS,
@@ -33,9 +34,9 @@ from pypto_serving.types.config import (
     EngineConfig,
     FaultConfig,
     Head,
+    ParallelConfig,
     SchedulerConfig,
     ServerConfig,
-    default_of,
 )
 from pypto_serving.types.server_url import KEY_VARIABLES
 from pypto_serving.types.start import SECRET_VARIABLE
@@ -51,390 +52,337 @@ MODEL, SERVER, BATCHING, KV, DEVICE = "Model", "Server", "Batching", "KV cache",
 
 
 _CPU = BACKEND_DEFAULTS["cpu"]
-_SERVER, _SCHEDULER, _FAULTS = ServerConfig(served_model_names=()), SchedulerConfig(), FaultConfig()
-_CACHE, _ONE_RANK = CacheConfig(groups=(), num_blocks=()), Topology()
-_ROWS = {
-    MODEL: (
-        Option("model", TextRule(), "The same as the argument MODEL.", "MODEL", decided="the bundled one"),
-        Option(
-            "chat_template",
-            TextRule(),
-            "Jinja file that replaces the model's own chat template.",
-            "FILE",
-            decided="the model's own",
-        ),
-        Option(
-            "tool_call_parser",
-            ChoiceRule(rules.TOOL_CALL_PARSERS),
-            f"How the model writes tool calls: {one_of(rules.TOOL_CALL_PARSERS[1:])}.",
-            "NAME",
-            default=_SERVER.tool_call_parser,
-            decided="auto, by the chat template",
-        ),
-        Option(
-            "reasoning_parser",
-            ChoiceRule(rules.REASONING_PARSERS),
-            f"How the model marks its reasoning: {one_of(rules.REASONING_PARSERS[1:])}.",
-            "NAME",
-            default=_SERVER.reasoning_parser,
-            decided="auto, by the chat template",
-        ),
-        Option("dtype", ChoiceRule(rules.DTYPES), "auto, float32 or bfloat16.", "DTYPE", default="auto"),
-        Option(
-            "activations",
-            ChoiceRule(("auto", *get_args(Activations))),
-            "What 4-bit weights are multiplied by: int8, with a scale per 128 inputs, or bf16, slower and closer.",
-            "FORM",
-            decided="int8",
-        ),
-        Option(
-            "head",
-            ChoiceRule(get_args(Head)),
-            "int8 rounds an output layer of bf16, which halves its bytes.",
-            "FORM",
-            decided="auto, as it is stored",
-        ),
-        Option(
-            "max_model_len",
-            WholeRule(2, MAX_TOKENS),
-            "Maximum length of prompt plus output.",
-            "TOKENS",
-            decided="the longest that fits",
-        ),
-        Option(
-            "seed",
-            WholeRule(0, 2**63 - 1),
-            "Seed of requests that bring none.",
-            "N",
-            default=default_of(EngineConfig, "seed"),
-        ),
+_MODEL = (
+    Option("model", TextRule(), "The same as the argument MODEL.", "MODEL", decided="the bundled one"),
+    Option(
+        "chat_template",
+        TextRule(),
+        "Jinja file that replaces the model's own chat template.",
+        "FILE",
+        decided="the model's own",
     ),
-    SERVER: (
-        Option(
-            "served_model_name",
-            rules.TextsRule(),
-            "Name that requests use; may repeat.",
-            "NAME",
-            decided="the model's name",
-        ),
-        Option("host", TextRule(), "Address to listen on.", "HOST", default=_SERVER.host),
-        Option(
-            "port", WholeRule(0, rules.MAX_PORT), "Port to listen on; 0 takes a free one.", "PORT", default=_SERVER.port
-        ),
-        Option(
-            "uds", rules.SocketPathRule(), "Unix socket to listen on, in place of host and port.", "PATH", default=False
-        ),
-        Option(
-            "ssl_certfile", TextRule(), "Certificate, to serve HTTPS; SIGHUP reads it again.", "FILE", default=False
-        ),
-        Option(
-            "ssl_keyfile",
-            TextRule(),
-            "Its private key, without a password; not needed if the certificate's file has it.",
-            "FILE",
-            default=False,
-        ),
-        Option(
-            "api_key",
-            rules.KeysRule(),
-            f"Key that clients may send; may repeat; --api-key-file or {ENVIRONMENT['api_key']} keeps it out of the "
-            "process list.",
-            "KEY",
-            decided="none",
-        ),
-        Option(
-            "allowed_origins",
-            rules.OriginsRule(),
-            "Origin whose web pages may call the server from a browser, as in http://localhost:3000; may repeat; "
-            "* is any.",
-            "URL",
-            decided="none",
-        ),
-        Option(
-            "max_queued_requests",
-            WholeRule(1, 1_000_000),
-            "Maximum requests that wait for a row; more are refused.",
-            "N",
-            default=_SCHEDULER.max_queued_requests,
-            offline=True,
-        ),
-        Option(
-            "max_queued_tokens",
-            WholeRule(0, MAX_TOKENS),
-            "Maximum prompt tokens that wait or are prefilled; 0 is no limit.",
-            "TOKENS",
-            default=_SCHEDULER.max_queued_tokens,
-            offline=True,
-        ),
-        Option(
-            "max_body_bytes",
-            rules.SizeRule(),
-            "Largest body of a request, such as 64MiB.",
-            "SIZE",
-            default=_SERVER.max_body_bytes,
-        ),
-        Option("batch_dir", TextRule(), "Serve /v1/files and /v1/batches, kept in this folder.", "DIR", decided="none"),
-        Option(
-            "drain_timeout",
-            rules.SecondsRule(86400, zero=True),
-            "Time to finish admitted requests when told to stop.",
-            "SECONDS",
-            default=_SERVER.drain_timeout_s,
-        ),
-        Option("access_log", SwitchRule(), "Log one line per HTTP answer.", default=_SERVER.access_log),
-        Option(
-            "log_requests",
-            SwitchRule(),
-            "Log one line per request for tokens when it ends: its tokens, its times and why it ended.",
-            default=_SERVER.log_requests,
-            alias="enable_log_requests",
-        ),
-        Option(
-            "max_log_len",
-            WholeRule(0, MAX_TOKENS),
-            "Characters of each prompt in that line; 0 leaves prompts out.",
-            "CHARS",
-            default=_SERVER.max_log_len,
-        ),
-        Option(
-            "otlp_traces_endpoint",
-            rules.TracesUrlRule(),
-            "Where OpenTelemetry traces are sent, by gRPC unless OTEL_EXPORTER_OTLP_TRACES_PROTOCOL is http/protobuf.",
-            "URL",
-            default=False,
-        ),
-        Option("client_priority", SwitchRule(), "Let requests choose their priority.", default=_SERVER.client_priority),
-        Option(
-            "trust_request_chat_template",
-            SwitchRule(opt_in=True),
-            "Let requests bring a chat template.",
-            default=_SERVER.trust_request_chat_template,
-        ),
+    Option(
+        "tool_call_parser",
+        ChoiceRule(rules.TOOL_CALL_PARSERS),
+        f"How the model writes tool calls: {one_of(rules.TOOL_CALL_PARSERS[1:])}.",
+        "NAME",
+        default="auto",
+        decided="auto, by the chat template",
     ),
-    BATCHING: (
-        Option(
-            "max_num_seqs", WholeRule(1, 65536), "Maximum requests in one step.", "N", decided=str(_CPU.max_num_seqs)
-        ),
-        Option(
-            "max_num_batched_tokens",
-            WholeRule(1, 1 << 20),
-            "Token budget of one step.",
-            "TOKENS",
-            decided=str(_CPU.max_num_batched_tokens),
-        ),
-        Option(
-            "long_prefill_token_threshold",
-            WholeRule(0, MAX_TOKENS),
-            "Maximum prompt tokens of one request in one step; 0 is no limit.",
-            "TOKENS",
-            default=_SCHEDULER.long_prefill_token_threshold,
-        ),
-        Option(
-            "chunked_prefill",
-            SwitchRule(),
-            "Let a prompt spread over several steps.",
-            default=_SCHEDULER.enable_chunked_prefill,
-        ),
-        Option(
-            "speculative_config",
-            rules.DraftsRule(),
-            """How drafts are made, with vLLM's keys: {"method": "ngram", "num_speculative_tokens": 4}.""",
-            "JSON",
-            default=False,
-        ),
-        Option(
-            "spec_method",
-            ChoiceRule(("off", *rules.SPEC_METHODS)),
-            "Guess next tokens, and verify several in one step: ngram takes what followed the last tokens before, mtp "
-            "asks the model's draft layer.",
-            "NAME",
-            default=False,
-        ),
-        Option(
-            "spec_tokens",
-            WholeRule(1, MAX_DRAFTS),
-            "Maximum drafts of a request in one step.",
-            "N",
-            default=DEFAULT_DRAFTS,
-        ),
-        Option(
-            "fair_scheduling",
-            SwitchRule(),
-            "Start next the request whose cache_salt got the fewest tokens, not the oldest.",
-            default=_SCHEDULER.fair_scheduling,
-        ),
+    Option(
+        "reasoning_parser",
+        ChoiceRule(rules.REASONING_PARSERS),
+        f"How the model marks its reasoning: {one_of(rules.REASONING_PARSERS[1:])}.",
+        "NAME",
+        default="auto",
+        decided="auto, by the chat template",
     ),
-    KV: (
-        Option(
-            "kv_dtype",
-            ChoiceRule(("auto", "bf16", "int8")),
-            "bf16, or int8, with a scale per token and head: half the memory.",
-            "FORM",
-            decided="auto, as the model computes",
-        ),
-        Option(
-            "kv_memory",
-            rules.MemoryRule(),
-            "2GiB, bytes, or a share of free memory such as 0.3.",
-            "SIZE",
-            decided="half of what is free",
-        ),
-        Option(
-            "block_size",
-            rules.PowerOfTwoRule(1, 1024),
-            "Tokens per KV block, a power of two; the CPU kernels need at least 32.",
-            "TOKENS",
-            default=DEFAULT_BLOCK_SIZE,
-            decided=f"{DEFAULT_BLOCK_SIZE}; with --kv-remote as many as make {format_size(REMOTE_BLOCK_BYTES)}",
-        ),
-        Option(
-            "prefix_caching",
-            SwitchRule(),
-            "Reuse the KV of prompts that begin alike.",
-            default=_CACHE.enable_prefix_caching,
-        ),
-        Option(
-            "kv_host_memory",
-            rules.MemoryRule(),
-            "Also keep KV blocks that leave the device in host memory: 2GiB, or 0.3 of what is free.",
-            "SIZE",
-            default=False,
-        ),
-        Option("kv_disk", TextRule(), "Also keep KV blocks on disk, for later starts too.", "DIR", default=False),
-        Option("kv_disk_size", rules.SizeRule(), "Maximum size of the blocks in DIR.", "SIZE", default=16 * GIB),
-        Option(
-            "kv_remote",
-            rules.PoolUrlRule(),
-            "Also keep KV blocks in a store that replicas share: mooncake://HOST:PORT.",
-            "URL",
-            default=False,
-        ),
-        Option(
-            "kv_store",
-            ChoiceRule(get_args(StorePolicy)),
-            "When blocks go to these tiers: through, once no request uses them, or eviction, when the device is about "
-            "to need their place.",
-            "WHEN",
-            default=_CACHE.kv_store,
-        ),
-        Option(
-            "kv_events",
-            rules.EndpointRule(),
-            "Publish the content of the cache for routers, in vLLM's format, at a ZeroMQ endpoint such as "
-            "tcp://127.0.0.1:5557.",
-            "ENDPOINT",
-            default=False,
-        ),
-        Option(
-            "kv_events_replay",
-            rules.EndpointRule(),
-            "Where routers ask for events that they missed.",
-            "ENDPOINT",
-            decided="the next port",
-        ),
+    Option("dtype", ChoiceRule(rules.DTYPES), "auto, float32 or bfloat16.", "DTYPE", default="auto"),
+    Option(
+        "activations",
+        ChoiceRule(("auto", *get_args(Activations))),
+        "What 4-bit weights are multiplied by: int8, with a scale per 128 inputs, or bf16, slower and closer.",
+        "FORM",
+        decided="int8",
     ),
-    DEVICE: (
-        Option(
-            "backend",
-            ChoiceRule(tuple(BACKEND_DEFAULTS)),
-            f"{one_of([*BACKEND_DEFAULTS])} (no model, for tests).",
-            "NAME",
-            default=next(iter(BACKEND_DEFAULTS)),
-            alias="device",
-        ),
-        Option(
-            "npu_platform",
-            ChoiceRule(BACKEND_DEFAULTS["npu"].platforms),
-            f"What the npu backend runs on: {one_of(BACKEND_DEFAULTS['npu'].platforms)}.",
-            "NAME",
-            decided="a2a3 with an Ascend device, else its simulator",
-        ),
-        Option(
-            "kernels",
-            ChoiceRule(KERNELS),
-            f"Instruction set of the CPU kernels: {one_of(KERNELS[1:-1])}; or {KERNELS[-1]}, without kernels.",
-            "NAME",
-            decided="auto, the best this machine runs",
-        ),
-        Option(
-            "packed_cache",
-            SwitchRule(),
-            "Keep the weights as packed for the CPU kernels in ~/.cache/pypto-serving, for later starts.",
-            default=False,
-        ),
-        Option(
-            "num_threads",
-            WholeRule(1, 1024),
-            "Threads that compute.",
-            "N",
-            decided="one per CPU, fewer for small models",
-        ),
-        Option(
-            "data_parallel_size",
-            WholeRule(1, MAX_RANKS),
-            "Replicas of the model; with --ep, ranks that share experts and split rows.",
-            "N",
-            default=1,
-            alias="dp",
-        ),
-        Option(
-            "tensor_parallel_size",
-            rules.WholeOrAutoRule(1, MAX_RANKS),
-            "Processes that split each layer; auto: one per NUMA node.",
-            "N",
-            default=_ONE_RANK.tensor,
-            alias="tp",
-        ),
-        Option(
-            "pipeline_parallel_size",
-            WholeRule(1, MAX_RANKS),
-            "Stages of processes that split the layers.",
-            "N",
-            default=_ONE_RANK.pipeline,
-            alias="pp",
-        ),
-        Option(
-            "expert_parallel_size",
-            WholeRule(1, MAX_RANKS),
-            "Groups of the tensor- or data-parallel processes that split experts.",
-            "N",
-            default=_ONE_RANK.expert,
-            alias="ep",
-        ),
-        Option(
-            "join_address",
-            rules.HostPortRule(),
-            "Where another host joins with `pypto-serving join`, for half of the ranks.",
-            "HOST:PORT",
-            default=False,
-        ),
-        Option("join_secret_file", TextRule(), "Secret that both hosts know.", "FILE", decided=SECRET_VARIABLE),
-        Option(
-            "step_timeout",
-            rules.SecondsRule(86400),
-            "A step that takes longer is a fault.",
-            "SECONDS",
-            default=_FAULTS.step_timeout_s,
-        ),
-        Option(
-            "log_level",
-            ChoiceRule(LOG_LEVELS),
-            f"{one_of(LOG_LEVELS)}.",
-            "LEVEL",
-            default=default_of(EngineConfig, "log_level"),
-        ),
-        Option(
-            "log_format",
-            ChoiceRule(rules.LOG_FORMATS),
-            "text, or json: one object on each line, also of cores and workers.",
-            "FORM",
-            default=default_of(EngineConfig, "log_format"),
-        ),
+    Option(
+        "head",
+        ChoiceRule(get_args(Head)),
+        "int8 rounds an output layer of bf16, which halves its bytes.",
+        "FORM",
+        decided="auto, as it is stored",
     ),
+    Option(
+        "max_model_len",
+        WholeRule(2, MAX_TOKENS),
+        "Maximum length of prompt plus output.",
+        "TOKENS",
+        decided="the longest that fits",
+    ),
+    Option("seed", WholeRule(0, 2**63 - 1), "Seed of requests that bring none.", "N"),
+)
+_SERVER = (
+    Option(
+        "served_model_name",
+        rules.TextsRule(),
+        "Name that requests use; may repeat.",
+        "NAME",
+        decided="the model's name",
+    ),
+    Option("host", TextRule(), "Address to listen on.", "HOST", note="this machine only"),
+    Option("port", WholeRule(0, rules.MAX_PORT), "Port to listen on; 0 takes a free one.", "PORT"),
+    Option("uds", rules.SocketPathRule(), "Unix socket to listen on, in place of host and port.", "PATH"),
+    Option("ssl_certfile", TextRule(), "Certificate, to serve HTTPS; SIGHUP reads it again.", "FILE"),
+    Option(
+        "ssl_keyfile",
+        TextRule(),
+        "Its private key, without a password; not needed if the certificate's file has it.",
+        "FILE",
+    ),
+    Option(
+        "api_key",
+        rules.KeysRule(),
+        f"Key that clients may send; may repeat; --api-key-file or {ENVIRONMENT['api_key']} keeps it out of the "
+        "process list.",
+        "KEY",
+        decided="none",
+    ),
+    Option(
+        "allowed_origins",
+        rules.OriginsRule(),
+        "Origin whose web pages may call the server from a browser, as in http://localhost:3000; may repeat; * is any.",
+        "URL",
+        decided="none",
+    ),
+    Option(
+        "max_queued_requests",
+        WholeRule(1, 1_000_000),
+        "Maximum requests that wait for a row; more are refused.",
+        "N",
+        offline=True,
+    ),
+    Option(
+        "max_queued_tokens",
+        WholeRule(0, MAX_TOKENS),
+        "Maximum prompt tokens that wait or are prefilled; 0 is no limit.",
+        "TOKENS",
+        note="no limit",
+        offline=True,
+    ),
+    Option("max_body_bytes", rules.SizeRule(), "Largest body of a request, such as 64MiB.", "SIZE"),
+    Option("batch_dir", TextRule(), "Serve /v1/files and /v1/batches, kept in this folder.", "DIR", decided="none"),
+    Option(
+        "drain_timeout",
+        rules.SecondsRule(86400, zero=True),
+        "Time to finish admitted requests when told to stop.",
+        "SECONDS",
+    ),
+    Option("access_log", SwitchRule(), "Log one line per HTTP answer."),
+    Option(
+        "log_requests",
+        SwitchRule(),
+        "Log one line per request for tokens when it ends: its tokens, its times and why it ended.",
+        alias="enable_log_requests",
+    ),
+    Option(
+        "max_log_len",
+        WholeRule(0, MAX_TOKENS),
+        "Characters of each prompt in that line; 0 leaves prompts out.",
+        "CHARS",
+    ),
+    Option(
+        "otlp_traces_endpoint",
+        rules.TracesUrlRule(),
+        "Where OpenTelemetry traces are sent, by gRPC unless OTEL_EXPORTER_OTLP_TRACES_PROTOCOL is http/protobuf.",
+        "URL",
+    ),
+    Option("client_priority", SwitchRule(), "Let requests choose their priority."),
+    Option("trust_request_chat_template", SwitchRule(opt_in=True), "Let requests bring a chat template."),
+)
+_BATCHING = (
+    Option("max_num_seqs", WholeRule(1, 65536), "Maximum requests in one step.", "N", decided=str(_CPU.max_num_seqs)),
+    Option(
+        "max_num_batched_tokens",
+        WholeRule(1, 1 << 20),
+        "Token budget of one step.",
+        "TOKENS",
+        decided=str(_CPU.max_num_batched_tokens),
+    ),
+    Option(
+        "long_prefill_token_threshold",
+        WholeRule(0, MAX_TOKENS),
+        "Maximum prompt tokens of one request in one step; 0 is no limit.",
+        "TOKENS",
+        note="no limit",
+    ),
+    Option("chunked_prefill", SwitchRule(), "Let a prompt spread over several steps.", default=True),
+    Option(
+        "speculative_config",
+        rules.DraftsRule(),
+        """How drafts are made, with vLLM's keys: {"method": "ngram", "num_speculative_tokens": 4}.""",
+        "JSON",
+        default=False,
+    ),
+    Option(
+        "spec_method",
+        ChoiceRule(("off", *rules.SPEC_METHODS)),
+        "Guess next tokens, and verify several in one step: ngram takes what followed the last tokens before, mtp "
+        "asks the model's draft layer.",
+        "NAME",
+        default=False,
+    ),
+    Option(
+        "spec_tokens", WholeRule(1, MAX_DRAFTS), "Maximum drafts of a request in one step.", "N", default=DEFAULT_DRAFTS
+    ),
+    Option(
+        "fair_scheduling",
+        SwitchRule(),
+        "Start next the request whose cache_salt got the fewest tokens, not the oldest.",
+    ),
+)
+_KV = (
+    Option(
+        "kv_dtype",
+        ChoiceRule(("auto", "bf16", "int8")),
+        "bf16, or int8, with a scale per token and head: half the memory.",
+        "FORM",
+        decided="auto, as the model computes",
+    ),
+    Option(
+        "kv_memory",
+        rules.MemoryRule(),
+        "2GiB, bytes, or a share of free memory such as 0.3.",
+        "SIZE",
+        decided="half of what is free",
+    ),
+    Option(
+        "block_size",
+        rules.PowerOfTwoRule(1, 1024),
+        "Tokens per KV block, a power of two; the CPU kernels need at least 32.",
+        "TOKENS",
+        default=DEFAULT_BLOCK_SIZE,
+        decided=f"{DEFAULT_BLOCK_SIZE}; with --kv-remote as many as make {format_size(REMOTE_BLOCK_BYTES)}",
+    ),
+    Option("prefix_caching", SwitchRule(), "Reuse the KV of prompts that begin alike.", default=True),
+    Option(
+        "kv_host_memory",
+        rules.MemoryRule(),
+        "Also keep KV blocks that leave the device in host memory: 2GiB, or 0.3 of what is free.",
+        "SIZE",
+        default=False,
+    ),
+    Option("kv_disk", TextRule(), "Also keep KV blocks on disk, for later starts too.", "DIR", default=False),
+    Option("kv_disk_size", rules.SizeRule(), "Maximum size of the blocks in DIR.", "SIZE", default=16 * GIB),
+    Option(
+        "kv_remote",
+        rules.PoolUrlRule(),
+        "Also keep KV blocks in a store that replicas share: mooncake://HOST:PORT.",
+        "URL",
+        default=False,
+    ),
+    Option(
+        "kv_store",
+        ChoiceRule(get_args(StorePolicy)),
+        "When blocks go to these tiers: through, once no request uses them, or eviction, when the device is about "
+        "to need their place.",
+        "WHEN",
+        note="once nobody uses them",
+    ),
+    Option(
+        "kv_events",
+        rules.EndpointRule(),
+        "Publish the content of the cache for routers, in vLLM's format, at a ZeroMQ endpoint such as "
+        "tcp://127.0.0.1:5557.",
+        "ENDPOINT",
+    ),
+    Option(
+        "kv_events_replay",
+        rules.EndpointRule(),
+        "Where routers ask for events that they missed.",
+        "ENDPOINT",
+        decided="the next port",
+    ),
+)
+_DEVICE = (
+    Option(
+        "backend",
+        ChoiceRule(tuple(BACKEND_DEFAULTS)),
+        f"{one_of([*BACKEND_DEFAULTS])} (no model, for tests).",
+        "NAME",
+        default=next(iter(BACKEND_DEFAULTS)),
+        alias="device",
+    ),
+    Option(
+        "npu_platform",
+        ChoiceRule(BACKEND_DEFAULTS["npu"].platforms),
+        f"What the npu backend runs on: {one_of(BACKEND_DEFAULTS['npu'].platforms)}.",
+        "NAME",
+        decided="a2a3 with an Ascend device, else its simulator",
+    ),
+    Option(
+        "kernels",
+        ChoiceRule(KERNELS),
+        f"Instruction set of the CPU kernels: {one_of(KERNELS[1:-1])}; or {KERNELS[-1]}, without kernels.",
+        "NAME",
+        decided="auto, the best this machine runs",
+    ),
+    Option(
+        "packed_cache",
+        SwitchRule(),
+        "Keep the weights as packed for the CPU kernels in ~/.cache/pypto-serving, for later starts.",
+        default=False,
+    ),
+    Option(
+        "num_threads", WholeRule(1, 1024), "Threads that compute.", "N", decided="one per CPU, fewer for small models"
+    ),
+    Option(
+        "data_parallel_size",
+        WholeRule(1, MAX_RANKS),
+        "Replicas of the model; with --ep, ranks that share experts and split rows.",
+        "N",
+        default=1,
+        alias="dp",
+    ),
+    Option(
+        "tensor_parallel_size",
+        rules.WholeOrAutoRule(1, MAX_RANKS),
+        "Processes that split each layer; auto: one per NUMA node.",
+        "N",
+        default=1,
+        alias="tp",
+    ),
+    Option(
+        "pipeline_parallel_size",
+        WholeRule(1, MAX_RANKS),
+        "Stages of processes that split the layers.",
+        "N",
+        default=1,
+        alias="pp",
+    ),
+    Option(
+        "expert_parallel_size",
+        WholeRule(1, MAX_RANKS),
+        "Groups of the tensor- or data-parallel processes that split experts.",
+        "N",
+        default=1,
+        alias="ep",
+    ),
+    Option(
+        "join_address",
+        rules.HostPortRule(),
+        "Where another host joins with `pypto-serving join`, for half of the ranks.",
+        "HOST:PORT",
+    ),
+    Option("join_secret_file", TextRule(), "Secret that both hosts know.", "FILE", decided=SECRET_VARIABLE),
+    Option("step_timeout", rules.SecondsRule(86400), "A step that takes longer is a fault.", "SECONDS"),
+    Option("log_level", ChoiceRule(LOG_LEVELS), f"{one_of(LOG_LEVELS)}.", "LEVEL"),
+    Option(
+        "log_format",
+        ChoiceRule(rules.LOG_FORMATS),
+        "text, or json: one object on each line, also of cores and workers.",
+        "FORM",
+    ),
+)
+_PANELS = {MODEL: _MODEL, SERVER: _SERVER, BATCHING: _BATCHING, KV: _KV, DEVICE: _DEVICE}
+_FIELDS = {
+    field.name.removesuffix("_s"): False if field.default == "" else field.default
+    for part in (ServerConfig, SchedulerConfig, CacheConfig, ParallelConfig, FaultConfig, EngineConfig)
+    for field in msgspec.structs.fields(part)
 }
-TABLE = tuple(row._replace(panel=panel) for panel, rows in _ROWS.items() for row in rows)
+"""The default of each field of the configuration, by the name of its option; False for an empty text."""
+
+
+def _complete(row: Option, panel: str) -> Option:
+    """Add the panel, and the default of the field if the row says nothing else."""
+    says = row.decided or row.default is not None
+    return row._replace(panel=panel, default=row.default if says else _FIELDS[row.name])
+
+
+TABLE = tuple(_complete(row, panel) for panel, rows in _PANELS.items() for row in rows)
 """All options, in the order of help texts."""
 RULES: Mapping[str, OptionRule] = MappingProxyType({row.name: row.rule for row in TABLE})
+REASONS: Mapping[str, str] = MappingProxyType({row.name: f"default: {row.note}" for row in TABLE if row.note})
+"""Reasons for fixed defaults that say more than `default`."""
 ALIASES: Mapping[str, str] = MappingProxyType({row.alias: row.name for row in TABLE if row.alias})
 """Other names of options."""
 SERVER_OPTIONS = frozenset(row.name for row in TABLE if row.panel == SERVER and not row.offline)

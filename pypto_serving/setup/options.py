@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.setup.option_table import ALIASES, ENVIRONMENT, RULES, SERVER_OPTIONS, TABLE
-from pypto_serving.setup.rules import OptionRule, SwitchRule, TextRule, TextsRule
-from pypto_serving.util import brief
+from pypto_serving.setup.option_table import ALIASES, ENVIRONMENT, REASONS, RULES, SERVER_OPTIONS, TABLE
+from pypto_serving.setup.rules import OptionRule, SizeRule, SwitchRule, TextRule, TextsRule
+from pypto_serving.util import brief, format_size
 
 _VARIABLES = {**ENVIRONMENT, **dict.fromkeys(("host", "port", "uds"), "LISTEN_FDS")}
 """What messages name for options of `from_environment`: an address is that of the service manager's socket."""
@@ -211,12 +211,22 @@ class Settings:
         """Return the user's value of option `name`, or `default` for `reason`, and record it."""
         given = getattr(self.options, name)
         value = default if given is None else given
-        self.record(name, value, reason if given is None else self.options.origin(name))
+        shown = format_size(value) if isinstance(RULES[name], SizeRule) else value
+        self.record(name, shown, reason if given is None else self.options.origin(name))
         return value
 
-    def pick_fixed(self, name: str, reason: str = "default") -> Any:
+    def pick_fixed(self, name: str) -> Any:
         """Return the user's value of option `name`, or the fixed default, and record it."""
-        return self.pick(name, self.defaults[name], reason)
+        return self.pick(name, self.defaults[name], REASONS.get(name, "default"))
+
+    def pick_fields(self, part: type[msgspec.Struct]) -> dict[str, Any]:
+        """Return the values of all fields of a `part` of the configuration whose options have fixed defaults."""
+        picked = {}
+        for field in msgspec.structs.fields(part):
+            if (name := field.name.removesuffix("_s")) in self.defaults:
+                value = self.pick_fixed(name)
+                picked[field.name] = "" if value is False and field.default == "" else value
+        return picked
 
     def record(self, name: str, value: str | int | float | bool, reason: str) -> None:
         """Record the value of option `name`."""

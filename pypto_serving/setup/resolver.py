@@ -110,10 +110,8 @@ def resolve(
                 packed_cache=choose_packed_cache(settings, host, kernels),
                 backend_options={"platform": platform} if platform else {},
             ),
-            faults=FaultConfig(step_timeout_s=settings.pick_fixed("step_timeout")),
-            seed=settings.pick_fixed("seed"),
-            log_level=settings.pick_fixed("log_level"),
-            log_format=settings.pick_fixed("log_format"),
+            faults=FaultConfig(**settings.pick_fields(FaultConfig)),
+            **settings.pick_fields(EngineConfig),
         )
     placements = choose_placements(settings, processes, num_replicas, machine, num_threads * num_replicas)
     engines = replicate(engine, num_replicas, placements)
@@ -190,19 +188,15 @@ def _model(settings: Settings, model: ModelSpec, kernels: str) -> ModelConfig:
 def _scheduler(settings: Settings, backend: str, step_tokens: int) -> SchedulerConfig:
     chunked = settings.pick_fixed("chunked_prefill")
     reason = f"default for {backend}" if chunked else "holds a whole prompt, because chunked prefill is off"
-    threshold = settings.pick_fixed("long_prefill_token_threshold", "default: off")
-    if threshold and not chunked:
+    settings.pick("max_num_batched_tokens", step_tokens, reason)
+    scheduler = SchedulerConfig(enable_chunked_prefill=chunked, **settings.pick_fields(SchedulerConfig))
+    if scheduler.long_prefill_token_threshold and not chunked:
         label = settings.options.label("long_prefill_token_threshold")
         on = settings.options.giving("chunked_prefill", True)
-        raise ConfigError(f"{label} is {threshold}, but chunked prefill is off; drop it or give {on}")
-    settings.pick("max_num_batched_tokens", step_tokens, reason)
-    return SchedulerConfig(
-        enable_chunked_prefill=chunked,
-        long_prefill_token_threshold=threshold,
-        fair_scheduling=settings.pick_fixed("fair_scheduling"),
-        max_queued_requests=settings.pick_fixed("max_queued_requests"),
-        max_queued_tokens=settings.pick_fixed("max_queued_tokens", "default: no limit"),
-    )
+        raise ConfigError(
+            f"{label} is {scheduler.long_prefill_token_threshold}, but chunked prefill is off; drop it or give {on}"
+        )
+    return scheduler
 
 
 def _cache(
@@ -214,13 +208,14 @@ def _cache(
         num_blocks=tuple(group.num_blocks for group in memory.groups),
         enable_prefix_caching=settings.pick_fixed("prefix_caching"),
         tiers=tiers,
-        kv_store=settings.pick_fixed("kv_store", "default: once nobody uses them"),
+        kv_store=settings.pick_fixed("kv_store"),
         kv_events=endpoint,
         kv_events_replay=replay,
     )
 
 
 def _server(settings: Settings, model: ModelSpec) -> ServerConfig:
+    """Decide what the HTTP server reads. Raises ConfigError for options that do not go together."""
     options, origin_or = settings.options, settings.origin_or
     path = options.model or model.path or NULL_MODELS[0]
     settings.record("model", path, origin_or("model", "the default model"))
@@ -231,42 +226,22 @@ def _server(settings: Settings, model: ModelSpec) -> ServerConfig:
     settings.record("api_key", shown, origin_or("api_key", "default: open"))
     origins = options.allowed_origins or ()
     settings.record("allowed_origins", ", ".join(origins) or "none", origin_or("allowed_origins", "default: no others"))
-    max_body_bytes: int = options.max_body_bytes or settings.defaults["max_body_bytes"]
-    settings.record("max_body_bytes", format_size(max_body_bytes), origin_or("max_body_bytes", "default"))
     settings.record("batch_dir", options.batch_dir or "none", origin_or("batch_dir", "default: no batches"))
     settings.record("chat_template", template or "its own", origin_or("chat_template", "from the model's files"))
-    return ServerConfig(
-        served_model_names=names,
-        host=settings.pick_fixed("host", "default: this machine only"),
-        port=settings.pick_fixed("port"),
-        **_listening(settings),
-        api_keys=keys,
-        api_key_file=options.api_key_file,
-        chat_template=template,
-        tool_call_parser=settings.pick_fixed("tool_call_parser"),
-        reasoning_parser=settings.pick_fixed("reasoning_parser"),
-        trust_request_chat_template=settings.pick_fixed("trust_request_chat_template"),
-        drain_timeout_s=settings.pick_fixed("drain_timeout"),
-        access_log=settings.pick_fixed("access_log"),
-        log_requests=settings.pick_fixed("log_requests"),
-        max_log_len=settings.pick_fixed("max_log_len"),
-        otlp_traces_endpoint=settings.pick_fixed("otlp_traces_endpoint", "default: off") or "",
-        client_priority=settings.pick_fixed("client_priority"),
-        allowed_origins=origins,
-        max_body_bytes=max_body_bytes,
-        batch_dir=options.batch_dir,
-    )
-
-
-def _listening(settings: Settings) -> dict[str, str]:
-    """Return the Unix socket and the files of TLS. Raises ConfigError for what does not go together."""
-    options = settings.options
     for name in ("host", "port"):
         if options.uds and getattr(options, name) is not None:
             raise ConfigError(f"{options.label(name)} and {options.label('uds')} are both given; drop one")
     if options.ssl_keyfile and not options.ssl_certfile:
         raise ConfigError(f"{options.label('ssl_keyfile')} needs {options.label('ssl_certfile', beside='ssl_keyfile')}")
-    return {name: settings.pick_fixed(name, "default: off") or "" for name in ("uds", "ssl_certfile", "ssl_keyfile")}
+    return ServerConfig(
+        served_model_names=names,
+        api_keys=keys,
+        api_key_file=options.api_key_file,
+        allowed_origins=origins,
+        batch_dir=options.batch_dir,
+        chat_template=template,
+        **settings.pick_fields(ServerConfig),
+    )
 
 
 def _check_traces(options: Options, host: HostFacts) -> None:

@@ -337,8 +337,10 @@ class Option(NamedTuple):
 
     rule: the values it accepts. An on/off flag has a SwitchRule, one that may repeat a TextsRule.
     help: the help text, without the default.
-    default: the fixed default, False where the option is off; None if it depends on the model or the machine.
-    decided: the default as people read it; empty for the fixed one.
+    default: the fixed default, False where the option is off; in the table, that of the configuration's field of this
+        name is added, or of this name with `_s`. None if it depends on the model or the machine.
+    decided: the default as people read it, or who decides it; empty for the fixed one.
+    note: what the fixed default means.
     alias: a second name.
     offline: an option of the panel Server that `LLM(...)` takes too.
     """
@@ -349,6 +351,7 @@ class Option(NamedTuple):
     metavar: str = ""
     default: Any = None
     decided: str = ""
+    note: str = ""
     alias: str = ""
     offline: bool = False
     panel: str = ""
