@@ -18,7 +18,7 @@ def check(
 ) -> None:
     """Print the contents of the model's files, the resolved configuration with reasons, and the memory plan.
 
-    Nothing is loaded but the tokenizer. For a model that this machine cannot serve, print its files and KV groups.
+    Nothing is loaded but the tokenizer. For a model that is too large for this machine, print its files and KV groups.
     Files that do not fit config.json are an error.
     """
     from pypto_serving.api.settings import serving_config
@@ -26,11 +26,10 @@ def check(
     from pypto_serving.api.text.tokenizer import Tokenizer
     from pypto_serving.cli import report
     from pypto_serving.cli.serve import with_chat
+    from pypto_serving.setup.memory_planner import TooLittleMemoryError
     from pypto_serving.setup.prepare import model_contents, prepare
 
     model, contents = model_contents(options)
-    if contents is not None and not json:
-        report.show_files(model, contents)
     try:
         resolved = prepare(options, model)
         serving = serving_config(resolved.server, model)
@@ -40,11 +39,15 @@ def check(
     except PyptoError as error:
         if json:
             typer.echo(report.as_json(model, contents, obstacle=str(error)))
+        elif contents is not None and isinstance(error, TooLittleMemoryError):
+            report.show_files(model, contents)
         raise
     obstacle = contents.obstacle if contents is not None else ""
     if json:
         typer.echo(report.as_json(model, contents, resolved, sampling.given(), obstacle))
     else:
+        if contents is not None:
+            report.show_files(model, contents)
         report.show(resolved, model)
         typer.echo(sampling.describe())
     if obstacle:

@@ -25,13 +25,8 @@ from pypto_serving.util import counted, format_size
 MIN_COLUMNS = 20
 _NAMES = ("model", "served-model-name")
 _MODEL_FACTS = ("path", "architecture", "dtype", "quantization", "num_parameters")
-_CHECKPOINT_FACTS = (
-    "source",
-    "draft_tensors",
-    "draft_bytes",
-    "index",
-    "verdicts",
-)
+_CHECKPOINT_FACTS = ("source", "draft_tensors", "draft_bytes", "index", "verdicts")
+_RANK_HEAD = "rank,host,stage,layers,rows,heads,KV heads,columns,experts,CPUs,node,threads,weights,KV,workspace,scoring"
 
 
 def summarize(resolved: Resolved, model: ModelSpec) -> None:
@@ -56,20 +51,24 @@ def summarize(resolved: Resolved, model: ModelSpec) -> None:
 
 def show(resolved: Resolved, model: ModelSpec) -> None:
     """Print model, settings with their reasons and memory plan to stdout."""
-    for title, lines in _sections(resolved, model):
-        typer.secho(title, bold=True)
-        echo(lines, indent=2)
+    _print("Model", [_facts(model)])
+    _print("Settings", columns([(s.name, _value(s.value), s.reason) for s in resolved.settings]))
+    _print(f"Memory plan{each_of(len(resolved.engines))}", _memory_lines(resolved))
+    if resolved.ranks:
+        whose = " of the first replica" if len(resolved.engines) > 1 else ""
+        _print(f"Ranks{whose}", _rank_lines(resolved.ranks, resolved.memory.workspace_bytes))
 
 
 def show_files(model: ModelSpec, contents: Contents) -> None:
     """Print a model's tensors, the forms of its weights, and the memory of a sequence in each KV group, to stdout."""
-    for title, lines in (
-        ("Tensors", _tensor_lines(contents)),
-        ("Weights", _weight_lines(model, contents)),
-        ("KV of one sequence", _sequence_lines(model)),
-    ):
-        typer.secho(title, bold=True)
-        echo(lines, indent=2)
+    _print("Tensors", _tensor_lines(contents))
+    _print("Weights", _weight_lines(model, contents))
+    _print("KV of one sequence", _sequence_lines(model))
+
+
+def _print(title: str, lines: Iterable[str]) -> None:
+    typer.secho(title, bold=True)
+    echo(lines, indent=2)
 
 
 def echo(lines: Iterable[str], *, indent: int = 0, err: bool = False) -> None:
@@ -105,7 +104,7 @@ def as_json(
         "checkpoint": None if contents is None else {name: getattr(contents, name) for name in _CHECKPOINT_FACTS},
         "settings": resolved.settings if resolved is not None else [],
         "sampling_defaults": sampling or {},
-        "memory": _unplanned(model) if resolved is None else _planned(model, resolved),
+        "memory": _unplanned(model) if resolved is None else planned(resolved, model),
     }
     return msgspec.json.encode(content).decode()
 
@@ -132,36 +131,26 @@ def _unplanned(model: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _planned(model: ModelSpec, resolved: Resolved) -> dict[str, Any]:
-    """Return the fields of `_unplanned`, and more. Groups of lower tiers follow those of the device."""
+def planned(resolved: Resolved, model: ModelSpec) -> dict[str, Any]:
+    """Return the memory plan for JSON: the fields of `_unplanned`, and more.
+
+    Groups of lower tiers follow those of the device.
+    """
     memory = resolved.memory
     sequences = {group.name: _sequence_facts(group, model) for group in model.kv_groups}
+    totals = ("weight_bytes", "workspace_bytes", "kv_bytes", "host_bytes", "total_bytes", "available_bytes")
     return {
-        "weight_bytes": memory.weight_bytes,
+        **{name: getattr(memory, name) for name in totals},
         "sequence": _sequence_totals(model),
         "groups": [
             msgspec.structs.asdict(g)
             | {"total_bytes": g.total_bytes, "num_tokens": g.num_tokens, "sequence": sequences[g.name]}
             for g in (*memory.groups, *memory.lower)
         ],
-        "workspace_bytes": memory.workspace_bytes,
-        "kv_bytes": memory.kv_bytes,
-        "host_bytes": memory.host_bytes,
-        "total_bytes": memory.total_bytes,
-        "available_bytes": memory.available_bytes,
         "num_replicas": len(resolved.engines),
         "num_sequences": round(memory.num_sequences, 2),
-        "ranks": resolved.ranks,
+        "ranks": msgspec.to_builtins(resolved.ranks),
     }
-
-
-def _sections(resolved: Resolved, model: ModelSpec) -> Iterable[tuple[str, Iterable[str]]]:
-    yield "Model", [_facts(model)]
-    yield "Settings", columns([(s.name, _value(s.value), s.reason) for s in resolved.settings])
-    yield f"Memory plan{each_of(len(resolved.engines))}", _memory_lines(resolved)
-    if resolved.ranks:
-        whose = " of the first replica" if len(resolved.engines) > 1 else ""
-        yield f"Ranks{whose}", _rank_lines(resolved.ranks, resolved.memory.workspace_bytes)
 
 
 def _facts(model: ModelSpec) -> str:
@@ -310,20 +299,6 @@ def _room(resolved: Resolved) -> str:
 
 def _rank_lines(ranks: Sequence[RankPlan], workspace_bytes: int) -> list[str]:
     """Write what each rank computes, where, and its part of the memory plan; then the rest, for other processes."""
-    head = (
-        "rank",
-        "host",
-        "stage",
-        "layers",
-        "rows",
-        "heads",
-        "KV heads",
-        "columns",
-        "experts",
-        "CPUs",
-        "node",
-        "threads",
-    )
     rows = [
         (
             *map(str, (rank.index, rank.host, rank.stage)),
@@ -339,7 +314,7 @@ def _rank_lines(ranks: Sequence[RankPlan], workspace_bytes: int) -> list[str]:
     ]
     own = sum(rank.workspace_bytes + rank.scoring_bytes for rank in ranks if rank.host == 0)
     return [
-        *columns([(*head, "weights", "KV", "workspace", "scoring"), *rows]),
+        *columns([_RANK_HEAD.split(","), *rows]),
         f"other processes of the server, with grammars and requests: at most {format_size(workspace_bytes - own)}",
     ]
 
@@ -350,13 +325,8 @@ def _span(span: tuple[int, int]) -> str:
 
 def _ids(ids: Sequence[int]) -> str:
     """Write sorted numbers as in `0-3,8`."""
-    runs: list[list[int]] = []
-    for number in ids:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1] = [runs[-1][0], number]
-        else:
-            runs.append([number])
-    return ",".join("-".join(map(str, run)) for run in runs)
+    runs = [[number for _, number in run] for _, run in itertools.groupby(enumerate(ids), lambda at: at[1] - at[0])]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _group_row(group: GroupPlan) -> tuple[str, ...]:

@@ -78,6 +78,7 @@ def _run(options: Options) -> None:
     if writes_json():
         settings = {each.name: each.value for each in resolved.settings}
         logger.info("pypto-serving %s", __version__, extra=with_fields(settings=settings))
+        logger.info("memory plan", extra=with_fields(memory=report.planned(resolved, model)))
     else:
         with suppress(OSError):  # a full disk below stderr, which stops no server that runs
             typer.secho(f"pypto-serving {__version__}", bold=True, err=True)

@@ -22,12 +22,17 @@ from pypto_serving.types.model import ModelSpec
 from pypto_serving.types.step import BackendLimits
 from pypto_serving.util import ceil_div, format_size, one_of
 
-PROCESS_BYTES, TOKEN_BYTES = 384 << 20, 3584
-"""Resident memory of the API process, its idle readers, the core, the worker and its guide processes, beside weights,
-KV, activations and matchers of slow grammars; and more of it for each token of the vocabulary, which five of them hold.
+PROCESS_BYTES, TOKEN_BYTES = 256 << 20, 3072
+"""Memory of all processes beside weights, KV, activations and matchers of grammars; and more for each vocabulary token.
 
-Measured: 300 MiB with 640 tokens, 800 MiB with 151,936. Matchers of quick grammars take 0.3 MiB for each row.
+Processes are the API process, the core, the worker, and once a request needs them the reader with three copies, and the
+guide. The API process and two copies hold the tokenizer, the guide what compiling takes. Measured: 210 MiB with 640
+tokens, 500 MiB with 151,936.
 """
+
+
+class TooLittleMemoryError(ConfigError):
+    """The weights alone leave no memory for a sequence."""
 
 
 class MemoryPlanner:
@@ -222,7 +227,7 @@ class MemoryPlanner:
         host = f", the host tier {format_size(self.host_bytes)}" if self.host_bytes else ""
         taken = f"weights take {weights}{host} and the workspace {workspace} of {self._free}"
         if room <= 0:
-            raise ConfigError(f"too little memory: {taken}; {self._how_to_shrink()}")
+            raise TooLittleMemoryError(f"too little memory: {taken}; {self._how_to_shrink()}")
         asked = self._kv_limit(2)
         if asked > room:
             raise ConfigError(

@@ -49,6 +49,8 @@ def test_logs_and_traces_follow_requests(tmp_path: Path) -> None:
     of_first = [line for line in lines if line.get("request_id") == "first"]
     assert [line.get("status", line.get("finish_reasons")) for line in of_first] == [{"length": 1}, 200]
     assert any("settings" in line for line in lines)
+    (plan,) = (line["memory"] for line in lines if line["message"] == "memory plan")
+    assert [group["tier"] for group in plan["groups"]] == ["device", "host"] and plan["total_bytes"] > 64 << 20
     requests = {attributes_of(span)["gen_ai.request.id"]: span for span in spans if span.name == "llm_request"}
     assert len(requests) == 5
     phases = {
