@@ -16,18 +16,16 @@ import re
 import shlex
 import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-import httpx
 import typer
-from rounds import head, in_turns, quartiles, ratios, row, seconds
-from servers import served
+from rounds import head, in_turns, quartiles, ratios, row
+from servers import Request, ask_all, elapsed_s, served
 from workloads import forget_pages
 
-FIRST_ID, LAST_ID = 1000, 4000
+IDS = range(1000, 4000)
 """Token ids that any tested vocabulary holds and that are no special tokens."""
 
 app = typer.Typer(help="Compare serve commands.")
@@ -49,16 +47,10 @@ class Load(NamedTuple):
         return Load(*map(int, found.groups()))
 
 
-def answer(client: httpx.Client, load: Load, rng: random.Random) -> None:
-    """Send a load and wait for all answers."""
-    prompts = [rng.choices(range(FIRST_ID, LAST_ID), k=load.prompt) for _ in range(load.requests)]
-
-    def ask(prompt: list[int]) -> None:
-        body = {"prompt": prompt, "max_tokens": load.output, "ignore_eos": True, "temperature": 0}
-        client.post("/v1/completions", json=body).raise_for_status()
-
-    with ThreadPoolExecutor(load.requests) as pool:
-        list(pool.map(ask, prompts))
+def answer(url: str, load: Load, rng: random.Random) -> float:
+    """Send a load and return the seconds until all answers are complete."""
+    requests = [Request(rng.choices(IDS, k=load.prompt), load.output) for _ in range(load.requests)]
+    return elapsed_s(ask_all(url, requests, stream=False))
 
 
 @app.command()
@@ -72,14 +64,13 @@ def speed(
     loads, rng = [Load.parse(text) for text in load], random.Random(0)
     print(head("load", "first s", "second s", "speed of the second (quartiles)"), flush=True)
     with ExitStack() as stack:
-        readies = [stack.enter_context(served(shlex.split(command))) for command in (first, second)]
-        clients = [stack.enter_context(httpx.Client(base_url=ready["url"], timeout=600)) for ready in readies]
+        urls = [stack.enter_context(served(shlex.split(command)))["url"] for command in (first, second)]
         for text, each in zip(load, loads, strict=True):
-            for client in clients:
-                answer(client, each, rng)
+            for url in urls:
+                answer(url, each, rng)
             times: tuple[list[float], list[float]] = ([], [])
             for _, which in in_turns((0, 1), rounds):
-                times[which].append(seconds(lambda client=clients[which], each=each: answer(client, each, rng)))
+                times[which].append(answer(urls[which], each, rng))
             middle = (f"{statistics.median(own):.2f}" for own in times)
             print(row(text, *middle, quartiles(ratios(*times))), flush=True)
 

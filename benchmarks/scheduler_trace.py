@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import json
 import statistics
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -47,16 +45,6 @@ class Trace:
     arrivals: tuple[Arrival, ...]
     block_size: int = 32
 
-    def encode(self) -> str:
-        """Return the trace as one line of JSON."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def decode(line: str) -> Trace:
-        """Return the trace that `encode` wrote."""
-        values = json.loads(line)
-        return Trace(**values | {"arrivals": tuple(Arrival(**one) for one in values["arrivals"])})
-
 
 @dataclass(frozen=True)
 class Replay:
@@ -85,7 +73,8 @@ class Engine(Protocol):
 
 def replay(trace: Trace, engine: Engine) -> Replay:
     """Run the whole trace on `engine`, which must be new."""
-    arrivals, added, steps, longest, tokens = _prepared(trace), 0.0, [], 0.0, 0
+    prepared = [(one, f"request-{i}", one.token_ids(i)) for i, one in enumerate(trace.arrivals)]
+    arrivals, added, steps, longest, tokens = iter(prepared), 0.0, [], 0.0, 0
     ahead = next(arrivals, None)
     gc.collect()
     for number in range(trace.warm + trace.steps):
@@ -136,11 +125,6 @@ def with_waiting(waiting: int) -> Trace:
     running = tuple(Arrival(0, 64, 500) for _ in range(64))
     others = tuple(Arrival(5, 64, 500) for _ in range(waiting))
     return Trace(f"{waiting} waiting", 64, 4096, 1024, 64 * 32, 20, 320, running + others)
-
-
-def _prepared(trace: Trace) -> Iterator[tuple[Arrival, str, list[int]]]:
-    """Iterate over arrivals with names and prompts, all made in advance."""
-    return iter([(one, f"request-{i}", one.token_ids(i)) for i, one in enumerate(trace.arrivals)])
 
 
 def _draw(seed: Any, count: int) -> list[int]:

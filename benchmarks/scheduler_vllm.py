@@ -15,6 +15,7 @@ from typing import Any
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
+import msgspec
 import torch
 from scheduler_trace import VOCAB_SIZE, Trace, replay
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
@@ -121,8 +122,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL))
         for line in sys.stdin:
-            trace = Trace.decode(line)
-            print(json.dumps(vars(replay(trace, Theirs(trace, Path(folder))))), file=answers, flush=True)
+            trace = msgspec.json.decode(line, type=Trace)
+            answer = msgspec.json.encode(replay(trace, Theirs(trace, Path(folder))))
+            print(answer.decode(), file=answers, flush=True)
 
 
 if __name__ == "__main__":

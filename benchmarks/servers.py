@@ -1,8 +1,10 @@
-"""Servers under test: start them, pause and resume their process trees, and measure their CPU time and memory."""
+"""Servers under test: start, ask, pause and resume them, and measure their CPU time and memory."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -18,8 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import psutil
 
+from pypto_serving.bench.client import ApiClient, find_model
+from pypto_serving.bench.datasets import Prompt
+from pypto_serving.bench.metrics import RequestRecord
+from pypto_serving.bench.options import Target
+from pypto_serving.bench.runner import send_all
+from pypto_serving.errors import PyptoError
 from pypto_serving.kernels import Engine
 from pypto_serving.kernels.engine import BandwidthMemory
 from pypto_serving.worker.loop import PREFAULT_TOKENS
@@ -157,6 +166,46 @@ class BandwidthReader:
         return self._memory.bandwidth(self._engine)
 
 
+class Request(NamedTuple):
+    """A prompt, the tokens of its answer, and further fields of the body."""
+
+    prompt: list[int] | str
+    output: int
+    fields: Mapping[str, Any] = {}
+
+
+def ask_all(url: str, requests: Sequence[Request], at_once: int | None = None, **options: Any) -> list[RequestRecord]:
+    """Send requests in order, at most `at_once` at a time; `options` are those of Target. Answers never end early.
+
+    Raises ServerError if a request fails.
+    """
+
+    async def send() -> list[RequestRecord]:
+        target = Target(base_url=url, **{"ignore_eos": True, **options})
+        model = (await find_model(target)).id
+        client = ApiClient(target, model)
+        encoded = [
+            ApiClient(dataclasses.replace(target, extra_body=each.fields), model).encode(
+                Prompt(each.prompt, None, each.output)
+            )
+            for each in requests
+        ]
+        try:
+            return await send_all(client.send, [(one, None) for one in encoded], np.zeros(len(encoded)), at_once)
+        finally:
+            client.close()
+
+    records = asyncio.run(send())
+    if errors := [record.error for record in records if record.error]:
+        raise ServerError(f"a request failed: {errors[0]}")
+    return records
+
+
+def elapsed_s(records: Sequence[RequestRecord]) -> float:
+    """Return the seconds from the first request to the last answer."""
+    return max(record.start_s + record.latency_s for record in records) - min(record.start_s for record in records)
+
+
 @contextlib.contextmanager
 def served(command: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Run one of our `serve` commands on a free port; yield its ready line. The block may end the server."""
@@ -189,13 +238,11 @@ class Launch:
 
     def with_flags(self, *flags: str, **environment: str) -> Launch:
         """Return this launch with more flags and environment variables."""
-        return Launch(
-            lambda port: [*self.arguments(port), *flags],
-            " ".join((self.flags, *flags)),
-            self.kv_bytes,
-            self.kv_token_bytes,
-            self.token_bytes,
-            {**self.environment, **environment},
+        return dataclasses.replace(
+            self,
+            arguments=lambda port: [*self.arguments(port), *flags],
+            flags=" ".join((self.flags, *flags)),
+            environment={**self.environment, **environment},
         )
 
 
@@ -227,8 +274,8 @@ class Server:
         """Wait until /health returns 200 and a request for one token is answered. Raises ServerError."""
         while time.monotonic() - self._started_s < START_S:
             self.require_alive()
-            with contextlib.suppress(OSError, ValueError):
-                self._get("/health")
+            with contextlib.suppress(OSError, PyptoError, ServerError):
+                urllib.request.urlopen(self.url + "/health", timeout=10).close()
                 self.ask("a", 1)
                 self.ready_s = time.monotonic() - self._started_s
                 self._ready_bytes = memory_bytes(self.pid)[1]
@@ -241,18 +288,9 @@ class Server:
         if (status := self._process.poll()) is not None:
             raise ServerError(f"the server ended with status {status}; see {self.log}")
 
-    def _get(self, path: str) -> bytes:
-        with urllib.request.urlopen(self.url + path, timeout=10) as reply:
-            return bytes(reply.read())
-
     def ask(self, text: str, tokens: int) -> str:
-        """Return the answer to a greedy request, not streamed. Raises OSError."""
-        model = json.loads(self._get("/v1/models"))["data"][0]["id"]
-        body = {"model": model, "prompt": text, "max_tokens": tokens, "temperature": 0}
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self.url + "/v1/completions", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=START_S) as reply:
-            return str(json.loads(reply.read())["choices"][0]["text"])
+        """Return the answer to a greedy request, which may end early. Raises OSError or PyptoError."""
+        return ask_all(self.url, [Request(text, tokens)], ignore_eos=False, stream=False)[0].text
 
     def pause(self) -> None:
         """Pause all processes, so that they use no CPU time."""

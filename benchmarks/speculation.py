@@ -21,24 +21,27 @@ Ratios are of tokens per second after the first token, and of whole requests; bo
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import statistics
-import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
-import httpx
 import rounds as turns
 import typer
 from make_copier import PROMPT, RENAMED
-from pairs import FIRST_ID, LAST_ID
+from pairs import IDS
 from peers import Checkpoint, Vllm
-from servers import PROGRAM, running, served
+from servers import PROGRAM, Request, ask_all, elapsed_s, running, served
 from tokenizers import Tokenizer
+
+from pypto_serving.bench.client import read_draft_counters
+from pypto_serving.bench.metrics import RequestRecord
+from pypto_serving.bench.options import Target
 
 WORDS = (
     "for", "def", "let", "end", "int", "key", "map", "set", "get", "put", "add", "row", "col", "sum", "max", "min",
@@ -47,19 +50,6 @@ WORDS = (
 MARKS = ("(", ")", " = ", "\n", ": ", " + ", "[", "]", ", ", ".", "\n\n")
 EDIT_SHARE = 0.03
 """Share of the words that are renamed ones."""
-
-Body = dict[str, Any]
-
-
-class Answer(NamedTuple):
-    """The text of a reply, seconds to its first token and to its last, and its drafts."""
-
-    text: str
-    first_s: float
-    last_s: float
-    num_tokens: int
-    accepted: int
-    rejected: int
 
 
 def make_file(tokenizer: Tokenizer, rng: random.Random) -> list[int]:
@@ -79,71 +69,38 @@ def edited(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
     return [names.get(token, token) for token in ids]
 
 
-def ask(client: httpx.Client, body: Body) -> Answer:
-    """Send a request and follow its stream."""
-    start, first_s, text, usage = time.perf_counter(), 0.0, "", {}
-    with client.stream("POST", "/v1/completions", json=body | STREAMED) as reply:
-        reply.raise_for_status()
-        for line in reply.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            usage = event.get("usage") or usage
-            for choice in event["choices"]:
-                first_s = first_s or time.perf_counter() - start
-                text += choice["text"]
-    details = usage.get("completion_tokens_details") or {}
-    return Answer(
-        text,
-        first_s,
-        time.perf_counter() - start,
-        usage["completion_tokens"],
-        details.get("accepted_prediction_tokens", 0),
-        details.get("rejected_prediction_tokens", 0),
-    )
-
-
-STREAMED: Body = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
-
-
-def ask_all(client: httpx.Client, bodies: list[Body]) -> list[Answer]:
-    """Send all requests at once."""
-    with ThreadPoolExecutor(len(bodies)) as pool:
-        return list(pool.map(lambda body: ask(client, body), bodies))
-
-
-def speeds(answers: list[Answer]) -> tuple[float, float]:
+def speeds(answers: list[RequestRecord]) -> tuple[float, float]:
     """Return tokens per second after the first tokens, and in all."""
-    last_s = max(answer.last_s for answer in answers)
-    first_s = statistics.mean(answer.first_s for answer in answers)
-    num_tokens = sum(answer.num_tokens for answer in answers)
+    num_tokens = sum(answer.output_tokens for answer in answers)
+    last_s, first_s = elapsed_s(answers), statistics.mean(answer.ttft_s or 0.0 for answer in answers)
     return (num_tokens - len(answers)) / (last_s - first_s), num_tokens / last_s
 
 
 class Load(NamedTuple):
-    """`body` makes one request of a load; `right` says what its text must be, or nothing."""
+    """`make` makes one request of a load; `right` says what its text must be, or nothing."""
 
     model: Path
     method: str
-    body: Callable[[random.Random], Body]
-    right: Callable[[Body], str] = lambda body: ""
+    make: Callable[[random.Random], Request]
+    right: Callable[[list[int]], str] = lambda prompt: ""
 
 
 def loads(copier: Path, plain: Path, agreeing: Path, disagreeing: Path, output: int) -> dict[str, Load]:
     tokenizer = Tokenizer.from_file(str(copier / "tokenizer.json"))
 
-    def edit(rng: random.Random) -> Body:
-        return {"prompt": make_file(tokenizer, rng), "max_tokens": output, "temperature": 0}
+    def edit(rng: random.Random) -> Request:
+        return Request(make_file(tokenizer, rng), output)
 
-    def drawn(rng: random.Random) -> Body:
-        return {"prompt": rng.choices(range(FIRST_ID, LAST_ID), k=128), "max_tokens": 128, "temperature": 0}
+    def drawn(rng: random.Random) -> Request:
+        return Request(rng.choices(IDS, k=128), 128)
 
-    def missing(rng: random.Random) -> Body:
-        few = rng.sample(range(FIRST_ID, LAST_ID), 4)
-        return drawn(rng) | {"temperature": 3.0, "seed": rng.getrandbits(30), "allowed_token_ids": few}
+    def missing(rng: random.Random) -> Request:
+        few = rng.sample(IDS, 4)
+        fields = {"temperature": 3.0, "seed": rng.getrandbits(30), "allowed_token_ids": few}
+        return drawn(rng)._replace(fields=fields)
 
     return {
-        "edit": Load(copier, "ngram", edit, lambda body: tokenizer.decode(edited(tokenizer, body["prompt"])[:output])),
+        "edit": Load(copier, "ngram", edit, lambda prompt: tokenizer.decode(edited(tokenizer, prompt)[:output])),
         "random": Load(plain, "ngram", drawn),
         "misses": Load(plain, "ngram", missing),
         "agrees": Load(agreeing, "mtp", drawn),
@@ -173,19 +130,18 @@ def main(
         command = [*PROGRAM, "serve", str(load.model)]
         options = ["--spec-method", load.method, "--spec-tokens", str(most[load.method])]
         with ExitStack() as stack:
-            readies = [stack.enter_context(served(each)) for each in (command, command + options)]
-            clients = [httpx.Client(base_url=ready["url"], timeout=600) for ready in readies]
+            urls = [stack.enter_context(served(each))["url"] for each in (command, command + options)]
             for count in dict.fromkeys((1, at_once)):
-                print(row(name, count, load, clients, rounds), flush=True)
+                print(row(name, count, load, urls, rounds), flush=True)
         if vllm is not None and load.method == "ngram":
             with ExitStack() as stack:
-                clients = [stack.enter_context(peer(vllm, load.model, most)) for most in (0, drafts)]
+                urls = [stack.enter_context(peer(vllm, load.model, most)) for most in (0, drafts)]
                 for count in dict.fromkeys((1, at_once)):
-                    print(row(f"{name}, vLLM", count, load, clients, rounds, exact=False), flush=True)
+                    print(row(f"{name}, vLLM", count, load, urls, rounds, exact=False), flush=True)
 
 
 @contextmanager
-def peer(root: Path, model: Path, drafts: int) -> Iterator[httpx.Client]:
+def peer(root: Path, model: Path, drafts: int) -> Iterator[str]:
     """Run vLLM with at most this many drafts, looked up as ours are."""
     looked_up = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_min": 2, "prompt_lookup_max": 8}
     vllm = Vllm()
@@ -194,33 +150,39 @@ def peer(root: Path, model: Path, drafts: int) -> Iterator[httpx.Client]:
     if drafts:
         launch = launch.with_flags("--speculative-config", json.dumps(looked_up))
     with running(launch, root / "log" / f"speculation-{drafts}.log") as server:
-        yield httpx.Client(base_url=server.url, timeout=600)
+        yield server.url
 
 
-def row(name: str, count: int, load: Load, clients: list[httpx.Client], rounds: int, exact: bool = True) -> str:
+def row(name: str, count: int, load: Load, urls: list[str], rounds: int, exact: bool = True) -> str:
     """Measure a load in pairs, in which the first server is another one each time; the first pair is not counted.
 
     If `exact`, answers must be equal and right.
     """
     rng = random.Random(f"{name} {count}")
-    found: tuple[list[list[Answer]], list[list[Answer]]] = ([], [])
-    bodies = [[load.body(rng) for _ in range(count)] for _ in range(1 + rounds)]
+    found: tuple[list[list[RequestRecord]], list[list[RequestRecord]]] = ([], [])
+    asked = [[load.make(rng) for _ in range(count)] for _ in range(1 + rounds)]
+    before: Counter[str | int] = Counter()
     for number, which in turns.in_turns((0, 1), 1 + rounds):
-        found[which].append(ask_all(clients[which], bodies[number]))
-    for asked, plain, guessed in zip(bodies, *found, strict=True):
-        for body, one, other in zip(asked, plain, guessed, strict=True) if exact else ():
+        found[which].append(ask_all(urls[which], asked[number]))
+        if not number:
+            before = drafted(urls[1])
+    for requests, plain, guessed in zip(asked, *found, strict=True):
+        for request, one, other in zip(requests, plain, guessed, strict=True) if exact else ():
             assert one.text == other.text, "drafts changed an answer"
-            assert one.text == (load.right(body) or one.text), "the model does not edit"
-    (before, before_whole), (after, after_whole) = (
+            assert one.text == (load.right(request.prompt) or one.text), "the model does not edit"
+    (plain_rates, plain_whole), (rates, whole) = (
         zip(*(speeds(answers) for answers in side[1:]), strict=True) for side in found
     )
-    drafted = [answer for answers in found[1][1:] for answer in answers]
-    accepted = sum(answer.accepted for answer in drafted)  # which vLLM does not say
-    verified = accepted + sum(answer.rejected for answer in drafted)
-    whole = statistics.median(turns.ratios(after_whole, before_whole))
-    middle = (f"{statistics.median(side):.1f}" for side in (before, after))
-    speed_up = turns.spread(turns.ratios(after, before))
-    return turns.row(name, count, *middle, speed_up, f"{whole:.2f}", f"{accepted} of {verified}")
+    counts = drafted(urls[1]) - before
+    accepted = f"{counts['num_accepted_tokens']} of {counts['num_draft_tokens']}"
+    middle = (f"{statistics.median(side):.1f}" for side in (plain_rates, rates))
+    of_whole = f"{statistics.median(turns.ratios(whole, plain_whole)):.2f}"
+    return turns.row(name, count, *middle, turns.spread(turns.ratios(rates, plain_rates)), of_whole, accepted)
+
+
+def drafted(url: str) -> Counter[str | int]:
+    """Return the server's counters of drafts."""
+    return asyncio.run(read_draft_counters(Target(base_url=url))) or Counter()
 
 
 if __name__ == "__main__":

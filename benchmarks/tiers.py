@@ -17,7 +17,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import mmap
 import os
 import random
@@ -31,17 +30,14 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import httpx
-import msgspec
 import numpy as np
 import typer
 from peers import OURS, Checkpoint, Ours, Vllm
 from rounds import head, in_turns, ratios, row, seconds, spread
-from servers import PROGRAM, Server, ServerError, pause, resume, running, served, tree_cpu_s
+from servers import PROGRAM, Request, Server, ask_all, elapsed_s, pause, resume, running, served, tree_cpu_s
 from workloads import Workload, measure
 
-from pypto_serving.bench.client import ApiClient, find_model
-from pypto_serving.bench.datasets import Prompt
-from pypto_serving.bench.options import Target
+from pypto_serving.bench.metrics import RequestRecord
 
 PREFIX, BLOCK = 2048, 32
 LOADERS = 4
@@ -72,18 +68,6 @@ class TieredServer:
         """Wait until no block is queued for a tier. Reading the metrics costs the server some ms of CPU time."""
         while self.tiered and any(self.metrics("queued_bytes|backlog_blocks").values()):
             time.sleep(0.5)
-
-    def first_token_s(self, prompt: Sequence[int]) -> tuple[float, dict[str, int]]:
-        """Send a prompt. Return its time to first token and its cached tokens by tier."""
-        body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "stream": True}
-        started_s, first_s, usage = time.perf_counter(), 0.0, {}
-        options = {"stream_options": {"include_usage": True}}
-        with self.http.stream("POST", "/v1/completions", json={**body, **options}) as answer:
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    first_s = first_s or time.perf_counter() - started_s
-                    usage = msgspec.json.decode(line[6:]).get("usage") or usage
-        return first_s, usage["prompt_tokens_details"]["cached_tokens_by_tier"]
 
 
 @contextmanager
@@ -124,7 +108,7 @@ def restore(model: Model, disk: Disk, rounds: Annotated[int, typer.Option(min=1)
     times: dict[str, list[float]] = {}
     rates: dict[str, list[float]] = {}
     with tiered(model, "--kv-host-memory", "2GiB", "--kv-disk", str(disk), "--kv-disk-size", "4GiB") as server:
-        server.first_token_s(rng.choices(range(1000), k=64))
+        ask_all(server.url, [Request(rng.choices(range(1000), k=64), 1)])
         for _ in range(rounds):
             prompt = rng.choices(range(1000), k=PREFIX + 1)
             for tier, drop in (("computed", ()), ("device", ()), ("host", ("device",)), ("disk", ("device", "host"))):
@@ -132,9 +116,9 @@ def restore(model: Model, disk: Disk, rounds: Annotated[int, typer.Option(min=1)
                     server.settle()
                     server.http.post("/reset_prefix_cache", params=[("tier", each) for each in drop])
                 before = server.metrics("loaded_bytes_total|load_seconds_total") if drop else {}
-                first_s, sources = server.first_token_s(prompt)
-                assert tier == "computed" or sources[tier] == PREFIX, sources
-                times.setdefault(tier, []).append(first_s)
+                (record,) = ask_all(server.url, [Request(prompt, 1)])
+                assert tier == "computed" or record.cached_by_tier[tier] == PREFIX, record
+                times.setdefault(tier, []).append(record.ttft_s or 0.0)
                 if drop:
                     after = server.metrics("loaded_bytes_total|load_seconds_total")
                     names = (f"loaded_bytes_total {tier}", f"load_seconds_total {tier}")
@@ -198,44 +182,10 @@ def overhead(
     typer.echo(row(*middle, spread(ratios(cpu[1], cpu[0]), 3), spread(ratios(wall[1], wall[0]), 3)))
 
 
-class Pass(NamedTuple):
-    """One request per prefix: wall time, median time to first token, and cached prompt tokens."""
-
-    seconds: float
-    ttft_s: float
-    cached_tokens: int
-
-
-def prompts(vocab_size: int, order: Sequence[int], seed: int) -> list[list[int]]:
-    """Return a prompt for each prefix in `order`. Prefixes are always the same; `seed` determines the other tokens."""
-    own = random.Random(seed)
-    return [
-        random.Random(number).choices(range(vocab_size), k=PREFIX) + own.choices(range(vocab_size), k=OWN)
-        for number in order
-    ]
-
-
-async def send(url: str, contents: Sequence[list[int]]) -> Pass:
-    """Send the prompts in order, AT_ONCE at a time. Raises ServerError if a request fails."""
-    target = Target(base_url=url, ignore_eos=True)
-    client = ApiClient(target, (await find_model(target)).id)
-    waiting, records = iter(contents), []
-
-    async def send_waiting() -> None:
-        for content in waiting:
-            request = client.encode(Prompt(content, len(content), OUTPUT))
-            records.append(await client.send(request, len(content)))
-
-    started_s = time.perf_counter()
-    async with asyncio.TaskGroup() as group:
-        for _ in range(AT_ONCE):
-            group.create_task(send_waiting())
-    elapsed_s = time.perf_counter() - started_s
-    client.close()
-    if errors := [record.error for record in records if record.error]:
-        raise ServerError(f"a request failed: {errors[0]}")
-    ttft_s = statistics.median(record.ttft_s or 0.0 for record in records)
-    return Pass(elapsed_s, ttft_s, sum(record.cached_tokens or 0 for record in records))
+def requests(vocab_size: int, order: Sequence[int], seed: int) -> list[Request]:
+    """Return a request for each prefix in `order`. Prefixes are always the same; `seed` determines other tokens."""
+    own, ids = random.Random(seed), range(vocab_size)
+    return [Request(random.Random(number).choices(ids, k=PREFIX) + own.choices(ids, k=OWN), OUTPUT) for number in order]
 
 
 @app.command()
@@ -253,29 +203,30 @@ def compare(
     theirs = vllm.launch(checkpoint, root).with_flags("--enable-prompt-tokens-details", VLLM_CPU_KVCACHE_SPACE="1")
     with_disk = mine.with_flags("--kv-disk", str(disk))
     vocab_size, servers = int(checkpoint.config["vocab_size"]), dict[str, Server]()
-    passes: dict[str, list[Pass]] = {}
+    passes: dict[str, list[list[RequestRecord]]] = {}
     with ExitStack() as stack:
         for name, launch in ((f"{OURS}, disk tier", with_disk), (OURS, mine), (vllm.title, theirs)):
             servers[name] = stack.enter_context(running(launch, out / f"{len(servers)}.log"))
-            asyncio.run(send(servers[name].url, prompts(vocab_size, range(PREFIXES), 0)))
+            ask_all(servers[name].url, requests(vocab_size, range(PREFIXES), 0), AT_ONCE)
             servers[name].pause()
         for number, name in in_turns(list(servers), rounds):
             order = random.Random(number).sample(range(PREFIXES), PREFIXES)
             servers[name].resume()
-            found = asyncio.run(send(servers[name].url, prompts(vocab_size, order, number + 1)))
+            found = ask_all(servers[name].url, requests(vocab_size, order, number + 1), AT_ONCE)
             servers[name].pause()
             passes.setdefault(name, []).append(found)
     typer.echo(
         head("server", "output tok/s", "prompt tok/s", "median TTFT ms", "cached", "tok/s (rounds)", "TTFT (rounds)")
     )
-    total, first = PREFIXES * (PREFIX + OWN), passes[f"{OURS}, disk tier"]
+    total = PREFIXES * (PREFIX + OWN)
+    times_s = {name: [elapsed_s(records) for records in runs] for name, runs in passes.items()}
+    ttfts_s = {name: [statistics.median(r.ttft_s or 0.0 for r in run) for run in runs] for name, runs in passes.items()}
+    first = f"{OURS}, disk tier"
     for name, runs in passes.items():
-        took_s = statistics.median(run.seconds for run in runs)
-        speed = ratios([run.seconds for run in runs], [run.seconds for run in first])
-        ttft = ratios([run.ttft_s for run in first], [run.ttft_s for run in runs])
-        cached = statistics.median(run.cached_tokens for run in runs) / total
-        middle = statistics.median(run.ttft_s for run in runs)
-        rates = (f"{PREFIXES * OUTPUT / took_s:.1f}", f"{total / took_s:.0f}", f"{1e3 * middle:.0f}", f"{cached:.0%}")
+        took_s, ttft_s = statistics.median(times_s[name]), statistics.median(ttfts_s[name])
+        cached = statistics.median(sum(record.cached_tokens or 0 for record in run) for run in runs) / total
+        rates = (f"{PREFIXES * OUTPUT / took_s:.1f}", f"{total / took_s:.0f}", f"{1e3 * ttft_s:.0f}", f"{cached:.0%}")
+        speed, ttft = ratios(times_s[name], times_s[first]), ratios(ttfts_s[first], ttfts_s[name])
         typer.echo(row(name, *rates, spread(speed, 1), spread(ttft, 3)))
 
 

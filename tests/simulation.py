@@ -10,9 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pypto_serving.backend.null.pages import next_digest
+from pypto_serving.backend.null.device import SAMPLER, logits_of, next_digest
 from pypto_serving.backend.null.program import NullBackend
-from pypto_serving.backend.null.sampler import SAMPLER, logits_of
 from pypto_serving.backend.numpy_sampler import uniforms
 from pypto_serving.engine.core import EngineCore
 from pypto_serving.engine.kv_events import KVEventPublisher

@@ -1,4 +1,4 @@
-"""Send completions to an OpenAI-compatible server and record when replies arrive."""
+"""Send completions to an OpenAI-compatible server, parse its replies, and record when they arrive."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pypto_serving.bench.datasets import Prompt
 from pypto_serving.bench.http import HttpClient
 from pypto_serving.bench.metrics import DraftCounters, RequestRecord, parse_draft_counters
 from pypto_serving.bench.options import Target
-from pypto_serving.bench.replies import StreamParser, WholeParser, error_text
 from pypto_serving.errors import PyptoError
 from pypto_serving.types.server_url import key_in
-from pypto_serving.util import decode_json
+from pypto_serving.util import counted, decode_json, parse_json
 
 _TIMEOUT_S = 10.0
+_ERROR_TEXT_LIMIT = 300
 
 
 class BenchmarkError(PyptoError):
@@ -35,6 +35,151 @@ class ModelCard(msgspec.Struct):
 
 class _ModelList(msgspec.Struct):
     data: list[ModelCard]
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[msgspec.Raw] | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    message: _Delta | None = None
+    finish_reason: str | None = None
+
+    def visible_text(self) -> str:
+        delta = self.delta or self.message
+        if delta is None:
+            return self.text or ""
+        return delta.content or delta.reasoning_content or delta.reasoning or ""
+
+    def calls_tool(self) -> bool:
+        return self.delta is not None and bool(self.delta.tool_calls)
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+    cached_tokens_by_tier: dict[str, int] | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+class ReplyParser:
+    """Owns the RequestRecord of one reply: a stream, or a reply in one piece, of which only the end-to-end latency is
+    known. Parses bytes with their arrival times; times are seconds of one clock.
+    """
+
+    _decoder = msgspec.json.Decoder(_Chunk)
+
+    def __init__(self, start_s: float, prompt_tokens: int | None, stream: bool = True) -> None:
+        first_s = 0.0 if stream else None
+        self._record = RequestRecord(prompt_tokens=prompt_tokens or 0, start_s=start_s, ttft_s=first_s)
+        self._stream = stream
+        self._body = bytearray()  # of a stream with status 2xx, the line that has begun
+        self._texts: list[str] = []
+        self._last_s = start_s
+        self._finished = False
+        self._error = ""
+
+    def feed(self, status: int, data: bytes, now_s: float) -> None:
+        """Parse a piece of the body that arrived at `now_s`. It may end anywhere in a line."""
+        self._body += data
+        if not self._stream:
+            self._record.latency_s = now_s - self._record.start_s
+        elif 200 <= status < 300:
+            *lines, self._body = self._body.split(b"\n")
+            for line in lines:
+                if line.startswith(b"data:"):
+                    self._read_event(bytes(line[5:].strip()), now_s)
+
+    def finish(self, status: int) -> RequestRecord:
+        """Return the record of a complete reply. It succeeds if its status is 2xx and it has no error."""
+        if not 200 <= status < 300:
+            return self.fail(f"HTTP {status}: {error_text(self._body)}")
+        if self._stream:
+            self._record.output_tokens = self._record.output_tokens or len(self._texts)
+            if not self._error and not self._finished:
+                chunks = counted(len(self._texts), "chunk")
+                self._error = f"the stream ended after {chunks}, before finish_reason or [DONE]"
+        else:
+            self._read_whole()
+        if self._error:
+            return self.fail(self._error)
+        self._record.text = "".join(self._texts)
+        return self._record
+
+    def fail(self, error: str) -> RequestRecord:
+        """Return the record of a failed request: the error and the text so far, without latencies and output tokens."""
+        record, text = self._record, "".join(self._texts)
+        return RequestRecord(prompt_tokens=record.prompt_tokens, start_s=record.start_s, text=text, error=error)
+
+    def _read_event(self, event: bytes, now_s: float) -> None:
+        if event == b"[DONE]":
+            self._finished = True
+            return
+        try:
+            chunk = self._decoder.decode(event)
+        except (ValueError, RecursionError) as error:
+            self._error = self._error or f"a chunk is not what OpenAI sends: {error}: {_shorten(event)}"
+            return
+        if chunk.error:
+            self._error = self._error or f"error in the stream: {_message(chunk.error)}"
+        if chunk.choices:
+            self._read_choice(chunk.choices[0], now_s)
+        if chunk.usage is not None:
+            self._count_tokens(chunk.usage)
+
+    def _read_choice(self, choice: _Choice, now_s: float) -> None:
+        record, text = self._record, choice.visible_text()
+        has_content = bool(text) or choice.calls_tool()
+        if has_content:
+            if self._texts:
+                record.itls_s.append(now_s - self._last_s)
+            else:
+                record.ttft_s = now_s - record.start_s
+            self._last_s = now_s
+            self._texts.append(text)
+        if has_content or choice.finish_reason:
+            record.latency_s = now_s - record.start_s
+        if choice.finish_reason:
+            self._finished = True
+            if not self._texts:
+                record.ttft_s = record.latency_s
+
+    def _read_whole(self) -> None:
+        try:
+            reply = decode_json(self._body, _Chunk)
+        except ValueError as error:
+            self._error = f"the reply is not what OpenAI sends: {error}: {_shorten(bytes(self._body))}"
+            return
+        if reply.error or not reply.choices:
+            self._error = f"error in the reply: {error_text(self._body)}"
+            return
+        self._texts.append(reply.choices[0].visible_text())
+        if reply.usage is not None:
+            self._count_tokens(reply.usage)
+
+    def _count_tokens(self, usage: _Usage) -> None:
+        """Record the tokens that the server counted."""
+        record, details = self._record, usage.prompt_tokens_details
+        record.prompt_tokens = usage.prompt_tokens or record.prompt_tokens
+        record.output_tokens = usage.completion_tokens or record.output_tokens
+        if details is not None:
+            record.cached_tokens = details.cached_tokens
+            record.cached_by_tier = details.cached_tokens_by_tier or {}
 
 
 class ApiClient:
@@ -63,7 +208,7 @@ class ApiClient:
 
     async def send(self, request: bytes, prompt_tokens: int | None) -> RequestRecord:
         """Send an encoded request and follow its reply to the end, the first error or the timeout."""
-        parser = (StreamParser if self._target.stream else WholeParser)(time.perf_counter(), prompt_tokens)
+        parser = ReplyParser(time.perf_counter(), prompt_tokens, self._target.stream)
         limit = asyncio.timeout(self._target.timeout_s)
         try:
             async with limit:
@@ -124,3 +269,21 @@ def open_http(target: Target) -> HttpClient:
     """Open a client for the target. Send the API key of the environment, if any, as bearer token."""
     key = key_in(os.environ)
     return HttpClient(target.url, {"Authorization": f"Bearer {key}"} if key else {})
+
+
+def error_text(body: bytes | bytearray) -> str:
+    try:
+        reply = parse_json(body)
+    except ValueError:
+        return _shorten(bytes(body)) or "empty reply"
+    return _message(reply["error"] if isinstance(reply, dict) and "error" in reply else reply)
+
+
+def _message(error: object) -> str:
+    if isinstance(error, dict):
+        error = error.get("message") or error
+    return _shorten(str(error).encode())
+
+
+def _shorten(text: bytes) -> str:
+    return " ".join(text[:_ERROR_TEXT_LIMIT].decode(errors="replace").split())

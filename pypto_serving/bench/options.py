@@ -18,6 +18,8 @@ from pypto_serving.util import brief, decode_json
 Backend = Literal["openai", "openai-chat"]
 Metric = Literal["ttft", "tpot", "itl", "e2el"]
 RampStrategy = Literal["linear", "exponential"]
+LoadName = Literal["max_concurrency", "request_rate"]
+"""The field of Traffic that a sweep changes."""
 
 ENDPOINTS: dict[Backend, str] = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 METRICS: tuple[Metric, ...] = ("ttft", "tpot", "itl", "e2el")
@@ -195,3 +197,15 @@ def parse_extra_body(text: str) -> dict[str, Any]:
         return decode_json(text, dict[str, Any])
     except ValueError as error:
         raise ConfigError(f"--extra-body must be a JSON object, got {brief(text)}: {error}") from None
+
+
+def parse_loads(flag: str, text: str, kind: type[int] | type[float]) -> list[int] | list[float]:
+    """Read `1,2,4`: positive numbers of a kind, ascending. Raises ConfigError."""
+    try:
+        loads = sorted({kind(part) for part in text.split(",")})
+    except ValueError:
+        loads = []
+    if not loads or not all(0 < load < math.inf for load in loads):
+        numbers = "whole numbers" if kind is int else "numbers"
+        raise ConfigError(f"{flag} is {text!r}, but must be positive {numbers} such as 1,2,4")
+    return loads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -74,13 +74,14 @@ async def replay(
     client = ApiClient(replace(target, ignore_eos=True), card.id)
     arrivals_s = np.array([request.arrival_s for request in trace.requests])
     try:
-        seen = await measure(client.send, _encoded(client, trace, source.seed, vocab_size), arrivals_s, None, advance)
+        requests = _encoded(client, trace, source.seed, vocab_size)
+        records, duration_s, load = await measure(client.send, requests, arrivals_s, None, advance)
     finally:
         client.close()
     result = source.settings(trace) | {"backend": target.backend, "model_id": card.id}
-    result |= _summary(trace, seen.records, seen.duration_s, 1) | seen.load.to_result()
-    warnings = filter(None, [seen.load.warning(), _miss_warning(source, trace, result)])
-    return Outcome(seen.records, result, list(warnings))
+    result |= _summary(trace, records, duration_s, 1) | load.to_result()
+    warnings = filter(None, [load.warning(), _miss_warning(source, trace, result)])
+    return Outcome(records, result, list(warnings))
 
 
 def _encoded(client: ApiClient, trace: Trace, seed: int, vocab_size: int) -> Iterator[tuple[bytes, int]]:
@@ -139,7 +140,9 @@ def simulate(source: Source, trace: Trace, machine: Machine, advance: Advance = 
     """Serve `trace` in virtual time. Raises ConfigError if the machine is too small for it."""
     start_s = time.perf_counter()
     simulated = Simulator(trace, machine, source.seed).run(advance)
-    result = source.settings(trace) | machine_settings(machine)
+    times = {f"{name}_seconds": getattr(machine, f"{name}_s") for name in ("step", "token", "row")}
+    sizes = {name: value for name, value in asdict(machine).items() if not name.endswith("_s")}
+    result = source.settings(trace) | {"backend": "virtual", "model_id": None, **sizes, **times}
     result |= _summary(trace, simulated.records, simulated.duration_s, machine.block_size)
     hits = lru_hits(trace, machine.num_tokens, machine.block_size)
     result |= {
@@ -151,39 +154,18 @@ def simulate(source: Source, trace: Trace, machine: Machine, advance: Advance = 
     return Outcome(simulated.records, result, [])
 
 
-def machine_settings(machine: Machine) -> dict[str, Any]:
-    """Return the settings of the simulated machine, for the result."""
-    settings = asdict(machine)
-    time_model = settings.pop("time")
-    times = {f"{name}_seconds": time_model[f"{name}_s"] for name in ("step", "token", "row")}
-    return {"backend": "virtual", "model_id": None, **settings, **times}
-
-
 def _summary(trace: Trace, records: Sequence[RequestRecord], duration_s: float, block_size: int) -> dict[str, Any]:
     bound = lru_hits(trace, float("inf"), block_size)
     result = summarize(records, duration_s, _REPORTING) | summarize_cache(records)
     return result | {"infinite_hit_rate": sum(bound) / trace.prompt_tokens}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sweep:
-    """Sizes of one tier to try in turn, in tokens. Other tiers keep their size."""
-
-    tier: str
-    sizes: tuple[int, ...]
-
-    def machines(self, machine: Machine) -> list[Machine]:
-        """Return `machine` with each of the sizes."""
-        changes: list[dict[str, Any]] = [{f"{self.tier}_tokens": size} for size in self.sizes]
-        return [replace(machine, **change) for change in changes]
-
-
-def parse_sweep(text: str) -> Sweep:
-    """Parse `device=1M,4M,16M`. Raises ConfigError."""
+def parse_sweep(text: str) -> tuple[str, tuple[int, ...]]:
+    """Parse `device=1M,4M,16M` to a tier and its sizes to try in turn, in tokens. Raises ConfigError."""
     tier, equals, sizes = text.partition("=")
     if tier not in SWEPT or not equals:
         raise ConfigError(f"--sweep must be TIER=SIZE,SIZE,... with a tier of {', '.join(SWEPT)}; got {text!r}")
-    return Sweep(tier=tier, sizes=tuple(parse_tokens("--sweep", size) for size in sizes.split(",")))
+    return tier, tuple(parse_tokens("--sweep", size) for size in sizes.split(","))
 
 
 def parse_tokens(option: str, text: str) -> int:
@@ -195,9 +177,10 @@ def parse_tokens(option: str, text: str) -> int:
 
 
 def run_sweep(
-    source: Source, trace: Trace, machines: Sequence[Machine], advance: Callable[[], None] = lambda: None
+    source: Source, trace: Trace, machine: Machine, tier: str, sizes: Sequence[int], advance: Advance = lambda: None
 ) -> list[Outcome]:
-    """Run one simulation per machine. Check all machines before the first run."""
-    for machine in machines:
-        machine.engine_config(trace.longest)
-    return [simulate(source, trace, machine, advance) for machine in machines]
+    """Run one simulation for each size of a tier; other tiers keep theirs. Check all machines before the first run."""
+    machines = [replace(machine, **{f"{tier}_tokens": size}) for size in sizes]
+    for each in machines:
+        each.engine_config(trace.longest)
+    return [simulate(source, trace, each, advance) for each in machines]

@@ -1,4 +1,4 @@
-"""Render a result as a table, save it as JSON with the keys of `vllm bench serve`, and compare two results."""
+"""Render results as tables, save one as JSON with the keys of `vllm bench serve`, and compare two."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 
 from pypto_serving.bench.metrics import RequestRecord, details, summarize
-from pypto_serving.bench.options import METRICS, Reporting, Target, Traffic
+from pypto_serving.bench.options import METRICS, LoadName, Reporting, Target, Traffic
 from pypto_serving.errors import ConfigError
-from pypto_serving.util import decode_json, install_extra
+from pypto_serving.types.tier import TIERS
+from pypto_serving.util import decode_json
 
 _WIDTH = 50
 _HEADINGS = {
@@ -55,6 +56,17 @@ _OPTIONAL_ROWS = ("max_concurrency", "request_rate", "request_goodput")
 _LATENCY_KEY = re.compile(rf"(mean|median|p[\d.]+)_({'|'.join(METRICS)})_ms")
 _HIGHER_IS_BETTER = ("request_throughput", "request_goodput", "output_throughput", "total_token_throughput")
 _SETTINGS = ("model_id", "backend", "num_prompts", "request_rate", "burstiness", "max_concurrency")
+
+_LOAD_COLUMNS = {
+    "req/s": "request_throughput",
+    "output tok/s": "output_throughput",
+    "TTFT p50": "median_ttft_ms",
+    "TTFT p99": "p99_ttft_ms",
+    "TPOT p50": "median_tpot_ms",
+    "ITL p99": "p99_itl_ms",
+    "failed": "failed",
+}
+"""Columns of a sweep over loads: headings and keys of results; latencies in ms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,35 +203,41 @@ def render_comparison(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def plot_comparison(a: Mapping[str, Any], b: Mapping[str, Any], path: Path) -> None:
-    """Write a bar chart of B relative to A in %. Raises ConfigError, also without matplotlib."""
-    left, right = comparable(a), comparable(b)
-    changes = {k: change for k in left if (change := _change(left[k], right.get(k))) is not None}
-    figure = new_figure(9, 1 + 0.3 * len(changes))
-    axes = figure.add_subplot()
-    colors = ["tab:green" if _is_better(key, change) else "tab:red" for key, change in changes.items()]
-    axes.barh(list(changes), [change * 100 for change in changes.values()], color=colors)
-    axes.invert_yaxis()
-    axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_xlabel("change from A to B (%)")
-    save_figure(figure, path)
+def render_loads(results: Sequence[Mapping[str, Any]], name: LoadName) -> str:
+    """Render one line for each load, a value of the setting `name`."""
+    heading = "in flight" if name == "max_concurrency" else "sent/s"
+    lines = [f"{heading:>10}" + "".join(f"{column:>14}" for column in _LOAD_COLUMNS)]
+    for result in results:
+        values = [result.get(key) for key in _LOAD_COLUMNS.values()]
+        cells = ["n/a" if v is None else str(v) if isinstance(v, int) else f"{v:.2f}" for v in values]
+        lines.append(f"{result[name]:>10g}" + "".join(f"{cell:>14}" for cell in cells))
+    return "\n".join(lines)
 
 
-def new_figure(width: float, height: float) -> Any:
-    """Return an empty matplotlib figure, sizes in inches. Raises ConfigError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError(f"--plot needs matplotlib; {install_extra('bench')}") from None
-    return Figure(figsize=(width, height), layout="constrained")
+def render_sizes(tier: str, results: Sequence[Mapping[str, Any]]) -> str:
+    """Render one line per size: hit rates by tier and of LRU caches (same size, infinite), and latencies."""
+    tiers = [name for name in TIERS if any(name in r["hit_rate_by_tier"] for r in results)]
+    shown = tiers if len(tiers) > 1 else []
+    head = [f"{tier} tokens", "hit rate", *shown, "LRU", "infinite", "median TTFT s", "p99 TTFT s", "output tok/s"]
+    rows = [head]
+    for result in results:
+        rates = [result["hit_rate"], *(result["hit_rate_by_tier"].get(name, 0.0) for name in shown)]
+        rates += [result["lru_hit_rate"], result["infinite_hit_rate"]]
+        ttfts = [
+            ("n/a" if result[key] is None else f"{result[key] / 1e3:.3g}") for key in ("median_ttft_ms", "p99_ttft_ms")
+        ]
+        size = format_tokens(result[f"{tier}_tokens"])
+        rows.append([size, *(f"{rate:.1%}" for rate in rates), *ttfts, f"{result['output_throughput']:.0f}"])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
 
 
-def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure in the format of the file's suffix. Raises ConfigError."""
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--plot {path}: {error}; name an image file to write, such as plot.png") from None
+def format_tokens(count: int) -> str:
+    """Format 4,000,000 as `4M` and 1,048,576 as `1048.576k`, without losing a digit."""
+    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if count >= size and count % (size // 1000) == 0:
+            return f"{count / size:.10g}{unit}"
+    return str(count)
 
 
 def _row(label: str, value: float | None, style: str) -> str:
@@ -235,16 +253,18 @@ def _file_name(result: Mapping[str, Any]) -> str:
 
 def _compare(key: str, a: float | None, b: float | None) -> str:
     numbers = "".join(f"{'n/a' if value is None else f'{value:.2f}':>14}" for value in (a, b))
-    change = _change(a, b)
+    change = change_of(a, b)
     if change is None:
         return f"{key:<30}{numbers}{'n/a':>10}"
-    verdict = "" if change == 0 else "  better" if _is_better(key, change) else "  worse"
+    verdict = "" if change == 0 else "  better" if is_better(key, change) else "  worse"
     return f"{key:<30}{numbers}{change:>+10.1%}{verdict}"
 
 
-def _change(a: float | None, b: float | None) -> float | None:
+def change_of(a: float | None, b: float | None) -> float | None:
+    """Return b / a - 1, or None if there is none."""
     return None if a is None or b is None or a == 0 else b / a - 1
 
 
-def _is_better(key: str, change: float) -> bool:
+def is_better(key: str, change: float) -> bool:
+    """Return whether a change other than 0 of a metric is for the better."""
     return (change > 0) == (key in _HIGHER_IS_BETTER)

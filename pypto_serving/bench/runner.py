@@ -15,7 +15,7 @@ import numpy as np
 from pypto_serving.bench.client import ApiClient, ModelCard, find_model, read_draft_counters
 from pypto_serving.bench.datasets import Dataset, Prompt, PromptVocabulary, as_completion, as_messages
 from pypto_serving.bench.metrics import RequestRecord, summarize, summarize_drafts
-from pypto_serving.bench.options import Reporting, Target, Traffic
+from pypto_serving.bench.options import LoadName, Reporting, Target, Traffic
 from pypto_serving.bench.report import settings
 from pypto_serving.errors import ConfigError
 
@@ -79,15 +79,6 @@ class Outcome:
     warnings: Sequence[str]
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The records in order, the time until the last one, and the client's load."""
-
-    records: list[RequestRecord]
-    duration_s: float
-    load: ClientLoad
-
-
 Send = Callable[[bytes, int | None], Awaitable[RequestRecord]]
 """Sends an encoded request, given its number of prompt tokens or None."""
 Advance = Callable[[], None]
@@ -105,14 +96,29 @@ async def run(benchmark: Benchmark, advance: Advance = lambda: None) -> Outcome:
         measured, extra = requests[: traffic.num_prompts], requests[traffic.num_prompts :]
         warm = await send_all(client.send, extra, np.zeros(len(extra)), traffic.max_concurrency)
         before = await read_draft_counters(target)
-        seen = await measure(client.send, measured, arrival_times_s(traffic), traffic.max_concurrency, advance)
+        records, duration_s, load = await measure(
+            client.send, measured, arrival_times_s(traffic), traffic.max_concurrency, advance
+        )
         drafts = summarize_drafts(before, await read_draft_counters(target))
     finally:
         client.close()
     result = settings(target, traffic, card.id, str(benchmark.tokenizer) if benchmark.tokenizer else None)
-    result |= summarize(seen.records, seen.duration_s, benchmark.reporting)
-    result |= drafts | seen.load.to_result()
-    return Outcome(seen.records, result, [*_warm_up_warnings(warm), *filter(None, [seen.load.warning()])])
+    result |= summarize(records, duration_s, benchmark.reporting)
+    result |= drafts | load.to_result()
+    return Outcome(records, result, [*_warm_up_warnings(warm), *filter(None, [load.warning()])])
+
+
+async def sweep(benchmark: Benchmark, name: LoadName, loads: Sequence[float], advance: Advance) -> list[dict[str, Any]]:
+    """Run the benchmark at each load, with other prompts each time; return the results.
+
+    `name` is the field of Traffic that a load is a value of.
+    """
+    results = []
+    for i, load in enumerate(loads):
+        changes: dict[str, Any] = {name: load, "seed": benchmark.traffic.seed + i}
+        at_load = replace(benchmark, traffic=replace(benchmark.traffic, **changes))
+        results.append((await run(at_load, advance)).result)
+    return results
 
 
 def arrival_times_s(traffic: Traffic) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -139,13 +145,13 @@ async def measure(
     arrivals_s: np.ndarray[Any, np.dtype[np.float64]],
     max_concurrency: int | None,
     advance: Advance,
-) -> Measured:
-    """Run `send_all` and measure the client's load."""
+) -> tuple[list[RequestRecord], float, ClientLoad]:
+    """Run `send_all`. Return the records, the seconds until the last one, and the client's load."""
     start_s = time.perf_counter()
     async with watch_client() as load:
         records = await send_all(send, requests, arrivals_s, max_concurrency, advance)
         duration_s = time.perf_counter() - start_s
-    return Measured(records, duration_s, load)
+    return records, duration_s, load
 
 
 async def send_all(

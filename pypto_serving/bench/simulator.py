@@ -1,6 +1,6 @@
 """Simulate in virtual time: the real scheduler and KV manager serve a trace on a modelled machine.
 
-There is no worker, no backend and no KV. `TimeModel` gives the time of a step, `VirtualTransfers` that of a transfer
+There is no worker, no backend and no KV. `Machine` gives the time of a step, `VirtualTransfers` that of a transfer
 between tiers. Sampled tokens are unique to request and position, so only the request itself can hit its output.
 """
 
@@ -35,30 +35,13 @@ PROMPT_VOCABULARY = 150_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimeModel:
-    """A step of n tokens in r rows takes `step_s + n * token_s + r * row_s` seconds.
-
-    The defaults are the line through two steps of Qwen3-0.6B in docs/benchmarks.md, 24 ms for one token and 1,484 ms
-    for 512; it gives 44 ms for 8 rows (44 measured) and 112 ms for 32 (124 measured).
-    """
-
-    step_s: float = 0.021
-    token_s: float = 0.00286
-    row_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        require_positive("--step-seconds", self.step_s)
-        for option, value in (("--token-seconds", self.token_s), ("--row-seconds", self.row_s)):
-            if not 0 <= value < math.inf:
-                raise ConfigError(f"{option} must be a finite number, 0 or above, got {value}")
-
-    def elapsed_s(self, num_tokens: int, num_rows: int) -> float:
-        return self.step_s + num_tokens * self.token_s + num_rows * self.row_s
-
-
-@dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A replica to simulate: the tokens that each tier holds (0: no such tier), and the scheduler's limits."""
+    """A replica to simulate: the tokens that each tier holds (0: no such tier), limits of the scheduler, and speed.
+
+    A step of n tokens in r rows takes `step_s + n * token_s + r * row_s` seconds. The defaults are the line through two
+    steps of Qwen3-0.6B in docs/benchmarks.md, 24 ms for one token and 1,484 ms for 512; it gives 44 ms for 8 rows (44
+    measured) and 112 ms for 32 (124 measured).
+    """
 
     block_size: int
     device_tokens: int
@@ -66,7 +49,9 @@ class Machine:
     disk_tokens: int = 0
     max_num_seqs: int = default_of(BackendLimits, "max_num_seqs")
     max_num_batched_tokens: int = default_of(BackendLimits, "max_num_batched_tokens")
-    time: TimeModel = TimeModel()
+    step_s: float = 0.021
+    token_s: float = 0.00286
+    row_s: float = 0.0
 
     def __post_init__(self) -> None:
         require_int("--block-size", self.block_size, 1)
@@ -75,6 +60,14 @@ class Machine:
         require_int("--disk-tokens", self.disk_tokens, self.block_size if self.disk_tokens > 0 else 0)
         require_int("--max-num-seqs", self.max_num_seqs, 1)
         require_int("--max-num-batched-tokens", self.max_num_batched_tokens, 2)
+        require_positive("--step-seconds", self.step_s)
+        for option, value in (("--token-seconds", self.token_s), ("--row-seconds", self.row_s)):
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"{option} must be a finite number, 0 or above, got {value}")
+
+    def elapsed_s(self, num_tokens: int, num_rows: int) -> float:
+        """Return the time of a step."""
+        return self.step_s + num_tokens * self.token_s + num_rows * self.row_s
 
     @property
     def num_tokens(self) -> int:
@@ -189,10 +182,10 @@ class VirtualWorker:
     A request's tokens are `seed`, `seed + 1`, ...; the caller gives each request a range of its own.
     """
 
-    def __init__(self, max_num_seqs: int, time: TimeModel) -> None:
-        self._time = time
-        self._missing: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
-        self._next_token: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._missing: NDArray[np.int64] = np.zeros(machine.max_num_seqs, np.int64)
+        self._next_token: NDArray[np.int64] = np.zeros(machine.max_num_seqs, np.int64)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Execute a plan. A row samples when the step computes its last known token."""
@@ -212,7 +205,7 @@ class VirtualWorker:
             rows=pack_ids(sampling),
             token_ids=pack_ids(tokens),
             logprobs=[],
-            elapsed_s=self._time.elapsed_s(int(counts.sum()), len(rows)),
+            elapsed_s=self._machine.elapsed_s(int(counts.sum()), len(rows)),
         )
 
 
@@ -234,7 +227,7 @@ class Simulator:
         self._transfers = VirtualTransfers()
         self._block_bytes = machine.group.block_bytes
         self._tiers: tuple[Tier, ...] = ("device", *(tier.tier for tier in config.cache.tiers))
-        self._worker = VirtualWorker(machine.max_num_seqs, machine.time)
+        self._worker = VirtualWorker(machine)
         self._records: list[RequestRecord] = []
         self._next_token = PROMPT_VOCABULARY
         self._now_s = 0.0

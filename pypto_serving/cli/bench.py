@@ -170,13 +170,13 @@ def compare(
     plot: Annotated[Path | None, typer.Option(help="Also draw the changes into this image.")] = None,
 ) -> None:
     """Show two results of `bench serve` (or of `vllm bench serve`) side by side."""
-    from pypto_serving.bench import report
+    from pypto_serving.bench import plots, report
 
     with common.one_line_errors():
         left, right = report.load_result(a), report.load_result(b)
         typer.echo(report.render_comparison(left, right))
         if plot is not None:
-            report.plot_comparison(left, right, plot)
+            plots.plot_comparison(left, right, plot)
 
 
 def _check_combinations(context: typer.Context, dataset_name: DatasetName) -> None:

@@ -14,7 +14,7 @@ from pypto_serving.types.step import BackendLimits
 
 if TYPE_CHECKING:
     from pypto_serving.bench.options import Target
-    from pypto_serving.bench.replay import Source, Sweep
+    from pypto_serving.bench.replay import Source
     from pypto_serving.bench.report import Saving
     from pypto_serving.bench.runner import Outcome
     from pypto_serving.bench.simulator import Machine
@@ -77,7 +77,7 @@ def trace(
     computed: the time of a step follows from --step-seconds, --token-seconds and --row-seconds. Exits with 1 if no
     request succeeded.
     """
-    from pypto_serving.bench import options, replay, report, simulator, traces
+    from pypto_serving.bench import options, plots, replay, report, simulator, traces
 
     with common.one_line_errors():
         _check_combinations(context, virtual)
@@ -99,7 +99,7 @@ def trace(
         saving.check(options.Reporting())
         kept = saving if save_result else None
         if plot is not None:
-            report.new_figure(1, 1)  # better no run than one that ends without its plot
+            plots.new_figure(1, 1)  # better no run than one that ends without its plot
         if not virtual:
             target = options.Target(base_url=common.server_url(base_url, host, port), model=model, timeout_s=timeout)
             _show(*_replay(source, loaded, target, vocab_size), kept, plot)
@@ -109,7 +109,9 @@ def trace(
             simulator.Machine,
             context.params,
             block_size=loaded.block_size if block_size is None else block_size,
-            time=simulator.TimeModel(step_s=step_seconds, token_s=token_seconds, row_s=row_seconds),
+            step_s=step_seconds,
+            token_s=token_seconds,
+            row_s=row_seconds,
             **{name: replay.parse_tokens(common.flag(name), context.params[name]) for name in tiers},
         )
         if sweep is None:
@@ -117,7 +119,7 @@ def trace(
                 outcome = replay.simulate(source, loaded, machine, advance)
             _show(loaded, outcome, kept, plot)
         else:
-            _sweep(source, loaded, machine, replay.parse_sweep(sweep), kept, plot)
+            _sweep(source, loaded, machine, sweep, kept, plot)
 
 
 def _check_combinations(context: typer.Context, virtual: bool) -> None:
@@ -152,7 +154,7 @@ def _replay(source: Source, loaded: Trace, target: Target, vocab_size: int | Non
 
 
 def _show(loaded: Trace, outcome: Outcome, saving: Saving | None, plot: Path | None) -> None:
-    from pypto_serving.bench.trace_report import plot_run
+    from pypto_serving.bench.plots import plot_run
 
     common.report_outcome(outcome, saving)
     if plot is not None:
@@ -160,16 +162,16 @@ def _show(loaded: Trace, outcome: Outcome, saving: Saving | None, plot: Path | N
 
 
 def _sweep(
-    source: Source, loaded: Trace, machine: Machine, sweep: Sweep, saving: Saving | None, plot: Path | None
+    source: Source, loaded: Trace, machine: Machine, sweep: str, saving: Saving | None, plot: Path | None
 ) -> None:
-    from pypto_serving.bench import replay, trace_report
+    from pypto_serving.bench import plots, replay, report
 
-    machines = sweep.machines(machine)
-    with common.request_progress(len(loaded.requests) * len(machines)) as advance:
-        outcomes = replay.run_sweep(source, loaded, machines, advance)
+    tier, sizes = replay.parse_sweep(sweep)
+    with common.request_progress(len(loaded.requests) * len(sizes)) as advance:
+        outcomes = replay.run_sweep(source, loaded, machine, tier, sizes, advance)
     results = [outcome.result for outcome in outcomes]
-    typer.echo(trace_report.render_sweep(sweep.tier, results))
+    typer.echo(report.render_sizes(tier, results))
     if saving is not None:
-        typer.echo(f"saved {saving.write({'swept': sweep.tier, 'results': results})}", err=True)
+        typer.echo(f"saved {saving.write({'swept': tier, 'results': results})}", err=True)
     if plot is not None:
-        trace_report.plot_sweep(sweep.tier, results, plot)
+        plots.plot_sizes(tier, results, plot)

@@ -11,17 +11,14 @@ import itertools
 import logging
 import re
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from pypto_serving.store.base import Piece, Store
-from pypto_serving.store.checksum import digest
-from pypto_serving.store.faults import FULL, StoreFaults, reason_of
+from pypto_serving.store.base import FULL, Piece, Store, digest, reason_of
 from pypto_serving.store.files import FileStore
-from pypto_serving.store.folder import FORMAT, Folder, Meta, Unusable, make_room
+from pypto_serving.store.folder import FORMAT, Folder, FolderStore, Meta, make_room
 from pypto_serving.store.index import SlotTable
 from pypto_serving.store.slab import Slab
 from pypto_serving.types.tier import TierInventory
@@ -82,7 +79,7 @@ def _unescape(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
-class DiskStore:
+class DiskStore(FolderStore):
     """Owns a fingerprint's folder of slots, or reads one that another process owns.
 
     Group g has `num_slots[g]` slots of `block_bytes[g]` bytes. This folder and the unused ones beside it take at most
@@ -102,26 +99,17 @@ class DiskStore:
         clock: Clock | None = None,
     ) -> None:
         """Open the folder as `open_disk` does."""
-        self._root, self._size_bytes = Path(folder), size_bytes
-        self._faults = StoreFaults(f"disk tier in {folder}", log, clock or time.monotonic)
+        self._block_bytes, self._num_slots, self._size_bytes = block_bytes, num_slots, size_bytes
         self._lock = threading.Lock()
         self._tables: list[SlotTable] = []
         self._slabs: list[Slab] = []
-        self._folder: Folder | None = None
         meta = Meta(FORMAT, "slots", fingerprint.hex(), block_bytes, model)
-        try:
-            self._folder = Folder(self._root, meta, known=known)
-            if not self._folder.writable:
-                self._faults.stop_storing(self._folder.reason)
-            self._open(self._folder, block_bytes, num_slots)
-        except (OSError, Unusable) as error:
-            self._close_files()
-            self._faults.stop_storing(reason_of(error))
+        super().__init__(Path(folder), meta, known=known, clock=clock)
         self._stamps = itertools.count(1 + max((table.last_stamp() for table in self._tables), default=0))
 
-    def _open(self, folder: Folder, block_bytes: tuple[int, ...], num_slots: tuple[int, ...]) -> None:
+    def _open(self, folder: Folder) -> None:
         damaged, writable = 0, folder.writable
-        for group, (size, count) in enumerate(zip(block_bytes, num_slots, strict=True)):
+        for group, (size, count) in enumerate(zip(self._block_bytes, self._num_slots, strict=True)):
             table = SlotTable(folder.path / f"g{group}.index", group, size, count, writable=writable)
             self._tables.append(table)
             self._slabs.append(Slab(folder.path, group, size, table.num_slots, writable=writable))
@@ -130,16 +118,12 @@ class DiskStore:
                     "index", f"no room for more than the {counted(table.num_slots, 'slot')} of group {group}"
                 )
         for table, slab in zip(self._tables, self._slabs, strict=True):
-            lost = table.drop_from(slab.without_room(table.entries().slots))
-            damaged += table.num_damaged + lost
+            slots = table.entries().slots
+            damaged += table.num_damaged + table.drop_all(slots[slots >= slab.num_held])
         if damaged and writable:
             self._faults.say("damaged", f"{counted(damaged, 'block')} damaged or cut off: forgotten")
         if writable:
             self._make_room(0)
-
-    @property
-    def writable(self) -> bool:
-        return not self._faults.reason
 
     def inventory(self) -> TierInventory:
         """Return the blocks kept, least recently used first; where two slots hold one key, the one used last."""
@@ -202,7 +186,7 @@ class DiskStore:
         slab = self._slabs[piece.group]
         if piece.slot >= self._tables[piece.group].num_slots:
             return False
-        if slab.has_room(piece.slot):
+        if piece.slot < slab.num_held:
             return True
         if not self._faults.may_try():
             return False
@@ -212,7 +196,7 @@ class DiskStore:
             self._faults.say("limit", f"the slots take more than {format_size(self._size_bytes)}; some stay empty")
             return False
         self._make_room(growth)
-        slab.grow(piece.slot, growth)
+        slab.grow(growth)
         self._faults.found_room()
         return True
 
@@ -313,19 +297,12 @@ class DiskStore:
         try:
             with self._lock:
                 for table in self._tables:
-                    table.drop_from(table.entries().slots)
+                    table.drop_all(table.entries().slots)
                 self._flush()
             for table in self._tables:
                 table.sync()
         except OSError as error:
             self._faults.stop_storing(reason_of(error))
-
-    def _is_there(self) -> bool:
-        """Return whether the folder is where it was. If not, stop storing."""
-        if self._folder is None or self._folder.is_there():
-            return True
-        self._faults.folder_gone()
-        return False
 
     def close(self) -> None:
         """Write the stamps of the last loads, and close the folder."""
@@ -338,6 +315,4 @@ class DiskStore:
             part.close()
         self._slabs.clear()
         self._tables.clear()
-        if self._folder is not None:
-            self._folder.close()
-            self._folder = None
+        super()._close_files()

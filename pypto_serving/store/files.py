@@ -20,10 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pypto_serving.store.base import Piece
-from pypto_serving.store.checksum import DIGEST_BYTES, digest
-from pypto_serving.store.faults import FULL, StoreFaults, reason_of
-from pypto_serving.store.folder import FORMAT, Folder, Meta, Unusable
+from pypto_serving.store.base import DIGEST_BYTES, FULL, Piece, digest, reason_of
+from pypto_serving.store.folder import FORMAT, Folder, FolderStore, Meta
 from pypto_serving.store.slab import sync_folder
 from pypto_serving.types.tier import KEY_BYTES, TierInventory
 from pypto_serving.util import Clock, open_regular, write_at
@@ -44,7 +42,7 @@ _PART = ".part"
 _MISSING = frozenset({errno.ENOENT, errno.ESTALE})
 
 
-class FileStore:
+class FileStore(FolderStore):
     """Reads and writes a shared folder of blocks. Owns the slots that this server keeps in it."""
 
     def __init__(
@@ -59,25 +57,18 @@ class FileStore:
         clock: Clock | None = None,
     ) -> None:
         """Open the folder. If nothing can be stored there, raises ConfigError, unless it is `known` as a used one."""
-        self._faults = StoreFaults(f"disk tier in {folder}", log, clock or time.monotonic)
         self._block_bytes, self._num_slots = block_bytes, num_slots
         self._keys: dict[tuple[int, int], bytes] = {}
         self._slots: dict[tuple[int, bytes], int] = {}
-        self._folder: Folder | None = None
         self._pool = ThreadPoolExecutor(STATS_AT_ONCE, "stat")
-        try:
-            meta = Meta(FORMAT, "files", fingerprint.hex(), block_bytes, model)
-            self._folder = Folder(Path(folder), meta, known=known)
-            self._path, self._faults.reason = self._folder.path, self._folder.reason
-            self._inventory = self._take_slots()
-        except (OSError, Unusable) as error:
-            self.close()
-            self._faults.stop_storing(reason_of(error))
+        meta = Meta(FORMAT, "files", fingerprint.hex(), block_bytes, model)
+        super().__init__(Path(folder), meta, known=known, clock=clock)
+        if self._folder is None:
             self._inventory = TierInventory(tier="disk", writable=False, reason=self._faults.reason)
 
-    @property
-    def writable(self) -> bool:
-        return not self._faults.reason
+    def _open(self, folder: Folder) -> None:
+        self._path = folder.path
+        self._inventory = self._take_slots()
 
     def inventory(self) -> TierInventory:
         """See `Store`: at the start, the most recently used files get the slots."""
@@ -135,7 +126,7 @@ class FileStore:
 
     def store(self, pieces: Sequence[Piece]) -> list[bool]:
         """See `Store`. One thread at a time."""
-        self._check_folder()
+        self._is_there()
         stored = [self._store(piece) for piece in pieces]
         for folder in {
             self._file(piece.group, piece.key).parent for piece, done in zip(pieces, stored, strict=True) if done
@@ -206,7 +197,7 @@ class FileStore:
         """See `Store`."""
         loaded = [self._load(piece) for piece in pieces]
         if not all(loaded):
-            self._check_folder()
+            self._is_there()
         return loaded
 
     def _load(self, piece: Piece) -> bool:
@@ -262,11 +253,6 @@ class FileStore:
         except OSError as error:
             self._faults.say("delete", f"blocks cannot be deleted: {reason_of(error)}")
 
-    def _check_folder(self) -> None:
-        """Stop storing if the folder is not where it was."""
-        if self._folder is not None and not self._folder.is_there():
-            self._faults.folder_gone()
-
     def clear(self) -> None:
         """See `Store`. Blocks of other servers are deleted too."""
         if self._folder is not None and not self._faults.reason:
@@ -281,9 +267,7 @@ class FileStore:
     def close(self) -> None:
         """Close the folder."""
         self._pool.shutdown()
-        if self._folder is not None:
-            self._folder.close()
-            self._folder = None
+        self._close_files()
 
 
 def read_block(file: int, piece: Piece) -> bool:

@@ -12,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +25,14 @@ from typing import Literal
 import msgspec
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.store.faults import FULL, reason_of
+from pypto_serving.store.base import FULL, StoreFaults, reason_of
 from pypto_serving.store.slab import sync_folder
 from pypto_serving.types.tier import PART_NAME
-from pypto_serving.util import hash128, open_regular, read_regular
+from pypto_serving.util import Clock, hash128, open_regular, read_regular
 
-FORMAT = 1
+log = logging.getLogger(__name__)
+
+FORMAT = 2
 Kind = Literal["slots", "files"]
 IN_USE, WRITER, META = "in_use", "writer", "meta.json"
 
@@ -181,6 +185,43 @@ class Folder:
         for lock in self._locks:
             os.close(lock)
         self._locks.clear()
+
+
+class FolderStore:
+    """What stores in a folder have in common: the fingerprint's folder, None if it cannot be used, and its faults."""
+
+    def __init__(self, root: Path, meta: Meta, *, known: bool, clock: Clock | None) -> None:
+        """Open the folder as `Folder` does, and what is in it. The store stays empty if that fails."""
+        self._root = root
+        self._faults = StoreFaults(f"disk tier in {root}", log, clock or time.monotonic)
+        self._folder: Folder | None = None
+        try:
+            self._folder = Folder(root, meta, known=known)
+            if not self._folder.writable:
+                self._faults.stop_storing(self._folder.reason)
+            self._open(self._folder)
+        except (OSError, Unusable) as error:
+            self._close_files()
+            self._faults.stop_storing(reason_of(error))
+
+    def _open(self, folder: Folder) -> None:
+        raise NotImplementedError
+
+    @property
+    def writable(self) -> bool:
+        return not self._faults.reason
+
+    def _is_there(self) -> bool:
+        """Return whether the folder is where it was. If not, stop storing."""
+        if self._folder is None or self._folder.is_there():
+            return True
+        self._faults.folder_gone()
+        return False
+
+    def _close_files(self) -> None:
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None
 
 
 def folder_name(meta: Meta) -> str:

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pypto_serving.store.base import Piece
-from pypto_serving.store.faults import StoreFaults, reason_of
+from pypto_serving.store.base import Piece, StoreFaults, reason_of
 from pypto_serving.types.arrays import BlockBytes
 from pypto_serving.types.tier import ALIGNMENT, TierInventory
 from pypto_serving.util import ceil_div, write_at

@@ -18,8 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.store.checksum import DIGEST_BYTES
-from pypto_serving.store.faults import FULL
+from pypto_serving.store.base import DIGEST_BYTES, FULL
 from pypto_serving.types.tier import INDEX_BYTES, KEY_BYTES
 from pypto_serving.util import open_regular, write_at
 
@@ -125,7 +124,7 @@ class SlotTable:
         self._dirty.add(slot)
         return True
 
-    def drop_from(self, slots: NDArray[np.int64]) -> int:
+    def drop_all(self, slots: NDArray[np.int64]) -> int:
         """Empty `slots`. Returns how many held a block."""
         return sum(self.drop(int(slot)) for slot in slots)
 

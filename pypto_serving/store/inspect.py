@@ -13,9 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.store.base import Piece
-from pypto_serving.store.checksum import digest
-from pypto_serving.store.faults import reason_of
+from pypto_serving.store.base import Piece, digest, reason_of
 from pypto_serving.store.files import block_files, read_block
 from pypto_serving.store.folder import (
     FolderUsage,

@@ -20,8 +20,7 @@ import numpy as np
 
 from pypto_serving.ipc import SocketChannel
 from pypto_serving.processes import ChildFault, start_module
-from pypto_serving.store.base import Piece
-from pypto_serving.store.checksum import DIGEST_BYTES, digest
+from pypto_serving.store.base import DIGEST_BYTES, Piece, digest
 from pypto_serving.store.mooncake import PoolAddress, PoolReply, PoolRequest, PoolStart, await_message
 from pypto_serving.types.arrays import BlockBytes
 from pypto_serving.types.tier import ALIGNMENT, TierInventory, parse_pool_url

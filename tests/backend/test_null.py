@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from pypto_serving.backend.base import StepInputs
-from pypto_serving.backend.null.pages import next_digest
+from pypto_serving.backend.null.device import next_digest
 from pypto_serving.backend.null.program import NullProgram
 from pypto_serving.backend.numpy_sampler import uniforms
 from pypto_serving.model.null_models import deepseek_v4_groups, plain_groups

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pypto_serving.backend.ranks.handshake import CONTROL, HANDSHAKE_S, HandshakeError, Purpose, connect
+from pypto_serving.backend.ranks.host_connections import CONTROL, HANDSHAKE_S, HandshakeError, Purpose, connect
 from pypto_serving.backend.ranks.joining_host import REMINDED_S, Reminder
 from pypto_serving.backend.ranks.serving_host import MAX_HANDSHAKES, HostListener, await_host
 from pypto_serving.errors import ConfigError

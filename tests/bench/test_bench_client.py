@@ -7,10 +7,9 @@ import socket
 
 import pytest
 
-from pypto_serving.bench.client import ApiClient, BenchmarkError, find_model
+from pypto_serving.bench.client import ApiClient, BenchmarkError, ReplyParser, find_model
 from pypto_serving.bench.datasets import Prompt
 from pypto_serving.bench.options import Target
-from pypto_serving.bench.replies import StreamParser
 
 PROMPT = Prompt([1, 2, 3], 3, 4)
 MESSAGES = Prompt([{"role": "user", "content": "hi"}], None, 4)
@@ -154,7 +153,7 @@ FINISH = b'data: {"choices": [{"text": "", "finish_reason": "stop"}]}\n\n'
 
 def parse(*events):
     """The record of (arrival second, bytes) pairs, sent at second 10."""
-    parser = StreamParser(10.0, 1)
+    parser = ReplyParser(10.0, 1)
     for now_s, data in events:
         parser.feed(200, data, now_s)
     return parser.finish(200)

@@ -8,11 +8,11 @@ import pytest
 
 from pypto_serving.bench.metrics import RequestRecord, details, summarize
 from pypto_serving.bench.options import Reporting, Target, Traffic
+from pypto_serving.bench.plots import plot_comparison
 from pypto_serving.bench.report import (
     Saving,
     failure_lines,
     load_result,
-    plot_comparison,
     render,
     render_comparison,
     settings,

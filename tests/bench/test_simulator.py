@@ -9,17 +9,17 @@ from fractions import Fraction
 
 import pytest
 
-from pypto_serving.bench.simulator import PROMPT_VOCABULARY, SPEEDS, Machine, Simulator, TimeModel
+from pypto_serving.bench.simulator import PROMPT_VOCABULARY, SPEEDS, Machine, Simulator
 from pypto_serving.bench.traces import EXCERPT, Trace, TraceRequest, load_trace, lru_hits
 from pypto_serving.errors import ConfigError
 from pypto_serving.types.arrays import unpack_ids
 
-TIME = TimeModel(step_s=1.0, token_s=0.01, row_s=0.1)
+TIME = {"step_s": 1.0, "token_s": 0.01, "row_s": 0.1}
 
 
 def machine(**changes):
-    values = {"block_size": 4, "device_tokens": 400, "max_num_seqs": 8, "max_num_batched_tokens": 16, "time": TIME}
-    return Machine(**(values | changes))
+    values = {"block_size": 4, "device_tokens": 400, "max_num_seqs": 8, "max_num_batched_tokens": 16}
+    return Machine(**(values | TIME | changes))
 
 
 def trace_of(*requests, block_size=4):
@@ -160,9 +160,9 @@ def test_a_device_too_small_for_the_longest_request_is_refused(host_tokens, leas
         lambda: machine(disk_tokens=-1),
         lambda: machine(max_num_seqs=0),
         lambda: machine(max_num_batched_tokens=1),
-        lambda: TimeModel(step_s=0.0),
-        lambda: TimeModel(token_s=-1.0),
-        lambda: TimeModel(row_s=math.nan),
+        lambda: machine(step_s=0.0),
+        lambda: machine(token_s=-1.0),
+        lambda: machine(row_s=math.nan),
     ],
 )
 def test_senseless_values_are_refused(make):

@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from pypto_serving.bench.sweep import parse_loads
+from pypto_serving.bench.options import parse_loads
 from pypto_serving.cli.bench import bench_app
 from pypto_serving.errors import ConfigError
 

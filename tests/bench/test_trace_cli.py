@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pypto_serving.bench.replay import parse_sweep, parse_tokens
-from pypto_serving.bench.trace_report import format_tokens
+from pypto_serving.bench.report import format_tokens
 from pypto_serving.bench.traces import EXCERPT, load_trace
 from pypto_serving.cli.bench import bench_app
 from pypto_serving.errors import ConfigError
@@ -192,7 +192,7 @@ def test_senseless_arguments_are_one_line_and_exit_code_2(arguments, message):
 
 
 def test_sizes():
-    assert parse_sweep("host=1M,2Mi").sizes == (1_000_000, 1 << 21)
+    assert parse_sweep("host=1M,2Mi") == ("host", (1_000_000, 1 << 21))
     assert [format_tokens(n) for n in (999, 1500, 20_000, 1_000_000, 2_500_000, 1 << 20)] == [
         "999",
         "1.5k",

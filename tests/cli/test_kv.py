@@ -129,7 +129,7 @@ def test_verify_finds_nothing_wrong(disk: Disk, capsys: pytest.CaptureFixture[st
 
 def test_verify_drops_damaged_slots(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
     fill(disk)
-    damage(disk.root, "g0-0000.slab")
+    damage(disk.root, "g0.slab")
     code, out, _ = run(capsys, "verify", disk.root)
     assert code == 1
     assert "3 blocks, 1 damaged, dropped" in out
@@ -141,7 +141,7 @@ def test_verify_drops_damaged_slots(disk: Disk, capsys: pytest.CaptureFixture[st
 
 def test_verify_leaves_what_a_server_uses(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
     fill(disk)
-    damage(disk.root, "g0-0000.slab")
+    damage(disk.root, "g0.slab")
     store = disk.open()
     code, out, _ = run(capsys, "verify", disk.root)
     assert code == 1

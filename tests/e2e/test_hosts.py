@@ -18,7 +18,7 @@ import msgspec
 import psutil
 import pytest
 
-from pypto_serving.backend.ranks.handshake import CONTROL, connect
+from pypto_serving.backend.ranks.host_connections import CONTROL, connect
 from pypto_serving.backend.ranks.serving_host import WAITING, HostListener
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.errors import EXIT_ENGINE, EXIT_USAGE, PyptoError

@@ -9,8 +9,7 @@ import msgspec
 import psutil
 import pytest
 
-from pypto_serving.backend.ranks.rank_process import run
-from pypto_serving.backend.ranks.supervisor import RankSupervisor
+from pypto_serving.backend.ranks.supervisor import RankSupervisor, run_rank
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.engine.worker_process import RANK_PATIENCE_S
 from pypto_serving.errors import ModelError
@@ -206,7 +205,7 @@ def test_ranks_end_with_a_leader_that_is_killed_while_all_load(model: Path) -> N
 def test_a_rank_that_cannot_load_says_why(model: Path) -> None:
     config = change_config(rank_config(model, TWO), model=str(model.parent / "missing"))
     members = RankSupervisor()
-    members.start(run, config, config.parallel.topology.ranks[1:], SharedMemory.create().fd, {})
+    members.start(run_rank, config, config.parallel.topology.ranks[1:], SharedMemory.create().fd, {})
     with pytest.raises(ModelError, match="missing"):
         members.await_ready(lambda *_: None)
 

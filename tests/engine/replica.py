@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from pypto_serving.backend.null.pages import next_digest
+from pypto_serving.backend.null.device import next_digest
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.types.arrays import pack_ids, unpack_ids
 from pypto_serving.types.config import EngineConfig, FaultConfig

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pypto_serving.bench.simulator import Machine, TimeModel
+from pypto_serving.bench.simulator import Machine
 from pypto_serving.bench.traces import EXCERPT, load_trace
 from pypto_serving.engine import routing
 from pypto_serving.engine.routing import AFFINITY, KnownPrefixes, Router
@@ -188,8 +188,8 @@ def test_known_prefixes_keep_the_newest_links(touched: list[list[int]], capacity
 
 def served(num_replicas: int, token_s: float) -> list[VirtualReplica]:
     trace = load_trace(EXCERPT).scaled(Fraction(1, 4))
-    time = TimeModel(step_s=0.01, token_s=token_s)
-    return serve(trace, Machine(block_size=32, device_tokens=640_000, max_num_seqs=64, time=time), num_replicas)
+    machine = Machine(block_size=32, device_tokens=640_000, max_num_seqs=64, step_s=0.01, token_s=token_s)
+    return serve(trace, machine, num_replicas)
 
 
 def hit_tokens(replicas: Sequence[VirtualReplica]) -> int:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pypto_serving.bench.simulator import PROMPT_VOCABULARY, Machine, Simulator, TimeModel
+from pypto_serving.bench.simulator import PROMPT_VOCABULARY, Machine, Simulator
 from pypto_serving.bench.traces import Trace, TraceRequest
 from pypto_serving.engine.routing import Router
 from pypto_serving.types.arrays import pack_ids
@@ -18,13 +18,13 @@ class VirtualReplica(Simulator):
 
     def __init__(self, trace: Trace, machine: Machine, router: Router, index: int) -> None:
         super().__init__(trace, machine)
-        self._router, self._index, self._time = router, index, machine.time
+        self._router, self._index, self._machine = router, index, machine
         self._num_outputs = 0
 
     @property
     def stats(self) -> StepStats:
         """What the router asks for."""
-        prefill_per_s, decode_per_s = 1 / self._time.token_s, 1 / self._time.elapsed_s(1, 1)
+        prefill_per_s, decode_per_s = 1 / self._machine.token_s, 1 / self._machine.elapsed_s(1, 1)
         return StepStats(generation_tokens=self._num_outputs, prefill_per_s=prefill_per_s, decode_per_s=decode_per_s)
 
     @property
@@ -71,8 +71,7 @@ class VirtualReplica(Simulator):
 
 def serve(trace: Trace, machine: Machine, num_replicas: int) -> list[VirtualReplica]:
     """Serve a trace on replicas that together have the cache and the speed of `machine`."""
-    time = TimeModel(step_s=machine.time.step_s, token_s=machine.time.token_s * num_replicas, row_s=machine.time.row_s)
-    each = replace(machine, device_tokens=machine.device_tokens // num_replicas, time=time)
+    each = replace(machine, device_tokens=machine.device_tokens // num_replicas, token_s=machine.token_s * num_replicas)
     router = Router(each.engine_config(trace.longest), num_replicas)
     replicas = [VirtualReplica(trace, each, router, index) for index in range(num_replicas)]
     for request in trace.requests:

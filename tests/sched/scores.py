@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pypto_serving.backend.null.pages import next_digest
-from pypto_serving.backend.null.sampler import SAMPLER, logits_of
+from pypto_serving.backend.null.device import SAMPLER, logits_of, next_digest
 from pypto_serving.types.arrays import Float32Array
 from tests.simulation import Simulation
 

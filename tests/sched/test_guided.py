@@ -13,8 +13,7 @@ import pytest
 from pypto_serving.api.chat.parsers.families import FAMILIES
 from pypto_serving.api.grammars.structured import json_options
 from pypto_serving.api.grammars.tool_grammar import forced_calls, strict_calls
-from pypto_serving.backend.null.pages import next_digest
-from pypto_serving.backend.null.sampler import SAMPLER, logits_of
+from pypto_serving.backend.null.device import SAMPLER, logits_of, next_digest
 from pypto_serving.backend.numpy_sampler import uniforms
 from pypto_serving.guidance import Compiler
 from pypto_serving.types.config import NgramConfig

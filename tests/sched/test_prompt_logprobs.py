@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pypto_serving.backend.null.pages import next_digest
+from pypto_serving.backend.null.device import next_digest
 from pypto_serving.types import step
 from pypto_serving.types.arrays import unpack_ids
 from pypto_serving.types.sampling import SamplingParams

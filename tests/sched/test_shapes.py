@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pypto_serving.backend.null.pages import next_digest
-from pypto_serving.backend.null.sampler import SAMPLER, logits_of
+from pypto_serving.backend.null.device import SAMPLER, logits_of, next_digest
 from pypto_serving.types.arrays import unpack_ids
 from pypto_serving.types.config import NgramConfig
 from pypto_serving.types.kv import max_live_blocks, publication_lag

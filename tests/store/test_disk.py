@@ -169,7 +169,7 @@ def flip(path: Path, offset: int) -> None:
 def test_a_flipped_bit_of_a_block_is_a_miss(disk: Disk, caplog: pytest.LogCaptureFixture, offset: int) -> None:
     store = disk.open()
     put(store, HELD)
-    flip(disk.file("g0-0000.slab"), offset)
+    flip(disk.file("g0.slab"), offset)
     assert not loads(store, (0, 0), key_of("a"))
     assert not loads(store, (0, 0), key_of("a"))
     assert loads(store, (0, 3), key_of("c"))
@@ -204,7 +204,7 @@ def test_a_record_in_the_place_of_another_is_no_block(disk: Disk) -> None:
     assert (0, 1) not in listed(disk.open())
 
 
-@pytest.mark.parametrize("name", ["g0.index", "g0-0000.slab", "meta.json"])
+@pytest.mark.parametrize("name", ["g0.index", "g0.slab", "meta.json"])
 @pytest.mark.parametrize("damage", ["empty", "missing", "noise", "short"])
 def test_damaged_files_cost_blocks_and_nothing_else(disk: Disk, name: str, damage: str) -> None:
     store = disk.open()
@@ -228,10 +228,10 @@ def test_damaged_files_cost_blocks_and_nothing_else(disk: Disk, name: str, damag
     assert all_load(disk.open(), HELD)
 
 
-def test_a_segment_cut_off_while_it_is_open_is_a_miss(disk: Disk) -> None:
+def test_a_file_cut_off_while_it_is_open_is_a_miss(disk: Disk) -> None:
     store = disk.open()
     put(store, HELD)
-    os.truncate(disk.file("g0-0000.slab"), 5000)
+    os.truncate(disk.file("g0.slab"), 5000)
     assert not loads(store, (0, 0), key_of("a"))
     assert not loads(store, (0, 3), key_of("c"))
 
@@ -241,11 +241,11 @@ def test_a_later_format_is_left_alone(disk: Disk, caplog: pytest.LogCaptureFixtu
     put(store, HELD)
     store.close()
     path = disk.file("meta.json")
-    path.write_bytes(b'{"format": 2, "groups": "by another rule"}')
+    path.write_bytes(b'{"format": 3, "groups": "by another rule"}')
     before = {file.name: file.read_bytes() for file in path.parent.iterdir()}
     store = disk.open()
     assert (store.inventory().writable, listed(store)) == (False, {})
-    assert "format 2" in store.inventory().reason
+    assert "format 3" in store.inventory().reason
     assert put(store, HELD) == [False] * 3
     assert not loads(store, (0, 0), key_of("a"))
     assert store.find([key_of("a")]) == [False]
@@ -261,8 +261,8 @@ def test_a_later_start_with_fewer_slots_gives_the_rest_back(disk: Disk) -> None:
     store.close()
     store = disk.open((3, 0))
     assert listed(store) == {place: key_of(place) for place in places(3)}
-    assert disk.file("g0-0000.slab").stat().st_size == 3 * 8192
-    assert not list(disk.root.glob("*/g1-0000.slab"))
+    assert disk.file("g0.slab").stat().st_size == 3 * 8192
+    assert not list(disk.root.glob("*/g1.slab"))
     store.close()
     store = disk.open((6, 4))
     assert list(listed(store)) == list(places(3))
@@ -286,7 +286,7 @@ def test_a_full_disk_keeps_what_fits(
         assert listed(store) == kept
         assert all_load(store, kept)
         assert put(store, {(0, 0): key_of("new")}) == [True]
-        size = disk.file("g0-0000.slab").stat().st_size
+        size = disk.file("g0.slab").stat().st_size
         assert size % 8192 == 0, "what did not suffice was not given back"
         if kind != "limit":
             assert os.statvfs(root).f_bavail * os.statvfs(root).f_bsize < 1 << 16

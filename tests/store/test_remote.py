@@ -11,8 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
-from pypto_serving.store.base import Piece
-from pypto_serving.store.checksum import digest
+from pypto_serving.store.base import Piece, digest
 from pypto_serving.store.mooncake import PoolAddress
 from pypto_serving.store.remote import (
     JOIN_TIMEOUT_S,

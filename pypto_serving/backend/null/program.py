@@ -19,8 +19,7 @@ from pypto_serving.backend.base import (
     StepInputs,
     StepOutput,
 )
-from pypto_serving.backend.null.pages import SimulatedPages, Tokens
-from pypto_serving.backend.null.sampler import DeviceSampler, guess, logits_of
+from pypto_serving.backend.null.device import DeviceSampler, SimulatedPages, Tokens, guess, logits_of
 from pypto_serving.types.arrays import BlockBytes, Float32Array, Int32Array
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.sampler import Sampler

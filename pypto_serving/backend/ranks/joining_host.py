@@ -14,12 +14,18 @@ from collections import defaultdict
 
 import msgspec
 
-from pypto_serving.backend.ranks.control_connection import ControlConnection, HostChannel
-from pypto_serving.backend.ranks.handshake import CONTROL, HANDSHAKE_S, HandshakeError, Purpose, connect
-from pypto_serving.backend.ranks.rank_process import run as run_rank
+from pypto_serving.backend.ranks.host_connections import (
+    CONTROL,
+    HANDSHAKE_S,
+    ControlConnection,
+    HandshakeError,
+    HostChannel,
+    Purpose,
+    connect,
+)
 from pypto_serving.backend.ranks.serving_host import program_version
 from pypto_serving.backend.ranks.shared_steps import READY
-from pypto_serving.backend.ranks.supervisor import RankError, RankSupervisor
+from pypto_serving.backend.ranks.supervisor import RankError, RankSupervisor, run_rank
 from pypto_serving.errors import ConfigError, PyptoError
 from pypto_serving.kernels import SharedMemory
 from pypto_serving.logs import configure as configure_logs

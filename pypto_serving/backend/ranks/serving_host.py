@@ -14,14 +14,16 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from pypto_serving.backend.base import Progress
-from pypto_serving.backend.ranks.control_connection import ControlConnection, DamageError, HostChannel
-from pypto_serving.backend.ranks.handshake import (
+from pypto_serving.backend.ranks.host_connections import (
     CONTROL,
     HANDSHAKE_S,
     LATE,
     LIFE_BYTES,
+    ControlConnection,
+    DamageError,
     Handshake,
     HandshakeError,
+    HostChannel,
     Purpose,
     listen,
 )

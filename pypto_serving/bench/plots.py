@@ -1,4 +1,4 @@
-"""Render replays of a trace as a table and as plots: hit rate by tier and time to first token."""
+"""Draw results: two beside each other, a server at several loads, replays of a trace. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -9,45 +9,77 @@ from typing import Any
 import numpy as np
 
 from pypto_serving.bench.metrics import RequestRecord
-from pypto_serving.bench.report import new_figure, save_figure
+from pypto_serving.bench.options import LoadName
+from pypto_serving.bench.report import change_of, comparable, format_tokens, is_better
 from pypto_serving.bench.runner import Outcome
 from pypto_serving.bench.traces import Trace, lru_hits
+from pypto_serving.errors import ConfigError
 from pypto_serving.types.tier import TIERS
+from pypto_serving.util import install_extra
 
 _COLORS = {"device": "tab:blue", "host": "tab:green", "disk": "tab:orange", "remote": "tab:red", "cache": "tab:blue"}
 
 Values = np.ndarray[Any, Any]
 
 
-def render_sweep(tier: str, results: Sequence[Mapping[str, Any]]) -> str:
-    """Render one line per size: hit rates by tier and of LRU caches (same size, infinite), and latencies."""
-    tiers = [name for name in TIERS if any(name in r["hit_rate_by_tier"] for r in results)]
-    shown = tiers if len(tiers) > 1 else []
-    head = [f"{tier} tokens", "hit rate", *shown, "LRU", "infinite", "median TTFT s", "p99 TTFT s", "output tok/s"]
-    rows = [head]
-    for result in results:
-        rates = [result["hit_rate"], *(result["hit_rate_by_tier"].get(name, 0.0) for name in shown)]
-        rates += [result["lru_hit_rate"], result["infinite_hit_rate"]]
-        ttfts = [_seconds(result[key]) for key in ("median_ttft_ms", "p99_ttft_ms")]
-        size = format_tokens(result[f"{tier}_tokens"])
-        rows.append([size, *(f"{rate:.1%}" for rate in rates), *ttfts, f"{result['output_throughput']:.0f}"])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
+def new_figure(width: float, height: float) -> Any:
+    """Return an empty matplotlib figure, sizes in inches. Raises ConfigError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError(f"--plot needs matplotlib; {install_extra('bench')}") from None
+    return Figure(figsize=(width, height), layout="constrained")
 
 
-def format_tokens(count: int) -> str:
-    """Format 4,000,000 as `4M` and 1,048,576 as `1048.576k`, without losing a digit."""
-    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
-        if count >= size and count % (size // 1000) == 0:
-            return f"{count / size:.10g}{unit}"
-    return str(count)
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure in the format of the file's suffix. Raises ConfigError."""
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot {path}: {error}; name an image file to write, such as plot.png") from None
 
 
-def _seconds(value_ms: float | None) -> str:
-    return "n/a" if value_ms is None else f"{value_ms / 1e3:.3g}"
+def plot_comparison(a: Mapping[str, Any], b: Mapping[str, Any], path: Path) -> None:
+    """Write a bar chart of B relative to A in %. Raises ConfigError, also without matplotlib."""
+    left, right = comparable(a), comparable(b)
+    changes = {k: change for k in left if (change := change_of(left[k], right.get(k))) is not None}
+    figure = new_figure(9, 1 + 0.3 * len(changes))
+    axes = figure.add_subplot()
+    colors = ["tab:green" if is_better(key, change) else "tab:red" for key, change in changes.items()]
+    axes.barh(list(changes), [change * 100 for change in changes.values()], color=colors)
+    axes.invert_yaxis()
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_xlabel("change from A to B (%)")
+    save_figure(figure, path)
 
 
-def plot_sweep(tier: str, results: Sequence[Mapping[str, Any]], path: Path) -> None:
+def plot_loads(results: Sequence[Mapping[str, Any]], name: LoadName, path: Path) -> None:
+    """Draw throughput and latencies over the load. Raises ConfigError, also without matplotlib."""
+    figure = new_figure(9, 3.6)
+    loads = [result[name] for result in results]
+    load_label = "requests in flight" if name == "max_concurrency" else "requests per second"
+    groups = {
+        "tokens per second": {"output": "output_throughput"},
+        "ms": {
+            "TTFT p50": "median_ttft_ms",
+            "TTFT p99": "p99_ttft_ms",
+            "TPOT p50": "median_tpot_ms",
+            "ITL p99": "p99_itl_ms",
+        },
+    }
+    for axes, (unit, curves) in zip(figure.subplots(1, len(groups)), groups.items(), strict=True):
+        for label, key in curves.items():
+            axes.plot(loads, [result[key] for result in results], marker="o", label=label)
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel(load_label)
+        axes.set_ylabel(unit)
+        axes.set_ylim(bottom=0)
+        axes.legend()
+        axes.grid(alpha=0.3)
+    save_figure(figure, path)
+
+
+def plot_sizes(tier: str, results: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Plot hit rate by tier with both LRU bounds, and time to first token, over the size. Raises ConfigError."""
     figure = new_figure(8, 6)
     rates, ttfts = figure.subplots(2, 1, sharex=True)
