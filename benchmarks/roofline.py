@@ -20,7 +20,6 @@ import typer
 import pypto_serving.model.openmp  # noqa: F401
 
 # isort: split
-import roofline_quantized
 import roofline_report as report
 import rounds
 from roofline_kernels import Bench, Result, groups
@@ -53,7 +52,7 @@ def main(
     engine, single, memory, ceilings = Engine(kernels, threads), Engine(kernels, 1), BandwidthMemory(), Ceilings()
     bench = Bench(engine, QUICK_CASE_S if quick else CASE_S, BandwidthMemory(ROUND_BYTES))
     alone: list[Result] = []
-    for group in (*groups(quick), *roofline_quantized.groups(quick)):
+    for group in groups(quick):
         if only in group.name:
             typer.echo(group.name, err=True)
             ceilings.measure(memory, engine, single)

@@ -6,7 +6,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,25 @@ from numpy.typing import NDArray
 from roofline_work import BLOCK, Batch, Work
 
 from pypto_serving.backend.base import StepInputs
-from pypto_serving.kernels import INT8, Engine, Int8Strips, KVCacheLayer, Matrix, Recording, Scoring, Strips, zeros
+from pypto_serving.kernels import (
+    INT8,
+    Engine,
+    GroupStrips,
+    Int8Strips,
+    KVCacheLayer,
+    Matrix,
+    PackedForm,
+    Recording,
+    Scoring,
+    Strips,
+    pack_quantized,
+    packed_form,
+    zeros,
+)
 from pypto_serving.kernels.constants import PANEL
 from pypto_serving.kernels.engine import BandwidthMemory, peak
 from pypto_serving.model.formats.schemes import Int8
+from pypto_serving.types.weights import CodesForm, Fp8Form, Layout, StoredCodes, StoredFp8, StoredQuantized, Table
 
 Array = NDArray[Any]
 Call = Callable[[], object]
@@ -169,33 +184,98 @@ def replay(recording: Recording, inputs: StepInputs) -> NDArray[np.float64]:
     return seconds
 
 
-# The shape of Qwen3-0.6B.
+@dataclass(frozen=True)
+class Product:
+    """A product with weights [n, k] in a form, by default bfloat16 or int8; `int8` activations or bfloat16 ones."""
+
+    name: str
+    n: int
+    k: int
+    finish: str = "store"
+    int8: bool = False
+    form: CodesForm | Fp8Form | None = None
+
+
 WIDTH, HEADS, KV_HEADS, DIM, VOCAB = 1024, 16, 8, 128, 151936
-LINEARS = (
-    ("qkv", 4096, WIDTH, "store"),
-    ("o", WIDTH, 2048, "add"),
-    ("gate/up", 6144, WIDTH, "gate"),
-    ("down", WIDTH, 3072, "add"),
-    ("lm_head", VOCAB, WIDTH, "store"),
+"""The shape of Qwen3-0.6B."""
+LINEARS = tuple(
+    Product("int8 " * int8 + name, n, k, finish, int8)
+    for int8 in (False, True)
+    for name, n, k, finish in (
+        ("qkv", 4096, WIDTH, "store"),
+        ("o", WIDTH, 2048, "add"),
+        ("gate/up", 6144, WIDTH, "gate"),
+        ("down", WIDTH, 3072, "add"),
+        ("lm_head", VOCAB, WIDTH, "store"),
+    )
+)
+QUANTIZED = tuple(
+    Product(name, 4096, 4096, "store", int8, form)
+    for name, int8, form in (
+        ("int4 g128", True, CodesForm(Table.INT4, 128, "BF16")),
+        ("int4 g128 zeros", True, CodesForm(Table.INT4, 128, "F16", zeros=True)),
+        ("int4 g32", True, CodesForm(Table.INT4, 32, "BF16")),
+        ("mxfp4", True, CodesForm(Table.E2M1, 32, "F8_E8M0")),
+        ("int4 g128 a16", False, CodesForm(Table.INT4, 128, "BF16")),
+        ("mxfp4 a16", False, CodesForm(Table.E2M1, 32, "F8_E8M0")),
+        ("fp8", False, Fp8Form((128, 128))),
+    )
 )
 
 
-def linear(name: str, n: int, k: int, finish: str, bench: Bench, int8: bool = False) -> Callable[[int], list[Result]]:
+def stored(rng: np.random.Generator, form: CodesForm | Fp8Form, n: int, k: int) -> StoredQuantized:
+    """A random matrix whose scales are ordinary numbers."""
+    if isinstance(form, Fp8Form):
+        scales = np.full((-(-n // form.block[0]), -(-k // form.block[1])), 0.01, np.float32)
+        return StoredFp8(form, rng.integers(0, 0x7F, (n, k), np.uint8), scales)
+    bits = {"BF16": np.uint16(0x3C00), "F16": np.float16(0.01), "F8_E8M0": np.uint8(120)}[form.scale_dtype]
+    groups = (n, k // form.group)
+    points = rng.integers(0, 16, groups, np.uint8) if form.zeros else None
+    return StoredCodes(form, Layout.ROWS, rng.integers(0, 256, (n, k // 2), np.uint8), np.full(groups, bits), points)
+
+
+def matrices(bench: Bench, product: Product) -> list[Matrix]:
+    """At least LEAST_CALLS equal matrices, of more bytes than any cache holds; small ones repeat."""
+    n, k = product.n, product.k
+    if product.form is None:
+        each = n * k * (1 if product.int8 else 2)
+        several = [bench.matrix(n, k, int8=product.int8) for _ in range(-(-ROTATED_BYTES // each))]
+        return several * -(-LEAST_CALLS // len(several))
+    packed = packed_form(product.form, n, k)
+    words, scales = packed.words(n, k), np.ones(n, np.float32) if packed.codes else None
+    first = Matrix(zeros(np.uint32, words), n, k, None, scales, None, packed)
+    pack_quantized(bench.engine, first, stored(bench.rng, product.form, n, k), n)
+    count = max(LEAST_CALLS, -(-ROTATED_BYTES // (4 * words)))
+    return [first, *(replace(first, words=fill(zeros(np.uint32, words), first.words)) for _ in range(count - 1))]
+
+
+def group_strips(bench: Bench, rows: int, k: int, form: PackedForm) -> Strips:
+    """Random activations in int8, as a product with groups of weights reads them."""
+    groups = GroupStrips(zeros(np.uint32, rows * GroupStrips.row_words(k, form.span)), form.span, form.offset)
+    quantizing = bench.recording()
+    quantizing.quantize(bench.strips(rows, k), k, groups)
+    bench.measure(quantizing, lambda: Batch.decode(rows).inputs(bench.rng))
+    return groups
+
+
+def linear(product: Product, bench: Bench) -> Callable[[int], list[Result]]:
     """Products of several row counts with rotating weights."""
-    each, label = (1, f"int8 {name}") if int8 else (2, name)
-    matrices = [bench.matrix(n, k, int8=int8) for _ in range(-(-ROTATED_BYTES // (n * k * each)))]
-    matrices *= -(-LEAST_CALLS // len(matrices))
+    n, k, int8, several = product.n, product.k, product.int8, matrices(bench, product)
+    int8_bytes = Int8().packed_bytes(n, k) if int8 else None
+    size = int8_bytes if product.form is None else 4 * several[0].words.size
 
     def run(rows: int) -> list[Result]:
-        x, recording = bench.strips(rows, k, int8), bench.recording()
-        out = zeros(np.uint32, rows * n // 4) if finish == "gate" else zeros(np.float32, rows, n)
-        record: Any = {"store": recording.linear, "add": recording.linear_add, "gate": recording.linear_swiglu}[finish]
-        for matrix in matrices:
-            record(x, matrix, out)
+        grouped = int8 and product.form is not None
+        x = group_strips(bench, rows, k, several[0].form) if grouped else bench.strips(rows, k, int8)
+        recording, gated = bench.recording(), product.finish == "gate"
+        out = zeros(np.uint32, rows * n // 4) if gated else zeros(np.float32, rows, n)
+        methods = {"store": recording.linear, "add": recording.linear_add, "gate": recording.linear_swiglu}
+        for matrix in several:
+            methods[product.finish](x, matrix, out)
         inputs = Batch.decode(rows).inputs(bench.rng)
         rounds = bench.measure(recording, lambda: inputs)
-        works = [work.linear(rows, n, k, finish, int8=int8, stored=Int8().packed_bytes(n, k) if int8 else None)]
-        return [Result.of(f"linear {label}", f"M={rows}", works, rounds.calls, rounds)]
+        works = [work.linear(rows, n, k, product.finish, int8=int8, stored=size)]
+        return [Result.of(f"linear {product.name}", f"M={rows}", works, rounds.calls, rounds)]
 
     return run
 
@@ -283,11 +363,11 @@ def _expert_works(tokens: int, active: float) -> Iterator[tuple[str, Work]]:
 def groups(quick: bool) -> list[Group]:
     """All there is to measure, or a little of everything."""
     rows = (1, 16, 128) if quick else (1, 2, 4, 8, 16, 32, 64, 128, 512)
+    few = (1, 4, 32) if quick else (1, 2, 4, 8, 16, 32, 128)
     decode = ((1, 1024), (8, 1024)) if quick else tuple((b, c) for b in (1, 8, 32) for c in (128, 1024, 4096))
     prefill = ((512, 512),) if quick else ((512, 512), (512, 2048), (2048, 2048))
     return [
-        *(Group(f"linear {one[0]}", rows, functools.partial(linear, *one)) for one in LINEARS),
-        *(Group(f"linear int8 {one[0]}", rows, functools.partial(linear, *one, int8=True)) for one in LINEARS),
+        *(Group(f"linear {one.name}", rows, functools.partial(linear, one)) for one in LINEARS),
         *(
             Group(f"attend {'int8 ' * int8}{name}", cases, functools.partial(attend, int8=int8))
             for int8 in (False, True)
@@ -297,4 +377,5 @@ def groups(quick: bool) -> list[Group]:
             )
         ),
         Group("experts", (8,) if quick else (1, 8, 64), experts),
+        *(Group(f"linear {one.name}", few, functools.partial(linear, one)) for one in QUANTIZED),
     ]

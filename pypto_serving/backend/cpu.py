@@ -8,10 +8,11 @@ from typing import Any
 
 from pypto_serving.backend.base import Backend, Fault, Progress, StepBuffers
 from pypto_serving.backend.native import NativeLoader, NativeProgram
+from pypto_serving.backend.ranks.rank_process import run_rank
 from pypto_serving.backend.ranks.serving_host import JoinedHost, await_host
 from pypto_serving.backend.ranks.shared_steps import SharedSteps
 from pypto_serving.backend.ranks.split_blocks import SplitBlocks
-from pypto_serving.backend.ranks.supervisor import RankSupervisor, run_rank
+from pypto_serving.backend.ranks.supervisor import RankSupervisor
 from pypto_serving.backend.ranks.torch_ranks import TorchRanks
 from pypto_serving.errors import ConfigError, ModelError
 from pypto_serving.kernels import Engine, NativeCollectives, SharedMemory

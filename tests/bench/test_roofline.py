@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import roofline_kernels
-import roofline_quantized
 import roofline_work as work
-from roofline_kernels import Bench, Result, Rounds
+from roofline_kernels import QUANTIZED, Bench, Product, Result, Rounds
 from roofline_report import Ceilings, Rated, kernel_table, speed_table, step_table
 from roofline_steps import REST, STEP, Steps
 from roofline_work import Batch, Work
@@ -125,12 +125,12 @@ def test_limits_of_this_machine(instruction_set: str) -> None:
 def test_products_and_attention_are_measured(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline_kernels, "ROTATED_BYTES", MEBIBYTE)
     found = [
-        *(roofline_kernels.linear("x", 64, 32, finish, bench)(3)[0] for finish in ("store", "add", "gate")),
+        *(roofline_kernels.linear(Product("x", 64, 32, finish), bench)(3)[0] for finish in ("store", "add", "gate")),
         *(roofline_kernels.attend(bench)(batch)[0] for batch in (Batch.decode(2, 33), Batch.prefill(5, 33))),
     ]
     assert all(0 < result.best <= result.median for result in found)
     int8 = [
-        *roofline_kernels.linear("x", 64, 32, "add", bench, int8=True)(3),
+        *roofline_kernels.linear(Product("x", 64, 32, "add", int8=True), bench)(3),
         *(roofline_kernels.attend(bench, int8=True)(batch)[0] for batch in (Batch.decode(2, 33), Batch.prefill(5, 33))),
     ]
     assert all(0 < result.best <= result.median for result in int8)
@@ -159,13 +159,10 @@ def test_steps_are_measured(tmp_path: Path, bench: Bench, kind: str, stored: str
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", roofline_quantized.KINDS, ids=lambda kind: kind.name)
-def test_products_of_quantized_weights(
-    kind: roofline_quantized.Kind, bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("product", QUANTIZED, ids=lambda product: product.name)
+def test_products_of_quantized_weights(product: Product, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a few bytes: the work counts all that are packed."""
-    for name, value in (("N", 32), ("K", 128), ("ROTATED_BYTES", 1)):
-        monkeypatch.setattr(roofline_quantized, name, value)
-    (result,) = roofline_quantized.linear(kind, bench)(2)
+    monkeypatch.setattr(roofline_kernels, "ROTATED_BYTES", 1)
+    (result,) = roofline_kernels.linear(replace(product, n=32, k=128), bench)(2)
     bits = 8 * result.works[0].bytes / (32 * 128)
-    assert result.median > 0 and 4 < bits < 12 and result.works[0].int8 == kind.bytes
+    assert result.median > 0 and 4 < bits < 12 and result.works[0].int8 == product.int8

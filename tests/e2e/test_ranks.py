@@ -9,7 +9,8 @@ import msgspec
 import psutil
 import pytest
 
-from pypto_serving.backend.ranks.supervisor import RankSupervisor, run_rank
+from pypto_serving.backend.ranks.rank_process import run_rank
+from pypto_serving.backend.ranks.supervisor import RankSupervisor
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.engine.worker_process import RANK_PATIENCE_S
 from pypto_serving.errors import ModelError

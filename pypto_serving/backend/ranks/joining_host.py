@@ -23,9 +23,10 @@ from pypto_serving.backend.ranks.host_connections import (
     Purpose,
     connect,
 )
+from pypto_serving.backend.ranks.rank_process import run_rank
 from pypto_serving.backend.ranks.serving_host import program_version
 from pypto_serving.backend.ranks.shared_steps import READY
-from pypto_serving.backend.ranks.supervisor import RankError, RankSupervisor, run_rank
+from pypto_serving.backend.ranks.supervisor import RankError, RankSupervisor
 from pypto_serving.errors import ConfigError, PyptoError
 from pypto_serving.kernels import SharedMemory
 from pypto_serving.logs import configure as configure_logs
