@@ -221,21 +221,20 @@ def sweep(
     plot: Annotated[Path | None, typer.Option(help="Also draw the results into this image.")] = None,
 ) -> None:
     """Measure a running server at several loads, with random prompts, and print a line for each."""
-    from pypto_serving.bench import datasets, options, runner
-    from pypto_serving.bench import sweep as sweeping
-    from pypto_serving.bench.report import new_figure
+    from pypto_serving.bench import datasets, options, plots, report, runner
 
+    name: options.LoadName
     with common.one_line_errors():
         given = common.given_names(context)
         common.check_url(given)
         if "concurrency" in given and rates is not None:
             raise ConfigError("--concurrency and --rates exclude each other; drop one")
         if rates is not None:
-            name, loads = sweeping.RATE, sweeping.parse_loads("--rates", rates, float)
+            name, loads = "request_rate", options.parse_loads("--rates", rates, float)
         else:
-            name, loads = sweeping.CONCURRENCY, sweeping.parse_loads("--concurrency", concurrency, int)
+            name, loads = "max_concurrency", options.parse_loads("--concurrency", concurrency, int)
         if plot is not None:
-            new_figure(1, 1)  # to know before the first request that it can be drawn
+            plots.new_figure(1, 1)  # to know before the first request that it can be drawn
         benchmark = runner.Benchmark(
             target=options.Target(base_url=common.server_url(base_url, host, port)),
             traffic=options.Traffic(num_prompts=num_prompts, seed=seed),
@@ -243,11 +242,10 @@ def sweep(
             reporting=options.Reporting(),
         )
         total = num_prompts * len(loads)
-        results = common.run_requests(lambda advance: sweeping.sweep(benchmark, name, loads, advance), total)
-        for line in sweeping.table(results, name):
-            typer.echo(line)
+        results = common.run_requests(lambda advance: runner.sweep(benchmark, name, loads, advance), total)
+        typer.echo(report.render_loads(results, name))
         common.write_output(output_json, results)
         if plot is not None:
-            sweeping.plot(results, name, plot)
+            plots.plot_loads(results, name, plot)
         if not any(result["completed"] for result in results):
             raise typer.Exit(1)
