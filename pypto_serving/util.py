@@ -1,4 +1,4 @@
-"""Small tools without state of their own: clocks, stable hashes, lazy registries, size parsing.
+"""Small tools: clocks, measured rates, backoff, stable hashes, lazy registries, size parsing.
 
 Imports nothing of ours.
 """
@@ -57,6 +57,40 @@ class Backoff:
     def is_over(self, now_s: float) -> bool:
         """Return whether it is time to try again."""
         return now_s >= self._retry_s
+
+
+class Rate:
+    """Units per second with exponential decay: a measurement weighs 0.9 of the next. Infinite until the first."""
+
+    def __init__(self) -> None:
+        self._units = 0.0
+        self._seconds = 0.0
+
+    def add(self, units: float, seconds: float) -> None:
+        """Record that `units` took `seconds`."""
+        self._units = self._units * 0.9 + units
+        self._seconds = self._seconds * 0.9 + seconds
+
+    def refuse(self) -> None:
+        """Raise the estimate 5 %, so that what was too slow to be used is tried again one day."""
+        self._seconds /= 1.05
+
+    @property
+    def measured(self) -> bool:
+        return self._units > 0
+
+    @property
+    def per_second(self) -> float:
+        return self._units / self._seconds if self._seconds else float("inf")
+
+    @property
+    def measured_per_second(self) -> float:
+        """Return units per second, 0 until measured."""
+        return self.per_second if self.measured and self._seconds else 0.0
+
+    def seconds(self, units: float) -> float:
+        """Return how long `units` are expected to take."""
+        return units / self.per_second
 
 
 def write_at(file: int, data: bytes | memoryview, offset: int) -> None:

@@ -15,8 +15,8 @@ from pypto_serving.backend.null.program import NullBackend
 from pypto_serving.backend.numpy_sampler import uniforms
 from pypto_serving.engine.core import EngineCore
 from pypto_serving.engine.kv_events import KVEventPublisher
-from pypto_serving.engine.worker_process import HostMemory, WorkerDown, WorkerEvent
-from pypto_serving.model.null_models import plain_groups
+from pypto_serving.engine.worker_process import WorkerDown, WorkerEvent, open_host_memory
+from pypto_serving.model.null.spec import plain_groups
 from pypto_serving.store.base import Store
 from pypto_serving.store.disk import open_disk
 from pypto_serving.store.host import HostStore
@@ -150,7 +150,7 @@ class InlineExecutor:
         self.transfer_s = 0.001
         self.is_stuck: Callable[[TransferJob], bool] = lambda job: False
         self.stores: dict[Tier, Store] = {}
-        self._host_memory = HostMemory(config)
+        self._host_memory = open_host_memory(config)
         self._sent: list[StepPlan] = []
         self._submitted: list[StepPlan] = []
         self._moving: list[tuple[int, int, TransferJob]] = []
@@ -211,7 +211,7 @@ class InlineExecutor:
             if tier.tier in self.left_out:
                 continue
             if tier.tier == "host":
-                self.stores["host"] = HostStore(self._host_memory.fd, sizes, tier.num_slots)
+                self.stores["host"] = HostStore(self._host_memory, sizes, tier.num_slots)
             elif tier.tier == "disk":
                 place = tier.place, program.fingerprint, sizes, tier.num_slots, tier.size_bytes
                 self.stores["disk"] = self.stores.get("disk") or open_disk(*place, known=False)

@@ -69,13 +69,9 @@ class Executor(Protocol):
         """End the worker within a second or so."""
 
 
-class HostMemory:
-    """Owns the memory of the host tier, which outlives workers. `fd` is -1 without a host tier."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        has_tier = any(tier.tier == "host" for tier in config.cache.tiers)
-        self.fd = os.memfd_create("pypto-kv") if has_tier else -1
-        self.shared = (self.fd,) if has_tier else ()
+def open_host_memory(config: EngineConfig) -> int:
+    """Open memory for the host tier, which outlives workers, as a file. Return -1 without a host tier."""
+    return os.memfd_create("pypto-kv") if any(tier.tier == "host" for tier in config.cache.tiers) else -1
 
 
 class WorkerProcess:
@@ -103,7 +99,7 @@ class WorkerProcess:
         self._channel: SocketChannel[FromWorker] | None = None
         self._transfers: SocketChannel[TransferReport] | None = None
         self._descendants: Descendants | None = None
-        self._host_memory = HostMemory(config)
+        self._host_memory = open_host_memory(config)
         self._up = False
         self._gave_up = False
         self._deaths = RespawnLimit("the worker", config.faults.max_respawns, config.faults)
@@ -136,12 +132,12 @@ class WorkerProcess:
         self._channel, end = SocketChannel.pair(FromWorker)
         self._transfers, transfers_end = SocketChannel.pair(TransferReport)
         self._descendants = Descendants()
-        memory, ends = self._host_memory, (end, transfers_end, self._descendants.end)
+        ends = (end, transfers_end, self._descendants.end)
         channel, transfers, own = (end.fileno() for end in ends)
         descendants = (own, *self._inherited)
         lives = (self.epoch, self._respawned or self.epoch > 1)
-        start = WorkerStart(self.config, channel, transfers, memory.fd, descendants, *lives, self._left_out)
-        shared = (*memory.shared, *self._inherited)
+        start = WorkerStart(self.config, channel, transfers, self._host_memory, descendants, *lives, self._left_out)
+        shared = (*(fd for fd in (self._host_memory,) if fd >= 0), *self._inherited)
         self._child = start_module(self.config.worker.worker_module, start, *ends, shared=shared, leads=True)
         self._last_message_s = self._now_s
         log.info("worker %d started, pid %d", self.epoch, self._child.pid)

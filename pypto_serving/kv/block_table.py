@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from pypto_serving.kv.events import EventLog
 from pypto_serving.kv.group import GroupKey, KVGroup, ResumePoints
 from pypto_serving.kv.keys import KeyRule, Keys
-from pypto_serving.kv.lower_tier import Wanted
 from pypto_serving.kv.pool import NULL_BLOCK
 from pypto_serving.types.tier import Tier
 
@@ -79,10 +77,10 @@ class BlockTable:
         self.capacity += count * self.group.block_size
         return added
 
-    def fill(self, num_tokens: int, found: Sequence[int | None]) -> list[Wanted]:
+    def fill(self, num_tokens: int, found: Sequence[int | None]) -> list[tuple[int, bytes]]:
         """Begin the table with the `found` blocks of `num_tokens` tokens and fresh ones for those missing.
 
-        Return the fresh ones.
+        Return each fresh one with the key of the content that it needs.
         """
         pool, needed = self.group.pool, self.group.needed(num_tokens)
         pool.share(block for block in found if block is not None)
@@ -91,8 +89,7 @@ class BlockTable:
         self.blocks = [NULL_BLOCK] * needed.start + blocks
         self.capacity = len(self.blocks) * self.group.block_size
         self._set_first(needed.start)
-        missing = (i for i, block in zip(needed, found, strict=True) if block is None)
-        return [Wanted(self.group, self.blocks[i], self.keys[i]) for i in missing]
+        return [(self.blocks[i], self.keys[i]) for i, block in zip(needed, found, strict=True) if block is None]
 
     def free_passed(self, num_tokens: int) -> None:
         """Free the blocks that are not needed at `num_tokens` committed tokens."""
@@ -130,7 +127,7 @@ class SequenceState:
     """The blocks of one request in all groups. Changed by the KVCacheManager alone.
 
     - `computed`: the number of tokens that are certainly computed.
-    - `committed`: the number of those that `Committer` took into account; their blocks depend on known tokens only.
+    - `committed`: the number of those that a commit took into account; their blocks depend on known tokens only.
       Their blocks are published up to the last resume point. Of those not needed to resume here, at most a run is not
       freed.
     - `capacity`: the number of tokens that fit the tables of all groups.
@@ -221,22 +218,6 @@ class SequenceState:
         self.set_capacity()
         return self.block_ids()
 
-    def fits(self, matched: int, num_tokens: int, step_tokens: int, spare: float, reserved: Iterable[int]) -> bool:
-        """Return whether a request with `matched` cached tokens may grow to `num_tokens` with the blocks free now.
-
-        Of its tokens, `step_tokens` are computed and not committed. `reserved` blocks of each group, and the share
-        `spare` of each pool, are left to others.
-        """
-        for table, others in zip(self.tables, reserved, strict=True):
-            pool = table.group.pool
-            cached = table.cached(matched)
-            in_use = sum(1 for block in cached if block != NULL_BLOCK and not pool.is_free(block))
-            in_use += len(table.blocks) - table.first
-            needed = table.group.live_blocks(num_tokens, step_tokens) - in_use
-            if needed + others + int(pool.num_blocks * spare) > pool.num_free:
-                return False
-        return True
-
     def free_passed(self, num_tokens: int) -> None:
         """Note that `num_tokens` are committed, and free the blocks that are not needed to resume there."""
         due: float = self.points.last(num_tokens) + self.points.step
@@ -254,19 +235,11 @@ class SequenceState:
         """Set `capacity` from the tables."""
         self.capacity = min([table.capacity for table in self.tables])
 
-    # Origins.
-
-    def sources(self, num_tokens: int) -> Counter[Tier]:
-        """Return how many of the first tokens came from which tier, by the blocks of a group that keeps history."""
-        if not self.origins:
-            return Counter({"device": num_tokens})
-        table = (*self.histories, *self.recent)[0]
-        size = table.group.block_size
-        keys = map(table.keys.__getitem__, range(num_tokens // size))
-        sources = Counter(self.origins.get((table.group, key), "device") for key in keys)
-        return Counter({tier: count * size for tier, count in sources.items()})
-
-    def forget_missing_origins(self) -> None:
-        """Forget the tiers of blocks that did not arrive, since they are computed instead."""
-        origins = self.origins.items()
-        self.origins = {(group, key): tier for (group, key), tier in origins if group.pool.find(key) is not None}
+    def lacking(self, num_tokens: int) -> list[GroupKey]:
+        """Return the blocks that the device lacks to resume at `num_tokens`."""
+        return [
+            (table.group, table.keys[i])
+            for table in self.tables
+            for i in table.group.needed(num_tokens)
+            if table.group.pool.find(table.keys[i]) is None
+        ]

@@ -1,4 +1,4 @@
-"""Demotions: owner of the pins on device blocks that are being stored in lower tiers; decides which are, and when."""
+"""Demotions: decides which device blocks are stored in lower tiers, and when."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ BlockBudget = dict[KVGroup, int]
 
 
 class Demotions:
-    """Owns the pins: references to device blocks that stores in progress hold, one for each tier.
+    """A part of the TierManager, with which it shares `tiers` and `transfers`.
 
-    A part of the TierManager, with which it shares `tiers` and `transfers`.
+    A store holds a reference to each of its device blocks, which are not evicted meanwhile: it pins them.
     """
 
     def __init__(
@@ -38,13 +38,10 @@ class Demotions:
         self._tiers = tiers
         self._policy = policy
         self._transfers = transfers
-        self._pins: dict[KVGroup, Counter[int]] = {group: Counter() for group in groups}
         self._coming_free: list[int] | None = None
 
     def forget_all(self) -> None:
-        """Hold no pins: the worker is gone."""
-        for pins in self._pins.values():
-            pins.clear()
+        """Know of no store: the worker is gone."""
         self._coming_free = None
 
     def plan(self, now_s: float) -> None:
@@ -76,16 +73,13 @@ class Demotions:
     def coming_free(self) -> list[int]:
         """Return how many blocks of each group only stores refer to, without those of stuck tiers."""
         if self._coming_free is None:
-            stuck: set[tuple[KVGroup, int]] = set()
+            pins: dict[KVGroup, Counter[int]] = {group: Counter() for group in self._groups}
             for transfer in self._transfers:
-                if transfer.kind == "store" and transfer.tier.stuck:
-                    stuck.update((piece.group, piece.block) for piece in transfer.moved)
+                if transfer.kind == "store" and not transfer.tier.stuck:
+                    for piece in transfer.moved:
+                        pins[piece.group][piece.block] += 1
             self._coming_free = [
-                sum(
-                    1
-                    for block, pins in self._pins[group].items()
-                    if group.pool.num_references(block) == pins and (group, block) not in stuck
-                )
+                sum(1 for block, count in pins[group].items() if group.pool.num_references(block) == count)
                 for group in self._groups
             ]
         return self._coming_free
@@ -124,7 +118,9 @@ class Demotions:
             if block is not None and tier.lacks(pair):
                 if (moved and group.block_bytes > left_bytes) or not tier.pools[group].num_free or budget[group] <= 0:
                     break
-                moved.append(self._admit(tier, pair, block, budget))
+                budget[group] -= not self._transfers.holds(group, block)
+                group.pool.share([block])
+                moved.append(Moved(group, block, tier.pools[group].allocate(1)[0], key))
                 left_bytes -= group.block_bytes
             del backlog[pair]
         if moved:
@@ -132,13 +128,6 @@ class Demotions:
             tier.num_stores += 1
             self._transfers.begin("store", tier, moved)
         return bool(moved)
-
-    def _admit(self, tier: LowerTier, pair: GroupKey, block: int, budget: BlockBudget) -> Moved:
-        """Pin a device block, and give it a slot in the tier."""
-        group, key = pair
-        budget[group] -= block not in self._pins[group]
-        self._pin(group, block)
-        return Moved(group, block, tier.pools[group].allocate(1)[0], key)
 
     def stored(self, transfer: Transfer, done: TransferDone, now_s: float) -> None:
         """Publish in the tier what was stored; the rest goes back to its backlog."""
@@ -157,7 +146,10 @@ class Demotions:
                     tier.lacking.discard(group)
                 pool.publish(tier_block, key)
             pool.free([tier_block])
-            self._unpin(group, block)
+            group.pool.free([block])
+            group.pool.released.pop(block, None)
+            if self._policy == "eviction":  # it is evicted next
+                group.pool.touch(block, last=False)
         self._coming_free = None
         tier.writable &= done.writable
         for group in {piece.group for piece, ok in zip(transfer.moved, done.done, strict=True) if not ok}:
@@ -169,18 +161,3 @@ class Demotions:
             tier.backoff.succeed()
         else:
             tier.backoff.fail(now_s)
-
-    def _pin(self, group: KVGroup, block: int) -> None:
-        group.pool.share([block])
-        self._pins[group][block] += 1
-
-    def _unpin(self, group: KVGroup, block: int) -> None:
-        """Drop the reference to a device block that was stored. With policy `eviction` it is evicted next."""
-        pool, pins = group.pool, self._pins[group]
-        pins[block] -= 1
-        if not pins[block]:
-            del pins[block]
-        pool.free([block])
-        pool.released.pop(block, None)
-        if self._policy == "eviction":
-            pool.touch(block, last=False)

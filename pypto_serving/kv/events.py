@@ -85,25 +85,3 @@ class EventLog:
         self._let_go.clear()
         events, self._events = self._events, []
         return events
-
-
-class PoolEvents:
-    """The reports of one pool, that of group `g` in `tier`, to the log."""
-
-    __slots__ = ("_g", "_log", "_tier")
-
-    def __init__(self, log: EventLog, tier: Tier, g: int) -> None:
-        self._log, self._tier, self._g = log, tier, g
-
-    def held(self, key: bytes) -> None:
-        """Note that the pool holds one more block."""
-        self._log.held(self._tier, self._g, key)
-
-    def gone(self, key: bytes) -> None:
-        """Note that the pool forgot a block."""
-        self._log.gone(self._tier, self._g, key)
-
-
-def pool_events(log: EventLog | None, tier: Tier, g: int) -> PoolEvents | None:
-    """Return what a pool reports to, None without a log."""
-    return None if log is None else PoolEvents(log, tier, g)

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
-from pypto_serving.kv.events import EventLog, pool_events
+from pypto_serving.kv.events import EventLog
 from pypto_serving.kv.keys import Keys
 from pypto_serving.kv.pool import BlockPool
 from pypto_serving.types.kv import (
@@ -77,7 +77,7 @@ class KVGroup(ABC):
 
     def open(self, num_blocks: int) -> None:
         """Start over with an empty pool of `num_blocks` blocks."""
-        self.pool = BlockPool(num_blocks, pool_events(self._events, "device", self.index))
+        self.pool = BlockPool(num_blocks, self._events, "device", self.index)
 
     def num_blocks(self, num_tokens: int) -> int:
         """Return how many blocks hold `num_tokens` tokens."""

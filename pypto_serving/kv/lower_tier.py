@@ -11,14 +11,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from pypto_serving.kv.events import EventLog, pool_events
+from pypto_serving.kv.events import EventLog
 from pypto_serving.kv.group import GroupKey, KVGroup
 from pypto_serving.kv.pool import BlockPool
-from pypto_serving.kv.rate import Rate
 from pypto_serving.types.arrays import pack_ids, unpack_ids
 from pypto_serving.types.request import TierStats
 from pypto_serving.types.tier import KEY_BYTES, TierConfig, TierInventory, TransferDone, TransferJob, TransferKind
-from pypto_serving.util import Backoff
+from pypto_serving.util import Backoff, Rate
 
 MAX_DISCARDED = 1 << 16
 """Discarded blocks that a shared tier is known to hold; of more, the oldest are forgotten."""
@@ -94,7 +93,7 @@ class LowerTier:
         if events is not None:
             events.cleared(tier)
         self.pools = {
-            group: BlockPool(max(1, slots) + 1, pool_events(events, tier, group.index))
+            group: BlockPool(max(1, slots) + 1, events, tier, group.index)
             for group, slots in zip(self._groups, self.config.num_slots, strict=True)
         }
         self.writable, self.shared, self.reason = True, False, ""
@@ -212,14 +211,6 @@ class Moved(NamedTuple):
     key: bytes
 
 
-class Wanted(NamedTuple):
-    """A device block to be filled with the content that `key` names."""
-
-    group: KVGroup
-    block: int
-    key: bytes
-
-
 @dataclass(slots=True, eq=False)
 class Transfer:
     """One transfer, which holds a reference to each of its blocks on both sides until it ends.
@@ -322,6 +313,10 @@ class ActiveTransfers:
     def block_budget(self, group: KVGroup) -> int:
         """Count the device blocks that further transfers may hold."""
         return group.pool.num_blocks - self._longest[group] - len(self._held[group])
+
+    def holds(self, group: KVGroup, block: int) -> bool:
+        """Return whether a transfer holds a device block."""
+        return block in self._held[group]
 
     @property
     def num_loads(self) -> int:

@@ -5,32 +5,20 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 
-from pypto_serving.kv.block_table import NOTHING, BlockIds, SequenceState
-from pypto_serving.kv.committing import Committer
+from pypto_serving.kv.block_table import NOTHING, BlockIds, BlockTable, SequenceState
 from pypto_serving.kv.events import EventLog
 from pypto_serving.kv.group import ResumePoints, make_groups
 from pypto_serving.kv.keys import KeyRule
 from pypto_serving.kv.pool import NULL_BLOCK
-from pypto_serving.kv.prefix_load import PrefixLoad, PrefixLoader
 from pypto_serving.kv.prefix_lookup import longest_prefix, on_device, shared_prefix
+from pypto_serving.kv.promotion import PrefixLoad
 from pypto_serving.kv.tiers import TierManager
 from pypto_serving.types.config import FaultConfig, default_of
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.tier import KVEvent, StorePolicy, Tier, TierConfig, TierInventory, TransferDone
 
 TRANSFER_TIMEOUT_S: float = default_of(FaultConfig, "transfer_timeout_s")
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The longest cached prefix of a request on the device: `num_tokens` tokens."""
-
-    num_tokens: int
-
-
-NO_MATCH = Match(0)
 
 
 class KVCacheManager:
@@ -64,9 +52,7 @@ class KVCacheManager:
         self.prefix_caching = prefix_caching
         self._events = events
         self.tiers = TierManager(self.groups, tiers, store_policy, longest_blocks, transfer_timeout_s, events)
-        self._prefix_loader = PrefixLoader(self.tiers, self.points)
         self._has_tiers = bool(self.tiers.tiers)
-        self._committer = Committer(self.points, prefix_caching, self._has_tiers, events)
         self._sequences: dict[str, SequenceState] = {}
         self.open(num_blocks, fingerprint)
 
@@ -82,21 +68,21 @@ class KVCacheManager:
 
     # Prefixes.
 
-    def match(self, request_id: str, tokens: array[int], cache_salt: str = "") -> Match:
-        """Return the longest prefix of `tokens` that every group accepts, at most all but one token.
+    def match(self, request_id: str, tokens: array[int], cache_salt: str = "") -> int:
+        """Return how many of `tokens` are cached on the device: the longest prefix that every group accepts.
 
-        Changes no block. For a request whose blocks were loaded, those are the match.
+        That is at most all but one. Changes no block. For a request whose blocks were loaded, those are the match.
         """
         sequence = self._sequences.get(request_id)
         if sequence is None:
             sequence = SequenceState(self.groups, self.points, self._key_rule, self.fingerprint, cache_salt)
             self._sequences[request_id] = sequence
         if sequence.filled:
-            return Match(sequence.filled)
+            return sequence.filled
         if not self.prefix_caching:
-            return NO_MATCH
+            return 0
         sequence.extend_keys(tokens)
-        return Match(longest_prefix(sequence, len(tokens) - 1, on_device))
+        return longest_prefix(sequence, len(tokens) - 1, on_device)
 
     def num_nameable(self, num_tokens: int) -> int:
         """Return how many of the first `num_tokens` tokens lie before a resume point and in blocks with known keys."""
@@ -110,8 +96,8 @@ class KVCacheManager:
         """Return the last resume point, at most `limit`, up to which the keys of two requests are known and equal."""
         return shared_prefix(self._sequences[request_id], self._sequences[other_id], limit)
 
-    def load_prefix(self, request_id: str, tokens: array[int], match: Match, may_begin: bool = True) -> PrefixLoad:
-        """Begin to load what lower tiers hold of a request's `tokens` beyond `match`, if that pays.
+    def load_prefix(self, request_id: str, tokens: array[int], matched: int, may_begin: bool = True) -> PrefixLoad:
+        """Begin to load what lower tiers hold of a request's `tokens` beyond those `matched`, if that pays.
 
         BEGUN: the request has to wait until `transferred` names it, then match again. It may hold blocks meanwhile.
         """
@@ -119,8 +105,8 @@ class KVCacheManager:
         if not self._has_tiers or sequence.filled or not self.prefix_caching:
             return PrefixLoad.COMPUTE
         if self._events is not None and self._events.num_unknown:
-            self._describe_lower(sequence, tokens, match.num_tokens, self._events)
-        return self._prefix_loader.load_prefix(request_id, sequence, len(tokens), match.num_tokens, may_begin)
+            self._describe_lower(sequence, tokens, matched, self._events)
+        return self.tiers.promotions.load_prefix(request_id, sequence, len(tokens), matched, may_begin)
 
     def _describe_lower(self, sequence: SequenceState, tokens: array[int], start: int, events: EventLog) -> None:
         """Describe the blocks that tiers hold of a sequence beyond `start` tokens, up to the first that none holds.
@@ -142,7 +128,9 @@ class KVCacheManager:
 
     def give_up_fill(self, request_id: str) -> None:
         """Release the blocks that were to be loaded for a request. Those that arrived stay cached on the device."""
-        self._sequences[request_id].forget_missing_origins()
+        sequence = self._sequences[request_id]
+        arrived = {pair: tier for pair, tier in sequence.origins.items() if pair[0].pool.find(pair[1]) is not None}
+        sequence.origins = arrived
         self.release(request_id)
 
     def expire_fills(self, now_s: float) -> list[str]:
@@ -160,23 +148,29 @@ class KVCacheManager:
                 self.give_up_fill(request_id)
         return [request_id for request_id, _ in ended]
 
-    def sources(self, request_id: str, match: Match) -> Counter[Tier]:
-        """Return how many tokens of `match` came from which tier."""
-        return self._sequences[request_id].sources(match.num_tokens)
+    def sources(self, request_id: str, matched: int) -> Counter[Tier]:
+        """Return how many of the `matched` tokens came from which tier, by the blocks of a group that keeps history."""
+        sequence = self._sequences[request_id]
+        if not sequence.origins:
+            return Counter({"device": matched})
+        table = (*sequence.histories, *sequence.recent)[0]
+        size, origin_of = table.group.block_size, sequence.origins.get
+        sources = Counter(origin_of((table.group, table.keys[i]), "device") for i in range(matched // size))
+        return Counter({tier: count * size for tier, count in sources.items()})
 
     # Growth.
 
-    def reserve(self, request_id: str, num_tokens: int, match: Match = NO_MATCH) -> BlockIds | None:
+    def reserve(self, request_id: str, num_tokens: int, matched: int = 0) -> BlockIds | None:
         """Grow the tables to hold `num_tokens` tokens in every group, or return None and change nothing.
 
-        For a request without blocks the cached blocks of `match` come first, and the result is its whole table;
+        For a request without blocks the blocks of the `matched` tokens come first, and the result is its whole table;
         later the result is what was appended.
         """
         sequence = self._sequences[request_id]
         if num_tokens <= sequence.capacity:
             return NOTHING
-        if match.num_tokens and not sequence.capacity:
-            return sequence.start(num_tokens, match.num_tokens)
+        if matched and not sequence.capacity:
+            return sequence.start(num_tokens, matched)
         return sequence.grow(num_tokens)
 
     def growth(self, num_computed: int, num_tokens: int) -> list[int]:
@@ -192,14 +186,26 @@ class KVCacheManager:
     def fits(
         self,
         request_id: str,
-        match: Match,
+        matched: int,
         num_tokens: int,
         step_tokens: int,
         spare: float,
         reserved: Iterable[int],
     ) -> bool:
-        """Return whether a request may grow to `num_tokens`; see `SequenceState.fits`."""
-        return self._sequences[request_id].fits(match.num_tokens, num_tokens, step_tokens, spare, reserved)
+        """Return whether a request with `matched` cached tokens may grow to `num_tokens` with the blocks free now.
+
+        Of its tokens, `step_tokens` are computed and not committed. `reserved` blocks of each group, and the share
+        `spare` of each pool, are left to others.
+        """
+        for table, others in zip(self._sequences[request_id].tables, reserved, strict=True):
+            pool = table.group.pool
+            cached = table.cached(matched)
+            in_use = sum(1 for block in cached if block != NULL_BLOCK and not pool.is_free(block))
+            in_use += len(table.blocks) - table.first
+            needed = table.group.live_blocks(num_tokens, step_tokens) - in_use
+            if needed + others + int(pool.num_blocks * spare) > pool.num_free:
+                return False
+        return True
 
     def will_fit(self, request_id: str, num_tokens: int) -> bool:
         """Return whether a request can grow to `num_tokens` once the blocks being stored in lower tiers are free."""
@@ -216,8 +222,51 @@ class KVCacheManager:
         """
         sequence = self._sequences[request_id]
         sequence.computed = num_computed
-        if num_computed >= sequence.due:
-            self._committer.commit(sequence, tokens, num_computed, prompt_len)
+        if num_computed < sequence.due:
+            return
+        if not self.prefix_caching:
+            sequence.free_passed(num_computed)
+            return
+        end = min(num_computed, len(tokens) - self.points.lag)
+        if sequence.committed >= end:
+            return
+        start, position = self.points.last(sequence.committed), self.points.last(end)
+        if position > sequence.resume_point:
+            sequence.extend_keys(tokens)
+            for table in sequence.tables:
+                self._publish(table, sequence, tokens, start, position)
+            self._pass_resume_points(sequence, start, position, prompt_len)
+        sequence.free_passed(end)
+
+    def _publish(self, table: BlockTable, sequence: SequenceState, tokens: array[int], start: int, end: int) -> None:
+        """Publish the useful blocks of one group that end in (start, end], between two resume points."""
+        keys, blocks, pool = table.keys, table.blocks, table.group.pool
+        keep = self._has_tiers and table.group.keeps_history
+        for i in table.group.useful(start, end):
+            pool.publish(blocks[i], keys[i])
+            if keep:
+                pool.keep(blocks[i])
+            if self._events is not None:
+                table.describe(i, tokens, sequence.salted, self._events)
+
+    def _pass_resume_points(self, sequence: SequenceState, start: int, end: int, prompt_len: int) -> None:
+        """Keep the resume blocks of windows and states in (start, end], between two resume points.
+
+        1. At each checkpoint: have them stored in lower tiers once nobody refers to them.
+        2. At `end`: hold them, instead of those held before.
+        """
+        if sequence.recent and self._has_tiers:
+            for position in self.points.checkpoints(start, end, prompt_len):
+                self._keep_resume_blocks(sequence, position)
+        sequence.resume_point = end
+        for table in sequence.recent:
+            table.hold_resume_blocks(end)
+
+    def _keep_resume_blocks(self, sequence: SequenceState, position: int) -> None:
+        """Have the resume blocks of a committed position stored in lower tiers once nobody refers to them."""
+        for table in sequence.recent if self._has_tiers else ():
+            for block_id in table.resume_blocks_at(position):
+                table.group.pool.keep(block_id)
 
     # The end.
 
@@ -232,7 +281,7 @@ class KVCacheManager:
         self.tiers.promotions.abandon(request_id)
         if not sequence.capacity:
             return
-        self._committer.keep_resume_blocks(sequence, sequence.resume_point)
+        self._keep_resume_blocks(sequence, sequence.resume_point)
         for table in sequence.tables:
             table.group.pool.free(table.resume_blocks)
             table.group.pool.free(table.live())
@@ -302,7 +351,7 @@ class KVCacheManager:
     def check(self) -> None:
         """Assert in every group: free + cached + in use = total, and references equal table entries."""
         for g, group in enumerate(self.groups):
-            references = self.tiers.references(group)
+            references = self.tiers.transfers.references(group)
             for sequence in self._sequences.values():
                 table = sequence.tables[g]
                 live = table.live()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from pypto_serving.kv.events import PoolEvents
+from pypto_serving.kv.events import EventLog
+from pypto_serving.types.tier import Tier
 
 NULL_BLOCK = 0
 
@@ -20,12 +21,12 @@ class BlockPool:
     - Block 0 is the null block. It is never handed out.
     - `num_free` of its `num_blocks` can be handed out.
     - `released` are the kept blocks that came free, the first one first, until a reader removes them from there.
-    - `events` gets the keys that are published and forgotten.
+    - `events` gets the keys that are published and forgotten, those of group `g` in `tier`.
     - A new block never held published content. It is made when it is handed out for the first time, so a pool costs
       what it has held.
     """
 
-    def __init__(self, num_blocks: int, events: PoolEvents | None = None) -> None:
+    def __init__(self, num_blocks: int, events: EventLog | None = None, tier: Tier = "device", g: int = 0) -> None:
         if num_blocks < 2:
             raise ValueError(f"a pool of {num_blocks} blocks has none to hand out; it needs at least 2")
         self.num_blocks = self.num_free = num_blocks - 1
@@ -39,7 +40,7 @@ class BlockPool:
         self._used_before_new = 0
         self.released: OrderedDict[int, None] = OrderedDict()
         self.num_evicted = 0
-        self._events = events
+        self._events, self._tier, self._g = events, tier, g
 
     @property
     def _num_unmade(self) -> int:
@@ -135,7 +136,7 @@ class BlockPool:
         self._keys[block_id], self._used[block_id] = key, True
         self._by_key[key] = block_id
         if self._events is not None:
-            self._events.held(key)
+            self._events.held(self._tier, self._g, key)
 
     def is_new(self, block_id: int) -> bool:
         """Return whether a block never held published content, or lost what backs it."""
@@ -200,7 +201,7 @@ class BlockPool:
         if key is not None:
             del self._by_key[key]
             if self._events is not None:
-                self._events.gone(key)
+                self._events.gone(self._tier, self._g, key)
             self._keys[block_id] = None
             self._kept.discard(block_id)
             self.released.pop(block_id, None)

@@ -1,24 +1,26 @@
-"""Promotions: owner of the waits for loads; loads blocks from lower tiers to the device."""
+"""Promotions: loads prefixes of waiting requests from lower tiers to the device, if that is faster than computing."""
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from pypto_serving.kv.block_table import SequenceState
 from pypto_serving.kv.group import GroupKey
-from pypto_serving.kv.lower_tier import (
-    ActiveTransfers,
-    Fill,
-    LowerTier,
-    Moved,
-    Transfer,
-    TransferState,
-    Wanted,
-    fastest,
-)
+from pypto_serving.kv.lower_tier import ActiveTransfers, Fill, LowerTier, Moved, Transfer, TransferState, fastest
 from pypto_serving.kv.pool import NULL_BLOCK
-from pypto_serving.kv.rate import Rate
-from pypto_serving.types.tier import Tier, TransferDone
+from pypto_serving.kv.prefix_lookup import longest_prefix, on_device_or_in
+from pypto_serving.types.tier import TransferDone
+from pypto_serving.util import Rate
+
+
+class PrefixLoad(enum.Enum):
+    """COMPUTE: there is nothing to load. BEGUN: wait for transfers. LATER: loading pays, and can begin after others."""
+
+    COMPUTE = "compute"
+    BEGUN = "begun"
+    LATER = "later"
 
 
 class Promotions:
@@ -43,62 +45,143 @@ class Promotions:
         self.waits.clear()
         self._filling.clear()
 
-    # Before.
+    # Deciding.
 
-    def pays(self, num_tokens: int, tier_bytes: Counter[LowerTier]) -> bool:
-        """Return whether loading is expected to be faster than computing `num_tokens`; if not, count the refusal.
+    def load_prefix(
+        self, request_id: str, sequence: SequenceState, num_tokens: int, matched: int, may_begin: bool
+    ) -> PrefixLoad:
+        """Begin to load what lower tiers hold of `num_tokens` tokens beyond `matched`, if that pays.
 
-        Tiers load in parallel, each first the bytes already on their way, then its `tier_bytes`.
+        First, tiers that others fill too are asked once what they hold. Then the prefix that all tiers hold together is
+        considered, then the one that all but the slowest hold, and so on. What would begin a transfer, or wait for one,
+        is tried later if not `may_begin`. Such a prefix
+
+        1. is no longer than the match, and neither are those after it: compute;
+        2. was refused just before, and the slowest tier adds nothing to it: go on to the next;
+        3. is being loaded in part for another request: wait for that;
+        4. is expected to be loaded faster than computed: load it, or compute if its blocks do not fit (see `_fill`);
+        5. is not: it is refused.
         """
-        load_s = max((t.load_rate.seconds(size + t.loading_bytes) for t, size in tier_bytes.items()), default=0.0)
-        if load_s < self.prefill_rate.seconds(num_tokens) or not self.prefill_rate.measured:
-            return True
-        for tier in tier_bytes:
-            tier.load_rate.refuse()
-            tier.counters.refused_fills += 1
-        return False
+        if not sequence.asked:
+            unknown = list(self._unknown(sequence, num_tokens))
+            if unknown and not may_begin:
+                return PrefixLoad.LATER
+            sequence.asked = True
+            if unknown:
+                self._ask(request_id, unknown)
+                return PrefixLoad.BEGUN
+        refused = matched
+        for depth in range(len(self._tiers), 0, -1):
+            fetched = longest_prefix(sequence, num_tokens - 1, on_device_or_in(self._tiers[:depth]))
+            if fetched <= matched:
+                return PrefixLoad.COMPUTE
+            if fetched == refused:
+                continue
+            lacking = sequence.lacking(fetched)
+            other = self._fill_of(lacking)
+            if other is None and not self._pays(fetched - matched, lacking):
+                refused = fetched
+            elif not may_begin:
+                return PrefixLoad.LATER
+            elif other is not None:
+                self.waits[request_id] = other
+                return PrefixLoad.BEGUN
+            else:
+                return self._fill(request_id, sequence, fetched, fetched - matched)
+        return PrefixLoad.COMPUTE
 
-    def fill_of(self, wanted: Iterable[GroupKey]) -> Fill | None:
+    def _shared(self) -> list[LowerTier]:
+        """Return the tiers that others fill too, so that they have to be asked, and that can answer."""
+        return [tier for tier in self._tiers if tier.shared and not tier.stuck]
+
+    def _unknown(self, sequence: SequenceState, num_tokens: int) -> Iterator[GroupKey]:
+        """Yield the blocks within `num_tokens` known tokens that resuming needs and that only shared tiers may hold.
+
+        Any resume point may be a checkpoint of another replica: where its prompts and turns ended is not known.
+        """
+        if not self._shared():
+            return
+        points, find_in = sequence.points, on_device_or_in(self._tiers)
+        end = points.last(max(0, num_tokens - max(1, points.lag)))
+        for table in (*sequence.histories, *sequence.recent):
+            find = find_in(table.group)
+            for i in table.group.useful(0, end):
+                if find(table.keys[i]) is None:
+                    yield table.group, table.keys[i]
+
+    def _ask(self, request_id: str, wanted: Iterable[GroupKey]) -> None:
+        """Ask shared tiers which of these blocks they hold."""
+        pieces = [Moved(group, NULL_BLOCK, NULL_BLOCK, key) for group, key in wanted]
+        fill = self.waits[request_id] = Fill(request_id, 0)
+        for tier in self._shared():
+            self._transfers.begin("find", tier, pieces, fill)
+
+    def _fill_of(self, wanted: Iterable[GroupKey]) -> Fill | None:
         """Return the fill of another request that brings one of these blocks, and that this request still wants."""
         fills = (fill for pair in wanted if (fill := self._filling.get(pair)) is not None)
         return next((fill for fill in fills if self.waits.get(fill.request_id) is fill), None)
 
-    @property
-    def has_shared(self) -> bool:
-        """Whether there is a tier that others fill too, so that it has to be asked, and that can answer."""
-        return any(tier.shared and not tier.stuck for tier in self._tiers)
+    def _pays(self, num_tokens: int, blocks: Iterable[GroupKey]) -> bool:
+        """Return whether loading `blocks` should be faster than computing `num_tokens`; if not, count the refusal.
 
-    # Under way.
-
-    def load(self, request_id: str, wanted: Iterable[Wanted], num_tokens: int) -> dict[GroupKey, Tier]:
-        """Begin to fill device blocks, to which the caller refers, each from the fastest tier that has it.
-
-        That spares computing `num_tokens`. Return which tier has which block.
+        Tiers load in parallel, each first the bytes already on their way.
         """
-        fill = self.waits[request_id] = Fill(request_id, num_tokens)
+        sizes: Counter[LowerTier] = Counter()
+        for group, key in blocks:
+            if (tier := fastest(self._tiers, group, key)) is not None:
+                sizes[tier] += group.block_bytes
+        load_s = max((tier.load_rate.seconds(size + tier.loading_bytes) for tier, size in sizes.items()), default=0.0)
+        if load_s < self.prefill_rate.seconds(num_tokens) or not self.prefill_rate.measured:
+            return True
+        for tier in sizes:
+            tier.load_rate.refuse()
+            tier.counters.refused_fills += 1
+        return False
+
+    # Loading.
+
+    def _fill(self, request_id: str, sequence: SequenceState, num_tokens: int, num_spared: int) -> PrefixLoad:
+        """Give a request the blocks of its first `num_tokens` tokens and load the missing ones, if they fit.
+
+        That spares computing `num_spared` tokens. Loads that hang keep their blocks, so beside other loads a fill
+        leaves room for one sequence of the longest length, or waits for the other fills.
+        """
+        found = [table.find_needed(num_tokens) for table in sequence.tables]
+        for table, blocks in zip(sequence.tables, found, strict=True):
+            pool = table.group.pool
+            if sum(1 for block_id in blocks if block_id is None or pool.is_free(block_id)) > pool.num_free:
+                return PrefixLoad.COMPUTE
+        if self._transfers.num_loads and any(
+            blocks.count(None) > self._transfers.block_budget(table.group)
+            for table, blocks in zip(sequence.tables, found, strict=True)
+        ):
+            return PrefixLoad.LATER if self.waits else PrefixLoad.COMPUTE
+        self._load(request_id, sequence, num_tokens, found, Fill(request_id, num_spared))
+        return PrefixLoad.BEGUN
+
+    def _load(
+        self, request_id: str, sequence: SequenceState, num_tokens: int, found: Sequence[list[int | None]], fill: Fill
+    ) -> None:
+        """Begin to load what is not `found` on the device, each block from the fastest tier that has it."""
+        self.waits[request_id] = fill
         parts: dict[LowerTier, list[Moved]] = {tier: [] for tier in self._tiers}
-        for group, block, key in wanted:
-            tier = fastest(self._tiers, group, key)
-            assert tier is not None, "a block that no tier holds cannot be loaded"
-            tier_block = tier.find(group, key)
-            assert tier_block is not None
-            parts[tier].append(Moved(group, block, tier_block, key))
-            self._filling[group, key] = fill
+        for table, blocks in zip(sequence.tables, found, strict=True):
+            group = table.group
+            for block, key in table.fill(num_tokens, blocks):
+                tier = fastest(self._tiers, group, key)
+                assert tier is not None, "a block that no tier holds cannot be loaded"
+                tier_block = tier.find(group, key)
+                assert tier_block is not None
+                group.pool.share([block])
+                tier.pools[group].share([tier_block])
+                parts[tier].append(Moved(group, block, tier_block, key))
+                self._filling[group, key] = fill
+                sequence.origins[group, key] = tier.config.tier
+        sequence.set_capacity()
+        sequence.filled = sequence.computed = sequence.committed = num_tokens
         for tier, moved in parts.items():
             if moved:
-                for piece in moved:
-                    piece.group.pool.share([piece.block])
-                    tier.pools[piece.group].share([piece.tier_block])
                 self._transfers.begin("load", tier, moved, fill)
-        return {(piece.group, piece.key): tier.config.tier for tier, moved in parts.items() for piece in moved}
-
-    def ask(self, request_id: str, wanted: Iterable[GroupKey]) -> None:
-        """Ask tiers that others fill too which of these blocks they hold."""
-        pieces = [Moved(group, NULL_BLOCK, NULL_BLOCK, key) for group, key in wanted]
-        fill = self.waits[request_id] = Fill(request_id, 0)
-        for tier in self._tiers:
-            if tier.shared and not tier.stuck:
-                self._transfers.begin("find", tier, pieces, fill)
 
     def abandon(self, request_id: str) -> None:
         """Stop waiting. Transfers still finish and publish their blocks."""

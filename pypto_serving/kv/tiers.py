@@ -18,7 +18,6 @@ from pypto_serving.types.tier import (
     TierConfig,
     TierInventory,
     TransferDone,
-    TransferJob,
 )
 
 CHECKED_BLOCKS = 1 << 16
@@ -59,10 +58,6 @@ class TierManager:
                 tier.open(held[tier.config.tier])
             if tier.clearing:
                 self._clear(tier)
-
-    def take_jobs(self, now_s: float) -> list[TransferJob]:
-        """Return the jobs to hand to the worker now."""
-        return self.transfers.take_jobs(now_s)
 
     def take_done(self, done: TransferDone, now_s: float) -> list[tuple[str, bool]]:
         """End a transfer. Return the requests that waited for it, and whether each got all that it waited for."""
@@ -132,10 +127,6 @@ class TierManager:
     def is_idle(self, now_s: float) -> bool:
         """Return whether nothing moves and nothing waits to be stored where it can be."""
         return not self.transfers and not any(tier.backlog for tier in self.tiers if tier.accepts(now_s))
-
-    def references(self, group: KVGroup) -> Counter[int]:
-        """Count the references of transfers to device blocks of a group."""
-        return self.transfers.references(group)
 
     def check(self) -> None:
         """Assert in every tier and group: free + held + in use = total, and references equal those of transfers.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pypto_serving.errors import ConfigError, RequestError
-from pypto_serving.kv.manager import NO_MATCH, KVCacheManager, Match
-from pypto_serving.kv.prefix_load import PrefixLoad
+from pypto_serving.kv.manager import KVCacheManager
+from pypto_serving.kv.promotion import PrefixLoad
 from pypto_serving.sched import budget
 from pypto_serving.sched.registry import RequestRegistry
 from pypto_serving.sched.request import Request, Status
@@ -99,31 +99,31 @@ class Admission:
     def admit(self, step: Step, request: Request, now_s: float) -> bool:
         """Start a waiting request, or let it wait elsewhere. Return False if it must stay first in the queue."""
         kv, loading = self._kv, self._registry.load_wait
-        match = kv.match(request.id, request.tokens, request.source.cache_salt)
+        matched = kv.match(request.id, request.tokens, request.source.cache_salt)
         may_wait = not self._registry.crash_counts.suspects
         if request.num_unscored:  # cached tokens have no logits
-            match, may_wait = NO_MATCH, False
-        if may_wait and self._registry.prefix_wait.wait(request, match):
+            matched, may_wait = 0, False
+        if may_wait and self._registry.prefix_wait.wait(request, matched):
             step.num_set_aside += 1
             return True
         spare = SPARE_BLOCKS if self._registry.running else 0.0
-        while not kv.fits(request.id, match, request.num_tokens, self._uncommitted, spare, step.reserved):
+        while not kv.fits(request.id, matched, request.num_tokens, self._uncommitted, spare, step.reserved):
             if self._registry.running or loading.is_busy or not loading.release_one(request):
                 return False
         if may_wait:
-            load = kv.load_prefix(request.id, request.tokens, match, may_begin=not loading.is_full)
+            load = kv.load_prefix(request.id, request.tokens, matched, may_begin=not loading.is_full)
             if load is PrefixLoad.BEGUN:
                 loading.begin(request, now_s)
                 return True
             if load is PrefixLoad.LATER and loading.put_off(request, now_s):
                 step.num_set_aside += 1
                 return True
-        count = budget.chunk(self._config, step, request, request.num_tokens - match.num_tokens)
-        if count == 0 or kv.reserve(request.id, match.num_tokens + count, match) is None:
+        count = budget.chunk(self._config, step, request, request.num_tokens - matched)
+        if count == 0 or kv.reserve(request.id, matched + count, matched) is None:
             return False
-        self._registry.start(request, match.num_tokens)
+        self._registry.start(request, matched)
         if request.num_cached_tokens < 0:
-            self._record_first_start(request, match, now_s)
+            self._record_first_start(request, matched, now_s)
         step.new_rows.append(new_row(request, kv.table(request.id)))
         step.schedule(request, count)
         self.reserve_growth(step, request)
@@ -134,11 +134,11 @@ class Admission:
         if request.status is Status.RUNNING and request.num_uncomputed_tokens > 1:
             step.reserve(self._kv.growth(request.num_computed_tokens, request.num_tokens), sign)
 
-    def _record_first_start(self, request: Request, match: Match, now_s: float) -> None:
+    def _record_first_start(self, request: Request, matched: int, now_s: float) -> None:
         """Record the cache hits of a request, by tier, and the time of its first step."""
-        sources = self._kv.sources(request.id, match)
+        sources = self._kv.sources(request.id, matched)
         self._kv.tiers.record_hits(sources)
-        request.num_cached_tokens = match.num_tokens
+        request.num_cached_tokens = matched
         request.cached_by_tier = tuple(sources[tier] for tier in TIERS)
         request.scheduled_s = now_s
-        self._counters.record_prompt(request.prompt_len, match.num_tokens)
+        self._counters.record_prompt(request.prompt_len, matched)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pypto_serving.sched import prompt_logprobs
 from pypto_serving.sched.request import Request
 from pypto_serving.sched.step import Step
 from pypto_serving.types.config import EngineConfig
@@ -15,11 +14,31 @@ def chunk(config: EngineConfig, step: Step, request: Request, missing: int) -> i
     A prompt that is cut gets a multiple of the program's `chunk_tokens`.
     """
     if missing > 1 and request.num_unscored:
-        return prompt_logprobs.chunk(config, step, request, missing)
+        return scored_chunk(config, step, request, missing)
     if not config.scheduler.enable_chunked_prefill:
         return missing if missing <= step.budget else 0
     count = min(missing, step.budget, config.scheduler.long_prefill_token_threshold or missing)
     return count if count == missing else count - count % config.limits.traits.chunk_tokens
+
+
+def scored_chunk(config: EngineConfig, step: Step, request: Request, missing: int) -> int:
+    """Return how many of `missing` tokens of a prompt to schedule whose tokens are scored; 0 if they must wait.
+
+    Take the logits that this needs from the step's `scored_budget`. The prompt is cut where that ends, also without
+    chunked prefill. Positions of the row, half open:
+
+        [0, first)              delivered before, or in flight
+        [first, prompt_len - 1) to be scored by their logits
+    """
+    start, end = request.num_computed_tokens, request.prompt_len - 1
+    first = max(start, end - request.num_unscored)
+    count = min(missing, step.budget, config.scheduler.long_prefill_token_threshold or missing)
+    if first + step.scored_budget < end:
+        count = min(count, first + step.scored_budget - start)
+    if count < missing:
+        count -= count % config.limits.traits.chunk_tokens
+    step.scored_budget -= max(0, min(start + count, end) - first)
+    return count
 
 
 def prompt_share(config: EngineConfig, step: Step, head: Request | None) -> int:

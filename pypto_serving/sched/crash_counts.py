@@ -32,15 +32,14 @@ class CrashCounts:
 
     def __init__(self) -> None:
         self._suspicions: dict[str, _Suspicion] = {}
-        self._suspects: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._suspicions)
 
     @property
-    def suspects(self) -> Set[str]:
+    def suspects(self) -> list[str]:
         """Ids of the requests that must run alone."""
-        return self._suspects
+        return [request_id for request_id, found in self._suspicions.items() if found.count >= ALONE_CRASHES]
 
     def add(self, request_id: str, start: int, end: int) -> int:
         """Record that a step with tokens [start, end) of a request crashed. Return the request's count."""
@@ -50,10 +49,6 @@ class CrashCounts:
             found.start, found.end = max(start, found.start), min(end, found.end)
         else:
             found = self._suspicions[request_id] = _Suspicion(1, start, end)
-        if found.count >= ALONE_CRASHES:
-            self._suspects.add(request_id)
-        else:
-            self._suspects.discard(request_id)
         return found.count
 
     def clear_committed(self, request_id: str, num_committed: int) -> None:
@@ -65,8 +60,7 @@ class CrashCounts:
     def forget(self, request_id: str) -> None:
         """Clear a request."""
         self._suspicions.pop(request_id, None)
-        self._suspects.discard(request_id)
 
     def check(self, unfinished: Set[str]) -> None:
         """Assert that only unfinished requests are counted."""
-        assert self._suspects <= self._suspicions.keys() <= unfinished, "a finished request has a crash count"
+        assert self._suspicions.keys() <= unfinished, "a finished request has a crash count"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pypto_serving.kv.manager import KVCacheManager, Match
+from pypto_serving.kv.manager import KVCacheManager
 from pypto_serving.sched.queue import WaitingQueue
 from pypto_serving.sched.request import Request
 
@@ -52,20 +52,20 @@ class PrefixWait:
         if key is not None:
             self._by_next.setdefault(key, producer)
 
-    def wait(self, request: Request, match: Match) -> bool:
-        """Move a request out of the queue if a producer computes its next block. Return False if it must not wait.
+    def wait(self, request: Request, matched: int) -> bool:
+        """Move a request out of the queue if a producer computes its next block after those `matched`.
 
-        A request that holds loaded blocks has to start with them.
+        Return False if it must not wait. A request that holds loaded blocks has to start with them.
         """
         if not self._producers or self._kv.holds_fill(request.id):
             return False
-        key = self._kv.next_key(request.id, match.num_tokens)
+        key = self._kv.next_key(request.id, matched)
         producer = None if key is None else self._by_next.get(key)
         if producer is None or producer.request.order > request.order:
             return False
         limit = min(producer.end, self._kv.num_nameable(len(request.tokens) - 1))
         end = self._kv.num_shared(producer.request.id, request.id, limit)
-        if end <= match.num_tokens:
+        if end <= matched:
             return False
         self._queue.remove(request)
         self._waiters[request.id] = request, producer._replace(end=end)

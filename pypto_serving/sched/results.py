@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pypto_serving.kv.manager import KVCacheManager
-from pypto_serving.sched import outputs, prompt_logprobs
+from pypto_serving.sched import outputs
 from pypto_serving.sched.registry import RequestRegistry
 from pypto_serving.sched.request import Request, Status
 from pypto_serving.sched.step import Counters, RowResult, Scheduled, Step, plain_tokens, rows_of
@@ -90,8 +90,19 @@ class Results:
 
     def _take_prompts(self, step: Step, result: StepResult, now_s: float) -> list[RequestOutput]:
         """Deliver log-probabilities of prompt tokens. End the requests that failed and did not sample."""
-        found, failed = prompt_logprobs.results(step, result)
-        return found + [self._fail(request, fault, now_s) for request, fault in failed]
+        scored = {each.row: each.logprobs for each in result.prompt_logprobs}
+        faults = {fault.row: fault for fault in result.faults}
+        found = []
+        for entry in step.scheduled:
+            request = entry.request
+            if request.life != entry.life or request.status is not Status.RUNNING:
+                continue
+            if (logprobs := scored.get(request.row)) is not None:
+                request.num_unscored -= logprobs.num_tokens
+                found.append(RequestOutput(request_id=request.id, prompt_logprobs=logprobs))
+            if not entry.samples and (fault := faults.get(request.row)) is not None:
+                found.append(self._fail(request, fault, now_s))
+        return found
 
     def _fail(self, request: Request, fault: RowFault, now_s: float) -> RequestOutput:
         """End a request whose row failed."""

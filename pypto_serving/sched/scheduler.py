@@ -209,7 +209,7 @@ class Scheduler:
 
         Steps planned before may still write to blocks freed since, so loads start after the last of those steps.
         """
-        jobs = self.kv.tiers.take_jobs(now_s)
+        jobs = self.kv.tiers.transfers.take_jobs(now_s)
         return Transfers(0, self._last_writer, jobs) if jobs else None
 
     def transferred(self, done: Iterable[TransferDone], now_s: float) -> None:

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from pypto_serving.kv.rate import Rate
 from pypto_serving.sched.request import Request
 from pypto_serving.types.arrays import id_list, pack_list
 from pypto_serving.types.step import NewRow, RowFault, RowLogprobs, StepPlan, StepResult
+from pypto_serving.util import Rate
 
 
 class Scheduled(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ import numpy as np
 from pypto_serving.types.arrays import pack_ids
 from pypto_serving.types.sampler import LogitAdjustments, MaskArray
 from pypto_serving.types.sampling import RowSampling
-from pypto_serving.worker.logit_adjust import RowAdjustments
+from pypto_serving.worker.sampler import RowAdjustments
 
 
 def adjustments(

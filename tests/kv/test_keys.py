@@ -12,9 +12,9 @@ import pytest
 
 from pypto_serving.kv import keys
 from pypto_serving.kv.events import EventLog
-from pypto_serving.kv.manager import NO_MATCH, KVCacheManager, Match
-from pypto_serving.kv.prefix_load import PrefixLoad
-from pypto_serving.model.null_models import deepseek_v4_groups, plain_groups
+from pypto_serving.kv.manager import KVCacheManager
+from pypto_serving.kv.promotion import PrefixLoad
+from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
 from pypto_serving.types.arrays import pack_ids
 from pypto_serving.types.kv import KVCacheGroupSpec, max_live_blocks
 from pypto_serving.types.tier import BlockStored, TierConfig, TierInventory
@@ -44,7 +44,7 @@ def manager(groups: tuple[KVCacheGroupSpec, ...], **options: Any) -> KVCacheMana
     return KVCacheManager(groups, blocks, **options)
 
 
-def compute(kv: KVCacheManager, request_id: str, tokens: array[int], match: Match = NO_MATCH) -> None:
+def compute(kv: KVCacheManager, request_id: str, tokens: array[int], match: int = 0) -> None:
     assert kv.reserve(request_id, len(tokens), match) is not None
     kv.commit(request_id, tokens, len(tokens), len(tokens))
 
@@ -52,14 +52,14 @@ def compute(kv: KVCacheManager, request_id: str, tokens: array[int], match: Matc
 def test_a_match_hashes_no_more_than_that_of_a_plain_model(hashes: Counter[str]) -> None:
     """One link for each 128 tokens; further keys when blocks are published or found."""
     kv = manager(V4)
-    assert kv.match("cold", TOKENS) == NO_MATCH
+    assert kv.match("cold", TOKENS) == 0
     assert hashes.pop("hashes") <= 100 + 2, "one link for each 128 tokens, and the first block of another group"
     compute(kv, "cold", TOKENS)
     assert hashes.pop("hashes") <= 4 * 100, "a key for ori, idx and both CSA states at each resume point"
     kv.forget("cold")
-    assert kv.match("warm", TOKENS) == Match(LENGTH)
+    assert kv.match("warm", TOKENS) == LENGTH
     assert hashes.pop("hashes") <= 2 * 100 + 5, "links, idx and one tail"
-    compute(kv, "warm", TOKENS, Match(LENGTH))
+    compute(kv, "warm", TOKENS, LENGTH)
     kv.check()
 
 
@@ -110,9 +110,9 @@ def test_events_of_a_tier_cost_a_match_nothing(model: str, monkeypatch: pytest.M
     looked_up: Counter[str] = Counter()
     monkeypatch.setattr(log, "holds", lambda g, key: looked_up.update(["holds"]) or EventLog.holds(log, g, key))
     monkeypatch.setattr(log, "lacks", lambda g, key: looked_up.update(["lacks"]) or EventLog.lacks(log, g, key))
-    assert kv.match("a", TOKENS) == NO_MATCH and log.num_unknown == 53
+    assert kv.match("a", TOKENS) == 0 and log.num_unknown == 53
     expected = PrefixLoad.BEGUN if groups is not V4 else PrefixLoad.COMPUTE
-    assert kv.load_prefix("a", TOKENS, NO_MATCH) is expected
+    assert kv.load_prefix("a", TOKENS, 0) is expected
     assert looked_up.total() <= 4 + 3 * 6
     stored = [event for event in log.take() if isinstance(event, BlockStored)]
     assert [event.key for event in stored] == held[:3] and log.num_unknown == 50

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.kv.manager import NO_MATCH, KVCacheManager, Match
-from pypto_serving.model.null_models import deepseek_v4_groups, plain_groups
+from pypto_serving.kv.manager import KVCacheManager
+from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
 from pypto_serving.types.kv import CompressedSpec, FullSpec, KVCacheGroupSpec, StateSpec, WindowSpec
 from tests.kv.groups import GROUPS, blocks_in_use, group, tensor
 from tests.simulation import in_pages
@@ -29,7 +29,7 @@ def compute(kv: KVCacheManager, request_id: str, tokens: array[int]) -> int:
     match = kv.match(request_id, tokens)
     assert kv.reserve(request_id, len(tokens), match) is not None
     kv.commit(request_id, tokens, len(tokens), len(tokens))
-    return match.num_tokens
+    return match
 
 
 def test_growth_is_all_or_nothing_over_the_groups() -> None:
@@ -47,8 +47,8 @@ def test_a_fully_cached_prompt_leaves_one_token_to_compute() -> None:
     tokens = ids(*range(16))
     compute(kv, "a", tokens)
     kv.forget("a")
-    assert kv.match("b", tokens) == Match(12)
-    assert kv.match("c", ids(*range(17))) == Match(16)
+    assert kv.match("b", tokens) == 12
+    assert kv.match("c", ids(*range(17))) == 16
 
 
 def test_hits_are_shared_and_survive_the_first_owner() -> None:
@@ -65,7 +65,7 @@ def test_hits_are_shared_and_survive_the_first_owner() -> None:
 def test_salt_separates_tenants() -> None:
     kv = manager(plain_groups(4))
     compute(kv, "a", ids(*range(16)))
-    assert kv.match("b", ids(*range(16)), cache_salt="other") == NO_MATCH
+    assert kv.match("b", ids(*range(16)), cache_salt="other") == 0
 
 
 def test_groups_do_not_find_each_others_keys() -> None:
@@ -81,7 +81,7 @@ def test_release_of_a_preempted_request_lets_it_find_its_own_blocks() -> None:
     compute(kv, "a", tokens)
     kv.release("a")
     assert blocks_in_use(kv) == (0,)
-    assert kv.match("a", tokens) == Match(12)
+    assert kv.match("a", tokens) == 12
 
 
 def test_window_blocks_are_given_back_once_out_of_reach() -> None:
@@ -114,7 +114,7 @@ def test_deepseek_v4_hit_needs_the_blocks_that_its_caches_need(groups: tuple[KVC
     tokens = ids(*range(300))
     compute(kv, "a", tokens[:256])
     match = kv.match("b", tokens)
-    assert match == Match(256)
+    assert match == 256
     blocks = kv.reserve("b", 256, match)
     assert blocks is not None
     live = {g.name: sum(1 for b in table if b) for g, table in zip(groups, blocks, strict=True)}
@@ -146,8 +146,8 @@ def test_match_equals_the_brute_force_oracle(groups: tuple[KVCacheGroupSpec, ...
         tail = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=12), label="tail")
         tokens = ids(*range(prefix), *tail)
         match = kv.match(f"r{i}", tokens)
-        assert match.num_tokens == longest_accepted_by_all(kv, f"r{i}", len(tokens))
-        end = match.num_tokens
+        assert match == longest_accepted_by_all(kv, f"r{i}", len(tokens))
+        end = match
         while end < len(tokens):
             end = min(len(tokens), end + data.draw(st.integers(1, 9), label="chunk"))
             if kv.reserve(f"r{i}", end, match) is None:

@@ -7,9 +7,8 @@ import numpy as np
 from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.types.arrays import Int32Array, pack_ids
 from pypto_serving.types.sampling import RowSampling
-from pypto_serving.worker.logit_adjust import RowAdjustments
 from pypto_serving.worker.masks import RowMasks
-from pypto_serving.worker.sampler import RowSamplers
+from pypto_serving.worker.sampler import RowAdjustments, RowSamplers
 from tests.kernels.adjusting import mask_of
 
 VOCAB = 40
