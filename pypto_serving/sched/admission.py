@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pypto_serving.errors import ConfigError, RequestError
-from pypto_serving.kv.manager import KVCacheManager
 from pypto_serving.kv.promotion import PrefixLoad
 from pypto_serving.sched import budget
 from pypto_serving.sched.registry import RequestRegistry
 from pypto_serving.sched.request import Request, Status
-from pypto_serving.sched.step import Counters, Step, new_row
+from pypto_serving.sched.step import Step, new_row
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import EngineRequest, RequestFault
 from pypto_serving.types.sampling import SamplingParams, adjusting, check_named_ids, guiding
@@ -77,68 +76,63 @@ MAX_SET_ASIDE = 64
 """Most waiting requests that a step sets aside, for a prefix wait or a later load: it hashes the prompt of each."""
 
 
-class Admission:
-    """A part of the Scheduler, without state of its own: starts waiting requests in a step."""
+def admit_all(registry: RequestRegistry, step: Step, now_s: float, before: Request | None = None) -> None:
+    """Start waiting requests in order, all or those `before` a running one, until one must stay in the queue."""
+    free_rows, waiting = registry.free_rows, registry.waiting
+    while step.admits and step.budget > 0 and free_rows and step.num_set_aside < MAX_SET_ASIDE:
+        request = waiting.peek()
+        if request is None or (before is not None and request.order > before.order):
+            return
+        step.admits = request.id not in step.preempted and admit(registry, step, request, now_s)
 
-    def __init__(self, config: EngineConfig, kv: KVCacheManager, registry: RequestRegistry, counters: Counters) -> None:
-        self._config = config
-        self._kv = kv
-        self._registry = registry
-        self._counters = counters
-        self._uncommitted = config.uncommitted_tokens
 
-    def admit_all(self, step: Step, now_s: float, before: Request | None = None) -> None:
-        """Start waiting requests in order, all or those `before` a running one, until one must stay in the queue."""
-        free_rows, waiting = self._registry.free_rows, self._registry.waiting
-        while step.admits and step.budget > 0 and free_rows and step.num_set_aside < MAX_SET_ASIDE:
-            request = waiting.peek()
-            if request is None or (before is not None and request.order > before.order):
-                return
-            step.admits = request.id not in step.preempted and self.admit(step, request, now_s)
-
-    def admit(self, step: Step, request: Request, now_s: float) -> bool:
-        """Start a waiting request, or let it wait elsewhere. Return False if it must stay first in the queue."""
-        kv, loading = self._kv, self._registry.load_wait
-        matched = kv.match(request.id, request.tokens, request.source.cache_salt)
-        may_wait = not self._registry.crash_counts.suspects
-        if request.num_unscored:  # cached tokens have no logits
-            matched, may_wait = 0, False
-        if may_wait and self._registry.prefix_wait.wait(request, matched):
+def admit(registry: RequestRegistry, step: Step, request: Request, now_s: float) -> bool:
+    """Start a waiting request, or let it wait elsewhere. Return False if it must stay first in the queue."""
+    kv, loading = registry.kv, registry.load_wait
+    matched = kv.match(request.id, request.tokens, request.source.cache_salt)
+    may_wait = not registry.crash_counts.suspects
+    if request.num_unscored:  # cached tokens have no logits
+        matched, may_wait = 0, False
+    if may_wait and registry.prefix_wait.wait(request, matched):
+        step.num_set_aside += 1
+        return True
+    spare = SPARE_BLOCKS if registry.running else 0.0
+    while not kv.fits(
+        request.id, matched, request.num_tokens, registry.config.uncommitted_tokens, spare, step.reserved
+    ):
+        if registry.running or loading.is_busy or not loading.release_one(request):
+            return False
+    if may_wait:
+        load = kv.load_prefix(request.id, request.tokens, matched, may_begin=not loading.is_full)
+        if load is PrefixLoad.BEGUN:
+            loading.begin(request, now_s)
+            return True
+        if load is PrefixLoad.LATER and loading.put_off(request, now_s):
             step.num_set_aside += 1
             return True
-        spare = SPARE_BLOCKS if self._registry.running else 0.0
-        while not kv.fits(request.id, matched, request.num_tokens, self._uncommitted, spare, step.reserved):
-            if self._registry.running or loading.is_busy or not loading.release_one(request):
-                return False
-        if may_wait:
-            load = kv.load_prefix(request.id, request.tokens, matched, may_begin=not loading.is_full)
-            if load is PrefixLoad.BEGUN:
-                loading.begin(request, now_s)
-                return True
-            if load is PrefixLoad.LATER and loading.put_off(request, now_s):
-                step.num_set_aside += 1
-                return True
-        count = budget.chunk(self._config, step, request, request.num_tokens - matched)
-        if count == 0 or kv.reserve(request.id, matched + count, matched) is None:
-            return False
-        self._registry.start(request, matched)
-        if request.num_cached_tokens < 0:
-            self._record_first_start(request, matched, now_s)
-        step.new_rows.append(new_row(request, kv.table(request.id)))
-        step.schedule(request, count)
-        self.reserve_growth(step, request)
-        return True
+    count = budget.chunk(registry.config, step, request, request.num_tokens - matched)
+    if count == 0 or kv.reserve(request.id, matched + count, matched) is None:
+        return False
+    registry.start(request, matched)
+    if request.num_cached_tokens < 0:
+        _record_first_start(registry, request, matched, now_s)
+    step.new_rows.append(new_row(request, kv.table(request.id)))
+    step.schedule(request, count)
+    reserve_growth(registry, step, request)
+    return True
 
-    def reserve_growth(self, step: Step, request: Request, sign: int = 1) -> None:
-        """Reserve in `step` the blocks that a running prompt still needs; with `sign` -1, give them up again."""
-        if request.status is Status.RUNNING and request.num_uncomputed_tokens > 1:
-            step.reserve(self._kv.growth(request.num_computed_tokens, request.num_tokens), sign)
 
-    def _record_first_start(self, request: Request, matched: int, now_s: float) -> None:
-        """Record the cache hits of a request, by tier, and the time of its first step."""
-        sources = self._kv.sources(request.id, matched)
-        self._kv.tiers.record_hits(sources)
-        request.num_cached_tokens = matched
-        request.cached_by_tier = tuple(sources[tier] for tier in TIERS)
-        request.scheduled_s = now_s
-        self._counters.record_prompt(request.prompt_len, matched)
+def reserve_growth(registry: RequestRegistry, step: Step, request: Request, sign: int = 1) -> None:
+    """Reserve in `step` the blocks that a running prompt still needs; with `sign` -1, give them up again."""
+    if request.status is Status.RUNNING and request.num_uncomputed_tokens > 1:
+        step.reserve(registry.kv.growth(request.num_computed_tokens, request.num_tokens), sign)
+
+
+def _record_first_start(registry: RequestRegistry, request: Request, matched: int, now_s: float) -> None:
+    """Record the cache hits of a request, by tier, and the time of its first step."""
+    sources = registry.kv.sources(request.id, matched)
+    registry.kv.tiers.record_hits(sources)
+    request.num_cached_tokens = matched
+    request.cached_by_tier = tuple(sources[tier] for tier in TIERS)
+    request.scheduled_s = now_s
+    registry.counters.record_prompt(request.prompt_len, matched)

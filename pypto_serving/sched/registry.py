@@ -12,12 +12,13 @@ from pypto_serving.sched.load_wait import LoadWait
 from pypto_serving.sched.prefix_wait import PrefixWait
 from pypto_serving.sched.queue import Deadlines, TokenShares, WaitingQueue
 from pypto_serving.sched.request import Request, Status
+from pypto_serving.sched.step import Counters
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput
 
 
 class RequestRegistry:
-    """Owns every Request from `enter` to its last output. A part of the Scheduler.
+    """Owns every Request from `enter` to its last output, and the totals of all steps. A part of the Scheduler.
 
     A request is in exactly one of these:
 
@@ -30,9 +31,9 @@ class RequestRegistry:
     """
 
     def __init__(self, config: EngineConfig, kv: KVCacheManager) -> None:
-        self._kv = kv
-        self._max_model_len = config.limits.max_model_len
-        self._traits = config.limits.traits
+        self.config = config
+        self.kv = kv
+        self.counters = Counters()
         self._num_arrived = 0
         self._deadlines = Deadlines()
         self._num_rows = config.limits.max_num_seqs
@@ -49,7 +50,8 @@ class RequestRegistry:
     def enter(self, source: EngineRequest) -> None:
         """Queue a new request."""
         self._num_arrived += 1
-        request = Request(source, self._num_arrived, self._max_model_len, self._traits)
+        limits = self.config.limits
+        request = Request(source, self._num_arrived, limits.max_model_len, limits.traits)
         self.requests[request.id] = request
         if self.shares is not None:
             self.shares.enter(request)
@@ -93,7 +95,7 @@ class RequestRegistry:
         if self.shares is not None:
             self.shares.leave(request)
         request.status = Status.FINISHED
-        self._kv.forget(request.id)
+        self.kv.forget(request.id)
         del self.requests[request.id]
         return outputs.finished(request, reason, fault, now_s)
 
@@ -120,7 +122,7 @@ class RequestRegistry:
         request.life += 1
         request.row = -1
         request.num_committed = request.num_computed_tokens = request.num_placeholders = 0
-        self._kv.release(request.id)
+        self.kv.release(request.id)
 
     @property
     def num_waiting(self) -> int:

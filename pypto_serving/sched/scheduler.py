@@ -8,14 +8,12 @@ from itertools import islice
 from operator import attrgetter
 
 from pypto_serving.kv.manager import KVCacheManager
-from pypto_serving.sched import budget, outputs
-from pypto_serving.sched.admission import Admission, require_blocks, unservable
+from pypto_serving.sched import admission, budget, outputs, preemption, results
+from pypto_serving.sched.admission import require_blocks, unservable
 from pypto_serving.sched.crash_counts import MAX_CRASHES
-from pypto_serving.sched.preemption import Preemption
 from pypto_serving.sched.registry import RequestRegistry
 from pypto_serving.sched.request import Request, Status, by_order
-from pypto_serving.sched.results import Results
-from pypto_serving.sched.step import Counters, Step, step_plan
+from pypto_serving.sched.step import Step, step_plan
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput
 from pypto_serving.types.step import StepPlan, StepResult
@@ -25,12 +23,9 @@ _least_recent = attrgetter("last_step", "order")
 
 
 class Scheduler:
-    """Owns the steps in flight and, in four parts, all requests.
+    """Owns the steps in flight and, in its RequestRegistry, all requests and the rows lent to them.
 
-    - RequestRegistry: every Request from `add` to its last output, and the rows lent to requests.
-    - Admission: starts waiting requests.
-    - Preemption: frees blocks for running requests.
-    - Results: applies the results of steps.
+    `admission` starts waiting requests, `preemption` frees blocks for running ones, `results` applies those of steps.
 
     The caller begins each turn with `begin_turn()`, then calls `plan()` while fewer than `config.depth` steps are in
     flight. It commits results in the order of their plans. Time is an argument. The same calls give the same plans.
@@ -39,11 +34,8 @@ class Scheduler:
     def __init__(self, config: EngineConfig, kv: KVCacheManager) -> None:
         self.config = config
         self.kv = kv
-        self.counters = Counters()
         self._registry = RequestRegistry(config, kv)
-        self._admission = Admission(config, kv, self._registry, self.counters)
-        self._preemption = Preemption(kv, self._registry, self.counters)
-        self._results = Results(kv, self._registry, self.counters)
+        self.counters = self._registry.counters
         self._in_flight: deque[Step] = deque()
         self._num_planned = 0
         self._last_writer = 0
@@ -137,15 +129,15 @@ class Scheduler:
 
     def _schedule_prompts(self, step: Step, prompts: list[Request], now_s: float) -> None:
         """Schedule running and waiting prompts in order. Blocks that running ones still need stay reserved for them."""
-        admission = self._admission
+        registry = self._registry
         for request in prompts:
-            admission.reserve_growth(step, request)
+            admission.reserve_growth(registry, step, request)
         for request in prompts:
-            admission.admit_all(step, now_s, before=request)
-            admission.reserve_growth(step, request, -1)
+            admission.admit_all(registry, step, now_s, before=request)
+            admission.reserve_growth(registry, step, request, -1)
             self._schedule(step, request, request.num_uncomputed_tokens)
-            admission.reserve_growth(step, request)
-        admission.admit_all(step, now_s)
+            admission.reserve_growth(registry, step, request)
+        admission.admit_all(registry, step, now_s)
 
     def _schedule(self, step: Step, request: Request, missing: int, anyone: bool = False) -> None:
         """Add as many of a running request's `missing` tokens as fit; preempt others if nothing else frees blocks.
@@ -163,7 +155,7 @@ class Scheduler:
             num_drafts = 0
             blocks = self.kv.reserve(request.id, request.num_computed_tokens + count)
         while blocks is None:
-            if not self._preemption.free_blocks(step, request, count, anyone):
+            if not preemption.free_blocks(self._registry, step, request, count, anyone):
                 step.admits = False
                 return
             blocks = self.kv.reserve(request.id, request.num_computed_tokens + count)
@@ -178,8 +170,8 @@ class Scheduler:
         if suspect.status is Status.RUNNING:
             self._schedule(step, suspect, suspect.num_uncomputed_tokens, anyone=True)
             return
-        while not self._admission.admit(step, suspect, now_s):
-            if not self._preemption.preempt_for(step, suspect, anyone=True):
+        while not admission.admit(registry, step, suspect, now_s):
+            if not preemption.preempt_for(registry, step, suspect, anyone=True):
                 step.admits = False
                 return
 
@@ -200,7 +192,7 @@ class Scheduler:
         step = self._in_flight.popleft()
         if result.step_id != step.step_id:
             raise RuntimeError(f"result of step {result.step_id} where step {step.step_id} was due")
-        return self._results.take(step, result, now_s)
+        return results.take_result(self._registry, step, result, now_s)
 
     # Transfers between tiers.
 

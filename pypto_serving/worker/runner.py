@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
 from http import HTTPStatus
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -71,14 +71,6 @@ class _PendingStep(msgspec.Struct, frozen=True):
     started_s: float
     packed_s: float
     constraints: list[StepConstraints | None]
-
-
-class StepTimes(NamedTuple):
-    """Seconds of a step in the worker, and of its parts on the host."""
-
-    elapsed_s: float
-    packing_s: float
-    sampling_s: float
 
 
 class Runner:
@@ -162,13 +154,13 @@ class Runner:
                 virtual_s = (virtual_s or 0.0) + output.virtual_s
         now_s, free_s = time.perf_counter(), self._collected_s  # a held step also waits for those before it
         self._collected_s = now_s
-        times = StepTimes(now_s - max(step.started_s, free_s), step.packed_s - step.started_s, sampling_s)
+        elapsed_s, packing_s = now_s - max(step.started_s, free_s), step.packed_s - step.started_s
         computing_s = now_s - max(step.packed_s, free_s)
         if virtual_s is not None:
-            times, computing_s = StepTimes(virtual_s, 0.0, 0.0), virtual_s
+            elapsed_s, packing_s, computing_s, sampling_s = virtual_s, 0.0, virtual_s, 0.0
         if self.batch.drafts is not None:
             self._measure(step, computing_s)
-        return _result(step, found, times)
+        return _result(step, found, elapsed_s, packing_s, sampling_s)
 
     def _log(self, dispatch: Dispatch, faults: Iterable[RowFault]) -> None:
         """Log faults of the server, with the id of the request unless its row may belong to another one by now."""
@@ -221,7 +213,13 @@ def _drafter_maker(program: Program, sampler: Sampler, ngram: NgramConfig | None
     return partial(ModelDrafter, program.draft, sampler, max_rows)
 
 
-def _result(step: _PendingStep, found: list[tuple[Dispatch, DispatchResult]], times: StepTimes) -> StepResult:
+def _result(
+    step: _PendingStep,
+    found: list[tuple[Dispatch, DispatchResult]],
+    elapsed_s: float,
+    packing_s: float,
+    sampling_s: float,
+) -> StepResult:
     """Join the results of a step's dispatches."""
     counts = num_drafts = num_accepted = b""
     results = [result for _, result in found]
@@ -236,9 +234,9 @@ def _result(step: _PendingStep, found: list[tuple[Dispatch, DispatchResult]], ti
         rows=b"".join([pack_ids(dispatch.rows) for dispatch, _ in found]),
         token_ids=b"".join([pack_ids(result.token_ids) for result in results]),
         logprobs=[each for result in results for each in result.logprobs],
-        elapsed_s=times.elapsed_s,
-        packing_s=times.packing_s,
-        sampling_s=times.sampling_s,
+        elapsed_s=elapsed_s,
+        packing_s=packing_s,
+        sampling_s=sampling_s,
         counts=counts,
         num_drafts=num_drafts,
         num_accepted=num_accepted,

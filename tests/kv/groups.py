@@ -46,4 +46,4 @@ def _fields(g: KVCacheGroupSpec) -> dict[str, object]:
 def take_jobs(kv: KVCacheManager, now_s: float) -> list[TransferJob]:
     """Plan demotions as a turn of the core does, and take the jobs that follow."""
     kv.tiers.demotions.plan(now_s)
-    return kv.tiers.take_jobs(now_s)
+    return kv.tiers.transfers.take_jobs(now_s)
