@@ -97,9 +97,7 @@ def admit(registry: RequestRegistry, step: Step, request: Request, now_s: float)
         step.num_set_aside += 1
         return True
     spare = SPARE_BLOCKS if registry.running else 0.0
-    while not kv.fits(
-        request.id, matched, request.num_tokens, registry.config.uncommitted_tokens, spare, step.reserved
-    ):
+    while not kv.fits(request.id, matched, request.num_tokens, registry.uncommitted_tokens, spare, step.reserved):
         if registry.running or loading.is_busy or not loading.release_one(request):
             return False
     if may_wait:

@@ -32,6 +32,7 @@ class RequestRegistry:
 
     def __init__(self, config: EngineConfig, kv: KVCacheManager) -> None:
         self.config = config
+        self.uncommitted_tokens = config.uncommitted_tokens
         self.kv = kv
         self.counters = Counters()
         self._num_arrived = 0
