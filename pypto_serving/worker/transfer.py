@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import select
 import threading
@@ -11,8 +10,9 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import NamedTuple
 
 from pypto_serving.backend.base import BlockMemory
@@ -35,6 +35,14 @@ class Move(NamedTuple):
     block: int
     slot: int
     key: bytes
+
+
+class MovedPart(NamedTuple):
+    """A part of a job: when a thread began and ended it, and which of its blocks were moved."""
+
+    started_s: float
+    ended_s: float
+    worked: Sequence[bool]
 
 
 class Mover:
@@ -84,38 +92,6 @@ def _by_group(moves: Sequence[Move]) -> dict[int, list[int]]:
     return found
 
 
-class RunningJob:
-    """A transfer job in parts, which threads run in any order. Changed under `lock`."""
-
-    def __init__(self, job: TransferJob, moves: Sequence[Move], num_parts: int) -> None:
-        self.job = job
-        self.moves = moves
-        self.num_parts = max(1, min(num_parts, len(moves)))
-        self.done = bytearray(len(moves))
-        self.started_s = math.inf
-        self.lock = threading.Lock()
-        self._left = self.num_parts
-
-    def part(self, number: int) -> slice:
-        """Return the range of moves in part `number`."""
-        size = len(self.moves)
-        return slice(size * number // self.num_parts, size * (number + 1) // self.num_parts)
-
-    def begin(self) -> None:
-        """Record the start of the job's first part."""
-        with self.lock:
-            self.started_s = min(self.started_s, time.monotonic())
-
-    def finish(self, part: slice, worked: Sequence[bool], writable: bool) -> TransferDone | None:
-        """Record the result of a part. Return the job's result after the last part, else None."""
-        with self.lock:
-            self.done[part] = bytes(worked)
-            self._left -= 1
-            if self._left:
-                return None
-        return TransferDone(self.job.job_id, bytes(self.done), time.monotonic() - self.started_s, writable)
-
-
 @contextmanager
 def ends_process() -> Iterator[None]:
     """End the worker at any exception, as in a step, so that the core never waits for a transfer in vain."""
@@ -144,8 +120,7 @@ class TransferServer:
         self._storers = {tier: ThreadPoolExecutor(1, f"store-{tier}") for tier in mover.stores}
         self._completed_step = 0
         self._waiting: deque[tuple[int, TransferJob]] = deque()
-        self._done: deque[TransferDone] = deque()
-        self._num_jobs = 0
+        self._running: list[tuple[TransferJob, list[Future[MovedPart]]]] = []
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="transfers", daemon=True)
@@ -154,7 +129,7 @@ class TransferServer:
     @property
     def is_busy(self) -> bool:
         """Whether there are transfers that were not reported yet."""
-        return self._num_jobs > 0
+        return bool(self._waiting or self._running)
 
     def step_done(self, step_id: int) -> None:
         """Record a completed step and start loads that waited for it. The worker's main thread calls this."""
@@ -181,7 +156,6 @@ class TransferServer:
             self._report()
 
     def _accept_jobs(self, message: Transfers) -> None:
-        self._num_jobs += len(message.jobs)
         for job in message.jobs:
             if job.kind == "load":
                 self._waiting.append((message.after_step, job))
@@ -189,29 +163,39 @@ class TransferServer:
                 self._start(job)
 
     def _start(self, job: TransferJob) -> None:
-        loads = job.kind == "load"
-        running = RunningJob(job, self._mover.moves(job), LOAD_THREADS[job.tier] if loads else 1)
+        """Have threads move the blocks of a job: those of a load in as many parts as there are threads."""
         pool = self._storers[job.tier] if job.kind in ("store", "clear") else self._loaders[job.tier]
-        for number in range(running.num_parts):
-            pool.submit(self._do, running, running.part(number))
+        moves = self._mover.moves(job)
+        num_parts = max(1, min(LOAD_THREADS[job.tier], len(moves))) if job.kind == "load" else 1
+        bounds = [len(moves) * number // num_parts for number in range(num_parts + 1)]
+        parts = [pool.submit(self._move, job, moves[begin:end]) for begin, end in pairwise(bounds)]
+        for part in parts:
+            part.add_done_callback(lambda _: os.eventfd_write(self._wake, 1))
+        self._running.append((job, parts))
 
-    def _do(self, running: RunningJob, part: slice) -> None:
+    def _move(self, job: TransferJob, moves: Sequence[Move]) -> MovedPart:
         with ends_process():
-            running.begin()
-            worked = self._mover.move(running.job, running.moves[part])
-            done = running.finish(part, worked, self._mover.stores[running.job.tier].writable)
-            if done is not None:
-                self._done.append(done)
-                os.eventfd_write(self._wake, 1)
+            started_s = time.monotonic()
+            worked = self._mover.move(job, moves)
+            return MovedPart(started_s, time.monotonic(), worked)
 
     def _report(self) -> None:
-        done = []
-        while self._done:
-            done.append(self._done.popleft())
-        self._num_jobs -= len(done)
+        """Report the jobs of which all parts have ended."""
+        running, done = [], []
+        for job, parts in self._running:
+            if all(part.done() for part in parts):
+                done.append(self._result(job, [part.result() for part in parts]))
+            else:
+                running.append((job, parts))
+        self._running = running
         if done:
             self._channel.send(TransferReport(self._epoch, done))
         self._channel.flush()
+
+    def _result(self, job: TransferJob, parts: Sequence[MovedPart]) -> TransferDone:
+        worked = bytes(ok for part in parts for ok in part.worked)
+        elapsed_s = max(part.ended_s for part in parts) - min(part.started_s for part in parts)
+        return TransferDone(job.job_id, worked, elapsed_s, self._mover.stores[job.tier].writable)
 
     def shut_down(self) -> None:
         """Finish running transfers, cancel the rest, and close the stores."""
