@@ -16,7 +16,7 @@ MAX_STORE_BYTES = 32 << 20
 """Most bytes of one of them, unless it is a single block."""
 MAX_DEMOTING_BYTES = 256 << 20
 """Blocks of preempted requests are stored at once until this many bytes are on their way to a tier."""
-MAX_PINNED = 0.25
+MAX_PINNED = 0.5
 """Share of the free device blocks that stores begun together keep from being used."""
 EVICTION_MARGIN = 0.1
 """With policy `eviction`: share of a device pool, next to be evicted, that is stored."""
