@@ -16,7 +16,7 @@ from pypto_serving.backend.numpy_sampler import uniforms
 from pypto_serving.engine.core import EngineCore
 from pypto_serving.engine.kv_events import KVEventPublisher
 from pypto_serving.engine.worker_process import WorkerDown, WorkerEvent, open_host_memory
-from pypto_serving.model.null.spec import plain_groups
+from pypto_serving.model.null_models import plain_groups
 from pypto_serving.store.base import Store
 from pypto_serving.store.disk import open_disk
 from pypto_serving.store.host import HostStore

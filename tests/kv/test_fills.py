@@ -9,7 +9,7 @@ import pytest
 
 from pypto_serving.kv.manager import KVCacheManager
 from pypto_serving.kv.promotion import PrefixLoad
-from pypto_serving.model.null.spec import plain_groups
+from pypto_serving.model.null_models import plain_groups
 from pypto_serving.types.tier import (
     KEY_BYTES,
     TIERS,

@@ -14,7 +14,7 @@ from pypto_serving.kv import keys
 from pypto_serving.kv.events import EventLog
 from pypto_serving.kv.manager import KVCacheManager
 from pypto_serving.kv.promotion import PrefixLoad
-from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
+from pypto_serving.model.null_models import deepseek_v4_groups, plain_groups
 from pypto_serving.types.arrays import pack_ids
 from pypto_serving.types.kv import KVCacheGroupSpec, max_live_blocks
 from pypto_serving.types.tier import BlockStored, TierConfig, TierInventory

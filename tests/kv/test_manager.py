@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.kv.manager import KVCacheManager
-from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
+from pypto_serving.model.null_models import deepseek_v4_groups, plain_groups
 from pypto_serving.types.kv import CompressedSpec, FullSpec, KVCacheGroupSpec, StateSpec, WindowSpec
 from tests.kv.groups import GROUPS, blocks_in_use, group, tensor
 from tests.simulation import in_pages
