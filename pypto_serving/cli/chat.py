@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -24,56 +24,9 @@ from pypto_serving.setup.option_table import RULES
 from pypto_serving.setup.options import Options
 from pypto_serving.types.server_url import KEY_VARIABLES, key_in, require_key
 
-if TYPE_CHECKING:
-    from pypto_serving.offline.llm import LLM
-
-
 ServerKey = Annotated[
     str | None, typer.Option(help=f"API key of the server at --url. (default: {' or '.join(KEY_VARIABLES)})")
 ]
-
-
-@takes_options(*ENGINE_PANELS)
-@takes_sampling
-def chat(
-    options: Options,
-    sampling: dict[str, Any],
-    url: Annotated[str | None, typer.Option(help="Chat with this running server; load no model here.")] = None,
-    api_key: ServerKey = None,
-    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-) -> None:
-    """Chat with MODEL, by default the bundled one, or with a running server. Lines may come from a pipe."""
-    opening = [{"role": "system", "content": system}] if system else []
-
-    def talk(answer: Answer, name: str) -> None:
-        Conversation(answer, opening, LineReader(history_file()), sampling).run(name)
-
-    if url is not None:
-        client, model = remote_model(options, url, api_key)
-        talk(lambda messages: client.stream(model, messages, sampling), model)
-        return
-    with model_here(options, api_key) as (llm, model):
-        talk(lambda messages: llm.stream_chat(messages, sampling_params(llm, sampling)), model)
-
-
-def remote_model(options: Options, url: str, api_key: str | None) -> tuple[ChatClient, str]:
-    """Return the client of a running server, and the model to ask for; raise ConfigError for options of an engine."""
-    for name in RULES:
-        if name != "model" and getattr(options, name) is not None:
-            raise ConfigError(f"{options.label(name)} has no effect with --url; drop one of them")
-    client = ChatClient(url, key_in(os.environ) if api_key is None else require_key("--api-key", api_key))
-    return client, options.model or client.models()[0]
-
-
-@contextmanager
-def model_here(options: Options, api_key: str | None) -> Iterator[tuple[LLM, str]]:
-    """Open a model in this process; yield it and its name. Raise ConfigError for the key of a server."""
-    if api_key is not None:
-        raise ConfigError("--api-key has no effect without --url; drop it")
-    with local_model(options) as llm:
-        yield llm, options.model or "bundled"
-
-
 Message = dict[str, str]
 Answering = Generator[TextPart, None, TokenUsage | None]
 Answer = Callable[[Sequence[Message]], Answering]
@@ -92,6 +45,61 @@ _COMMAND = re.compile(r"/\w*")
 MAX_HISTORY = 1000
 FENCE = '"""'
 """A line that begins and ends a message of several lines."""
+
+
+@takes_options(*ENGINE_PANELS)
+@takes_sampling
+def chat(
+    options: Options,
+    sampling: dict[str, Any],
+    url: Annotated[str | None, typer.Option(help="Chat with this running server; load no model here.")] = None,
+    api_key: ServerKey = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+) -> None:
+    """Chat with MODEL, by default the bundled one, or with a running server. Lines may come from a pipe."""
+    opening = [{"role": "system", "content": system}] if system else []
+    with _answers(options, sampling, url, api_key, chats=True) as (answer, model):
+        Conversation(answer, opening, LineReader(history_file()), sampling).run(model)
+
+
+@takes_options(*ENGINE_PANELS)
+@takes_sampling
+def complete(
+    options: Options,
+    sampling: dict[str, Any],
+    url: Annotated[str | None, typer.Option(help="Ask this running server; load no model here.")] = None,
+    api_key: ServerKey = None,
+) -> None:
+    """Continue each line with MODEL, by default the bundled one, or with a running server, as it comes."""
+    sampling.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
+    with _answers(options, sampling, url, api_key, chats=False) as (answer, model):
+        Conversation(answer, [], LineReader(), sampling).run(model)
+
+
+@contextmanager
+def _answers(
+    options: Options, sampling: dict[str, Any], url: str | None, api_key: str | None, *, chats: bool
+) -> Iterator[tuple[Answer, str]]:
+    """Yield what answers messages, or continues the text of the last one, and the name of the model.
+
+    It asks the server at `url`, or a model in this process. Raises ConfigError for options of the other.
+    """
+    if url is None:
+        if api_key is not None:
+            raise ConfigError("--api-key has no effect without --url; drop it")
+        with local_model(options) as llm:
+            stream = llm.stream_chat if chats else lambda messages, params: llm.stream(messages[-1]["content"], params)
+            yield lambda messages: stream(messages, sampling_params(llm, sampling)), options.model or "bundled"
+        return
+    for name in RULES:
+        if name != "model" and getattr(options, name) is not None:
+            raise ConfigError(f"{options.label(name)} has no effect with --url; drop one of them")
+    client = ChatClient(url, key_in(os.environ) if api_key is None else require_key("--api-key", api_key))
+    model = options.model or client.models()[0]
+    if chats:
+        yield lambda messages: client.stream(model, messages, sampling), model
+    else:
+        yield lambda messages: client.stream_text(model, messages[-1]["content"], sampling), model
 
 
 @dataclass
@@ -303,25 +311,3 @@ def _keep(file: Path) -> None:
 
     with suppress(OSError):
         readline.write_history_file(file)
-
-
-@takes_options(*ENGINE_PANELS)
-@takes_sampling
-def complete(
-    options: Options,
-    sampling: dict[str, Any],
-    url: Annotated[str | None, typer.Option(help="Ask this running server; load no model here.")] = None,
-    api_key: ServerKey = None,
-) -> None:
-    """Continue each line with MODEL, by default the bundled one, or with a running server, as it comes."""
-    sampling.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
-
-    def talk(answer: Answer, name: str) -> None:
-        Conversation(answer, [], LineReader(), sampling).run(name)
-
-    if url is not None:
-        client, model = remote_model(options, url, api_key)
-        talk(lambda messages: client.stream_text(model, messages[-1]["content"], sampling), model)
-        return
-    with model_here(options, api_key) as (llm, model):
-        talk(lambda messages: llm.stream(messages[-1]["content"], sampling_params(llm, sampling)), model)

@@ -38,20 +38,25 @@ KeyFile = Annotated[
 ]
 
 
-def takes_options(
-    *panels: str, also: Sequence[str] = (), model_argument: bool = True
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+Decorator = Callable[[Callable[..., None]], Callable[..., None]]
+
+
+def takes_options(*panels: str, also: Sequence[str] = (), model_argument: bool = True) -> Decorator:
     """Give a command the flags of `panels` and the options `also`; it receives their values as `options: Options`."""
-    parameters = list(_parameters(panels, also, model_argument))
+    return _giving("options", list(_parameters(panels, also, model_argument)), _make)
+
+
+def _giving(name: str, parameters: Sequence[inspect.Parameter], make: Callable[[dict[str, Any]], Any]) -> Decorator:
+    """Give a command `parameters` in place of its own parameter `name`, which `make` makes of their values."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def run(**values: Any) -> None:
-            shared = {p.name: values.pop(p.name) for p in parameters}
-            command(options=_make(shared), **values)
+            made = make({p.name: values.pop(p.name) for p in parameters})
+            command(**{name: made}, **values)
 
         own = inspect.signature(command, eval_str=True).parameters.values()
-        kept = [p.replace(kind=p.KEYWORD_ONLY) for p in own if p.name != "options"]
+        kept = [p.replace(kind=p.KEYWORD_ONLY) for p in own if p.name != name]
         run.__signature__ = inspect.Signature([*parameters, *kept])  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in (*parameters, *kept)}
         return run
@@ -59,19 +64,20 @@ def takes_options(
     return decorate
 
 
-def _parameters(panels: Iterable[str], also: Sequence[str], model_argument: bool) -> Iterable[inspect.Parameter]:
-    def parameter(name: str, annotation: Any) -> inspect.Parameter:
-        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+def _parameter(name: str, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
+
+def _parameters(panels: Iterable[str], also: Sequence[str], model_argument: bool) -> Iterable[inspect.Parameter]:
     if model_argument:
-        yield parameter("model_argument", ModelArgument)
-    yield parameter("config", ConfigFile)
+        yield _parameter("model_argument", ModelArgument)
+    yield _parameter("config", ConfigFile)
     for row in TABLE:
         if row.panel in panels or row.name in also:
             alone = row.name == "model" and not model_argument
-            yield parameter(row.name, _annotation(row._replace(help=CHECKPOINT) if alone else row))
+            yield _parameter(row.name, _annotation(row._replace(help=CHECKPOINT) if alone else row))
     if SERVER in panels:
-        yield parameter(KEY_FILE, KeyFile)
+        yield _parameter(KEY_FILE, KeyFile)
 
 
 def _annotation(row: Option) -> Any:
@@ -82,18 +88,10 @@ def _annotation(row: Option) -> Any:
             names[0] += f"/--no-{flag(row.name)}"
         return Annotated[bool | None, typer.Option(*names, **shown)]
     if isinstance(row.rule, ChoiceRule):
-        shown["autocompletion"] = _completion(row.rule.names)
+        names_of_rule = row.rule.names
+        shown["autocompletion"] = lambda incomplete: [each for each in names_of_rule if each.startswith(incomplete)]
     kind = list[str] | None if isinstance(row.rule, TextsRule) else str | None
     return Annotated[kind, typer.Option(*names, metavar=row.metavar, **shown)]
-
-
-def _completion(names: Iterable[str]) -> Callable[[str], list[str]]:
-    """Make the function that lists what shells offer for an unfinished value."""
-
-    def beginning_with(incomplete: str) -> list[str]:
-        return [name for name in names if name.startswith(incomplete)]
-
-    return beginning_with
 
 
 def _make(values: dict[str, Any]) -> Any:
@@ -138,19 +136,8 @@ FLAGS = {
 
 def takes_sampling(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the sampling flags; it receives the values that were given as `sampling: dict[str, Any]`."""
-
-    @functools.wraps(command)
-    def run(**values: Any) -> None:
-        command(sampling=_checked({name: values.pop(name) for name in FLAGS}), **values)
-
-    own = inspect.signature(command, eval_str=True).parameters.values()
-    kept = [p.replace(kind=p.KEYWORD_ONLY) for p in own if p.name != "sampling"]
-    flags = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        for name, annotation in FLAGS.items()
-    ]
-    run.__signature__ = inspect.Signature([*kept, *flags])  # type: ignore[attr-defined]
-    return run
+    flags = [_parameter(name, annotation) for name, annotation in FLAGS.items()]
+    return _giving("sampling", flags, _checked)(command)
 
 
 def _checked(values: dict[str, Any]) -> dict[str, Any]:

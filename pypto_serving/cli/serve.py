@@ -279,13 +279,13 @@ def join(
     from pypto_serving.setup.host import read_host_facts
     from pypto_serving.setup.locate import locate_model
     from pypto_serving.setup.options import make_options
-    from pypto_serving.setup.rules import HostPortRule
+    from pypto_serving.setup.rules import HOST_PORT
     from pypto_serving.types.start import HostJoin
 
     try:
-        HostPortRule().parse(address)
+        HOST_PORT.parse(address)
     except ValueError:
-        raise ConfigError(f"HOST:PORT is {address}, but must be {HostPortRule.allowed}") from None
+        raise ConfigError(f"HOST:PORT is {address}, but must be {HOST_PORT.allowed}") from None
     form = make_options({"log_format": log_format}).log_format
     configure_logs("join", "info", form)
     for number in STOP_SIGNALS:

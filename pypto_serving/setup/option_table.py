@@ -121,7 +121,7 @@ _SERVER = (
     ),
     Option(
         "api_key",
-        rules.KeysRule(),
+        rules.API_KEYS,
         f"Key that clients may send; may repeat; --api-key-file or {ENVIRONMENT['api_key']} keeps it out of the "
         "process list.",
         "KEY",
@@ -172,7 +172,7 @@ _SERVER = (
     ),
     Option(
         "otlp_traces_endpoint",
-        rules.TracesUrlRule(),
+        rules.COLLECTOR_URL,
         "Where OpenTelemetry traces are sent, by gRPC unless OTEL_EXPORTER_OTLP_TRACES_PROTOCOL is http/protobuf.",
         "URL",
     ),
@@ -270,14 +270,14 @@ _KV = (
     ),
     Option(
         "kv_events",
-        rules.EndpointRule(),
+        rules.ZMQ_ENDPOINT,
         "Publish the content of the cache for routers, in vLLM's format, at a ZeroMQ endpoint such as "
         "tcp://127.0.0.1:5557.",
         "ENDPOINT",
     ),
     Option(
         "kv_events_replay",
-        rules.EndpointRule(),
+        rules.ZMQ_ENDPOINT,
         "Where routers ask for events that they missed.",
         "ENDPOINT",
         decided="the next port",
@@ -349,7 +349,7 @@ _DEVICE = (
     ),
     Option(
         "join_address",
-        rules.HostPortRule(),
+        rules.HOST_PORT,
         "Where another host joins with `pypto-serving join`, for half of the ranks.",
         "HOST:PORT",
     ),

@@ -184,11 +184,7 @@ class TextsRule:
         return tuple(dict.fromkeys(TextRule().parse(item) for item in values))
 
 
-@dataclass(frozen=True)
-class KeysRule(TextsRule):
-    """API keys: one, or a list of them."""
-
-    allowed: str = "text on one line, not empty"
+API_KEYS = TextsRule("text on one line, not empty")
 
 
 @dataclass(frozen=True)
@@ -215,29 +211,30 @@ def _origin(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class EndpointRule:
-    """An address that ZeroMQ can bind."""
+class AddressRule(TextRule):
+    """Text that matches `pattern`. Its group, if it matched and is no `*`, is a port from `lowest` on."""
 
-    allowed: str = "a ZeroMQ endpoint such as tcp://127.0.0.1:5557, tcp://127.0.0.1:* or ipc:///run/kv"
+    pattern: str = ""
+    lowest: int = 1
 
     def parse(self, value: object) -> str:
-        found = re.fullmatch(r"ipc://\S+|tcp://(?:\[\S+\]|[^\s:]+):(\*|[0-9]{1,5})", TextRule().parse(value))
-        if found is None or (found[1] not in (None, "*") and int(found[1]) > MAX_PORT):
+        found = re.fullmatch(self.pattern, super().parse(value))
+        if found is None or (found[1] not in (None, "*") and not self.lowest <= int(found[1]) <= MAX_PORT):
             raise ValueError
         return found[0]
 
 
-@dataclass(frozen=True)
-class HostPortRule:
-    """Where another host connects."""
-
-    allowed: str = "an address and a port, such as 10.0.0.1:7000"
-
-    def parse(self, value: object) -> str:
-        found = re.fullmatch(r"(?:\[[^\s\]]+\]|[^\s:]+):([0-9]{1,5})", TextRule().parse(value))
-        if found is None or not 0 < int(found[1]) <= MAX_PORT:
-            raise ValueError
-        return found[0]
+ZMQ_ENDPOINT = AddressRule(
+    "a ZeroMQ endpoint such as tcp://127.0.0.1:5557, tcp://127.0.0.1:* or ipc:///run/kv",
+    r"ipc://\S+|tcp://(?:\[\S+\]|[^\s:]+):(\*|[0-9]{1,5})",
+    lowest=0,
+)
+HOST_PORT = AddressRule("an address and a port, such as 10.0.0.1:7000", r"(?:\[[^\s\]]+\]|[^\s:]+):([0-9]{1,5})")
+COLLECTOR_URL = AddressRule(
+    "the URL of a collector, such as http://127.0.0.1:4317, https://HOST:PORT or grpc://HOST:PORT",
+    r"(?:https?|grpc)://(?:\[[^\s\]/]+\]|[^\s:/@]+)(?::([0-9]{1,5}))?(?:/\S*)?",
+)
+"""Where a collector takes traces in the OpenTelemetry protocol."""
 
 
 @dataclass(frozen=True)
@@ -252,20 +249,6 @@ class PoolUrlRule:
     def parse(self, value: object) -> str:
         url = TextRule().parse(value)
         parse_pool_url(url)
-        return url
-
-
-@dataclass(frozen=True)
-class TracesUrlRule:
-    """Where a collector takes traces in the OpenTelemetry protocol."""
-
-    allowed: str = "the URL of a collector, such as http://127.0.0.1:4317, https://HOST:PORT or grpc://HOST:PORT"
-
-    def parse(self, value: object) -> str:
-        url = TextRule().parse(value)
-        found = re.fullmatch(r"(?:https?|grpc)://(?:\[[^\s\]/]+\]|[^\s:/@]+)(?::([0-9]{1,5}))?(?:/\S*)?", url)
-        if found is None or not 0 < int(found[1] or 1) <= MAX_PORT:
-            raise ValueError
         return url
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.setup.options import read_keys
-from pypto_serving.setup.rules import KeysRule
+from pypto_serving.setup.rules import API_KEYS
 from pypto_serving.util import counted
 
 logger = logging.getLogger("pypto_serving.api")
@@ -37,7 +37,7 @@ class ApiKeys:
     def reload(self) -> None:
         """Read the file again. Keep the keys if it cannot be used, and log why."""
         try:
-            keys = KeysRule().parse(read_keys(Path(self.file), "the file of API keys"))
+            keys = API_KEYS.parse(read_keys(Path(self.file), "the file of API keys"))
         except ConfigError as error:
             logger.warning("%s; the keys stay as they are", error)
         except ValueError:
