@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import importlib
 import json
 import operator
 import os
@@ -211,21 +210,3 @@ def entries(value: Any) -> list[Any]:
         return list(value)
     except TypeError:
         raise ValueError(f"{brief(value)} is not a list") from None
-
-
-class LazyRegistry:
-    """Names mapped to `module:attribute`, imported on first use."""
-
-    def __init__(self, kind: str, targets: Mapping[str, str]) -> None:
-        self._kind = kind
-        self._targets = dict(targets)
-
-    def names(self) -> list[str]:
-        return sorted(self._targets)
-
-    def load(self, name: str) -> Any:
-        """Import the attribute behind `name`; raise KeyError that lists the known names."""
-        if name not in self._targets:
-            raise KeyError(f"unknown {self._kind} {name!r}; there are: {', '.join(self.names())}")
-        module, attribute = self._targets[name].split(":")
-        return getattr(importlib.import_module(module), attribute)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib
+import pkgutil
 from collections import UserDict
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -33,8 +33,7 @@ class LazyCommands(UserDict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if isinstance(self.data[name], tuple):
             panel, where = self.data[name]
-            module, attribute = where.split(":")
-            found = getattr(importlib.import_module(module), attribute)
+            found = pkgutil.resolve_name(where)
             if isinstance(found, typer.Typer):
                 command: Any = typer.main.get_group(found)
             else:

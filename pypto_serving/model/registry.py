@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from pypto_serving.model.formats.quantization import SECTION
 from pypto_serving.model.formats.section import read_section_file, section_file
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.model import SERVING_DTYPES, Contents, ModelSpec
-from pypto_serving.util import LazyRegistry, brief, one_of
+from pypto_serving.util import brief, one_of
 
 DEFAULT_BLOCK_SIZE = 32
 """Tokens per KV block: one panel of the CPU kernels."""
@@ -93,17 +93,17 @@ class ModelFamily:
     @property
     def program(self) -> Any:
         """Import the class that runs the model in torch, and torch itself."""
-        return _load(self.torch_program)
+        return pkgutil.resolve_name(self.torch_program)
 
     @property
     def plan_conversion(self) -> Any:
         """Import what plans conversions to other formats; see model/convert."""
-        return _load(self.conversion)
+        return pkgutil.resolve_name(self.conversion)
 
     @property
     def native_program(self) -> Any:
         """Import the class that runs the model on the CPU kernels."""
-        return _load(self.kernel_program)
+        return pkgutil.resolve_name(self.kernel_program)
 
 
 def refused_dtype(dtype: str) -> tuple[str, str]:
@@ -111,29 +111,22 @@ def refused_dtype(dtype: str) -> tuple[str, str]:
     return ("", "") if dtype == "bfloat16" else ("dtype", f"the kernels serve bfloat16 only, not {dtype}")
 
 
-def _load(target: str) -> Any:
-    module, name = target.split(":")
-    return getattr(importlib.import_module(module), name)
-
-
-FAMILIES = LazyRegistry(
-    "architecture",
-    {
-        "DeepseekV4ForCausalLM": "pypto_serving.model.deepseek_v4.spec:FAMILY",
-        "Qwen3ForCausalLM": "pypto_serving.model.qwen3.spec:FAMILY",
-        "Qwen3MoeForCausalLM": "pypto_serving.model.qwen3.spec:FAMILY",
-    },
-)
+FAMILIES = {
+    "DeepseekV4ForCausalLM": "pypto_serving.model.deepseek_v4.spec:FAMILY",
+    "Qwen3ForCausalLM": "pypto_serving.model.qwen3.spec:FAMILY",
+    "Qwen3MoeForCausalLM": "pypto_serving.model.qwen3.spec:FAMILY",
+}
+"""Where the family of each architecture is; it is imported on first use."""
 
 CONFIG_FILE = "config.json"
 
 
 def model_family(architecture: str) -> ModelFamily:
     """Return the family that serves `architecture`; raise ModelError that lists the supported ones."""
-    if architecture not in FAMILIES.names():
-        supported = ", ".join(FAMILIES.names())
+    if architecture not in FAMILIES:
+        supported = ", ".join(FAMILIES)
         raise ModelError(f"architecture {architecture!r} is not supported; supported: {supported}")
-    family = FAMILIES.load(architecture)
+    family = pkgutil.resolve_name(FAMILIES[architecture])
     assert isinstance(family, ModelFamily)
     return family
 

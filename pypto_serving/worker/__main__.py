@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pkgutil
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from pypto_serving.backend import BACKENDS
 from pypto_serving.backend.base import Backend, HostBlocks, Program
+from pypto_serving.backend.defaults import BACKEND_DEFAULTS
 from pypto_serving.ipc import SocketChannel
 from pypto_serving.logs import configure as configure_logs
 from pypto_serving.processes import Parent, run_child
@@ -33,7 +34,7 @@ def run(parent: Parent[WorkerStart], wrap: Wrap = lambda runner: runner) -> None
     start, started_s = parent.start, time.monotonic()
     config = start.config
     configure_logs(config.process_name("worker"), config.log_level, config.log_format)
-    backend: Backend = BACKENDS.load(config.worker.backend)(config)
+    backend: Backend = pkgutil.resolve_name(BACKEND_DEFAULTS[config.worker.backend].target)(config)
     backend.descendants, backend.respawned = start.descendants, start.respawned
     buffers = backend.allocate()
     program = backend.prepare(parent.progress)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from pathlib import Path
 from typing import Any
 
@@ -435,7 +436,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_family_has_its_own_encoder(folder: Path) -> None:
-    assert ENCODERS.load(ENCODER_OF_ARCHITECTURE["DeepseekV4ForCausalLM"]) is load
+    assert pkgutil.resolve_name(ENCODERS[ENCODER_OF_ARCHITECTURE["DeepseekV4ForCausalLM"]]) is load
 
 
 def test_the_checkpoint_says_what_efforts_it_knows(folder: Path) -> None:

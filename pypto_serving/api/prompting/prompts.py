@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pkgutil
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -12,23 +13,20 @@ from pypto_serving.api.text.files import has_tokenizer
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ContextLengthError, ModelError, RequestError
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.util import LazyRegistry, brief
+from pypto_serving.util import brief
 
 logger = logging.getLogger("pypto_serving.api")
 
-ENCODERS = LazyRegistry(
-    "chat encoder",
-    {"jinja": "pypto_serving.api.prompting.template:load", "deepseek_v4": "pypto_serving.api.chat.deepseek_v4:load"},
-)
+ENCODERS = {
+    "jinja": "pypto_serving.api.prompting.template:load",
+    "deepseek_v4": "pypto_serving.api.chat.deepseek_v4:load",
+}
 """Loaders (ServingConfig, Tokenizer) -> ChatEncoder. Raise ModelError if the checkpoint lacks a file or token."""
 
-ORIGINS = LazyRegistry(
-    "chat encoder",
-    {
-        "jinja": "pypto_serving.api.prompting.template:origin",
-        "deepseek_v4": "pypto_serving.api.chat.deepseek_v4:origin",
-    },
-)
+ORIGINS = {
+    "jinja": "pypto_serving.api.prompting.template:origin",
+    "deepseek_v4": "pypto_serving.api.chat.deepseek_v4:origin",
+}
 """Descriptions of what ENCODERS load: ServingConfig -> ChatOrigin. Raise like loaders; read small files only."""
 
 ENCODER_OF_ARCHITECTURE = {"DeepseekV4ForCausalLM": "deepseek_v4"}
@@ -59,7 +57,7 @@ def load_encoder(serving: ServingConfig, tokenizer: Tokenizer | None) -> ChatEnc
     if tokenizer is None:
         return UnavailableEncoder("this model has no tokenizer.json, so the server cannot chat with it")
     try:
-        encoder: ChatEncoder = ENCODERS.load(_family(serving))(serving, tokenizer)
+        encoder: ChatEncoder = pkgutil.resolve_name(ENCODERS[_family(serving)])(serving, tokenizer)
     except ModelError as error:
         if serving.chat_template is not None:
             raise
@@ -73,7 +71,7 @@ def describe_chat(serving: ServingConfig) -> ChatOrigin:
     if not has_tokenizer(serving.model_dir):
         return _off("this model has no tokenizer.json")
     try:
-        found: ChatOrigin = ORIGINS.load(_family(serving))(serving)
+        found: ChatOrigin = pkgutil.resolve_name(ORIGINS[_family(serving)])(serving)
     except ModelError as error:
         if serving.chat_template is not None:
             raise
