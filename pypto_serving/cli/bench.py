@@ -119,48 +119,47 @@ def serve(
     """
     from pypto_serving.bench import datasets, options, report, runner
 
-    with common.one_line_errors():
-        _check_combinations(context, dataset_name)
-        given = context.params
-        dataset: Dataset
-        match dataset_name:
-            case "random":
-                dataset = common.build(datasets.RandomData, given, "random_")
-            case "prefix_repetition":
-                dataset = common.build(datasets.PrefixRepetitionData, given, "prefix_repetition_")
-            case "custom":
-                dataset = datasets.FileData(path=dataset_path or Path(), output_len=custom_output_len)
-        metrics, goals = options.parse_metrics(percentile_metrics), options.parse_goodput(goodput or [])
-        if disable_stream and not common.is_given(context, "percentile_metrics"):
-            metrics = (options.WHOLE_REPLY_METRIC,)
-        if disable_stream:
-            options.require_whole_reply("--percentile-metrics", metrics)
-            options.require_whole_reply("--goodput", goals)
-        percentiles = options.parse_percentiles(metric_percentiles)
-        target = {
-            "base_url": common.server_url(base_url, host, port),
-            "extra_body": options.parse_extra_body(extra_body),
-            "timeout_s": timeout,
-            "stream": not disable_stream,
-        }
-        ramp_up = _ramp_up(ramp_up_strategy, ramp_up_start_rps, ramp_up_end_rps)
-        benchmark = runner.Benchmark(
-            target=common.build(options.Target, given, **target),
-            traffic=common.build(options.Traffic, given, ramp_up=ramp_up),
-            dataset=dataset,
-            reporting=options.Reporting(metrics=metrics, percentiles=percentiles, goodput_ms=goals),
-            tokenizer=tokenizer,
-            vocab_size=vocab_size,
-        )
-        saving = report.Saving(
-            directory=result_dir,
-            file=result_filename,
-            detailed=save_detailed,
-            metadata=options.parse_metadata(metadata or []),
-        )
-        saving.check(benchmark.reporting)
-        outcome = common.run_requests(lambda advance: runner.run(benchmark, advance), num_prompts)
-        common.report_outcome(outcome, saving if save_result else None)
+    _check_combinations(context, dataset_name)
+    given = context.params
+    dataset: Dataset
+    match dataset_name:
+        case "random":
+            dataset = common.build(datasets.RandomData, given, "random_")
+        case "prefix_repetition":
+            dataset = common.build(datasets.PrefixRepetitionData, given, "prefix_repetition_")
+        case "custom":
+            dataset = datasets.FileData(path=dataset_path or Path(), output_len=custom_output_len)
+    metrics, goals = options.parse_metrics(percentile_metrics), options.parse_goodput(goodput or [])
+    if disable_stream and not common.is_given(context, "percentile_metrics"):
+        metrics = (options.WHOLE_REPLY_METRIC,)
+    if disable_stream:
+        options.require_whole_reply("--percentile-metrics", metrics)
+        options.require_whole_reply("--goodput", goals)
+    percentiles = options.parse_percentiles(metric_percentiles)
+    target = {
+        "base_url": common.server_url(base_url, host, port),
+        "extra_body": options.parse_extra_body(extra_body),
+        "timeout_s": timeout,
+        "stream": not disable_stream,
+    }
+    ramp_up = _ramp_up(ramp_up_strategy, ramp_up_start_rps, ramp_up_end_rps)
+    benchmark = runner.Benchmark(
+        target=common.build(options.Target, given, **target),
+        traffic=common.build(options.Traffic, given, ramp_up=ramp_up),
+        dataset=dataset,
+        reporting=options.Reporting(metrics=metrics, percentiles=percentiles, goodput_ms=goals),
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+    )
+    saving = report.Saving(
+        directory=result_dir,
+        file=result_filename,
+        detailed=save_detailed,
+        metadata=options.parse_metadata(metadata or []),
+    )
+    saving.check(benchmark.reporting)
+    outcome = common.run_requests(lambda advance: runner.run(benchmark, advance), num_prompts)
+    common.report_outcome(outcome, saving if save_result else None)
 
 
 @bench_app.command(rich_help_panel=RESULTS)
@@ -172,11 +171,10 @@ def compare(
     """Show two results of `bench serve` (or of `vllm bench serve`) side by side."""
     from pypto_serving.bench import plots, report
 
-    with common.one_line_errors():
-        left, right = report.load_result(a), report.load_result(b)
-        typer.echo(report.render_comparison(left, right))
-        if plot is not None:
-            plots.plot_comparison(left, right, plot)
+    left, right = report.load_result(a), report.load_result(b)
+    typer.echo(report.render_comparison(left, right))
+    if plot is not None:
+        plots.plot_comparison(left, right, plot)
 
 
 def _check_combinations(context: typer.Context, dataset_name: DatasetName) -> None:
@@ -224,28 +222,27 @@ def sweep(
     from pypto_serving.bench import datasets, options, plots, report, runner
 
     name: options.LoadName
-    with common.one_line_errors():
-        given = common.given_names(context)
-        common.check_url(given)
-        if "concurrency" in given and rates is not None:
-            raise ConfigError("--concurrency and --rates exclude each other; drop one")
-        if rates is not None:
-            name, loads = "request_rate", options.parse_loads("--rates", rates, float)
-        else:
-            name, loads = "max_concurrency", options.parse_loads("--concurrency", concurrency, int)
-        if plot is not None:
-            plots.new_figure(1, 1)  # to know before the first request that it can be drawn
-        benchmark = runner.Benchmark(
-            target=options.Target(base_url=common.server_url(base_url, host, port)),
-            traffic=options.Traffic(num_prompts=num_prompts, seed=seed),
-            dataset=datasets.RandomData(input_len=input_len, output_len=output_len),
-            reporting=options.Reporting(),
-        )
-        total = num_prompts * len(loads)
-        results = common.run_requests(lambda advance: runner.sweep(benchmark, name, loads, advance), total)
-        typer.echo(report.render_loads(results, name))
-        common.write_output(output_json, results)
-        if plot is not None:
-            plots.plot_loads(results, name, plot)
-        if not any(result["completed"] for result in results):
-            raise typer.Exit(1)
+    given = common.given_names(context)
+    common.check_url(given)
+    if "concurrency" in given and rates is not None:
+        raise ConfigError("--concurrency and --rates exclude each other; drop one")
+    if rates is not None:
+        name, loads = "request_rate", options.parse_loads("--rates", rates, float)
+    else:
+        name, loads = "max_concurrency", options.parse_loads("--concurrency", concurrency, int)
+    if plot is not None:
+        plots.new_figure(1, 1)  # to know before the first request that it can be drawn
+    benchmark = runner.Benchmark(
+        target=options.Target(base_url=common.server_url(base_url, host, port)),
+        traffic=options.Traffic(num_prompts=num_prompts, seed=seed),
+        dataset=datasets.RandomData(input_len=input_len, output_len=output_len),
+        reporting=options.Reporting(),
+    )
+    total = num_prompts * len(loads)
+    results = common.run_requests(lambda advance: runner.sweep(benchmark, name, loads, advance), total)
+    typer.echo(report.render_loads(results, name))
+    common.write_output(output_json, results)
+    if plot is not None:
+        plots.plot_loads(results, name, plot)
+    if not any(result["completed"] for result in results):
+        raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""Shared by the commands of `bench`: options of a server, errors, progress, and the outcome of a run."""
+"""Shared by the commands of `bench`: options of a server, progress, and the outcome of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import msgspec
 import typer
 
-from pypto_serving.errors import ConfigError, PyptoError
+from pypto_serving.errors import ConfigError
 from pypto_serving.types.config import ServerConfig, default_of
 
 if TYPE_CHECKING:
@@ -32,16 +32,6 @@ SaveDetailed = Annotated[bool, typer.Option("--save-detailed", help="Add the tim
 ResultDir = Annotated[Path, typer.Option(help="Folder of the result file.")]
 ResultFilename = Annotated[str | None, typer.Option(help="Name of the result file.")]
 OutputJson = Annotated[Path | None, typer.Option(help="Also write the result as JSON into this file.")]
-
-
-@contextlib.contextmanager
-def one_line_errors() -> Iterator[None]:
-    """End the command on an error for the user, with one line and the error's exit code."""
-    try:
-        yield
-    except PyptoError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(error.exit_code) from None
 
 
 def is_given(context: typer.Context, name: str) -> bool:

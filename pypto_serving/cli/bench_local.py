@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pypto_serving.cli.app import HelpCommand
-from pypto_serving.cli.bench_common import OutputJson, one_line_errors, write_output
+from pypto_serving.cli.bench_common import OutputJson, write_output
 from pypto_serving.cli.generate import local_model
 from pypto_serving.cli.options import ENGINE_PANELS, takes_options
 from pypto_serving.errors import ConfigError, PyptoError
@@ -48,7 +48,7 @@ def throughput(
     output_json: OutputJson = None,
 ) -> None:
     """Continue random prompts, all at once, and report tokens per second."""
-    with one_line_errors(), local_model(options) as llm:
+    with local_model(options) as llm:
         prompts = _prompts(llm, num_prompts, input_len, output_len, prompt_seed)
         elapsed_s = _timed(llm, prompts, output_len)
     num_input, num_output = num_prompts * input_len, num_prompts * output_len
@@ -78,7 +78,7 @@ def latency(
     """Continue a batch of random prompts again and again, and report how long it takes."""
     import numpy as np
 
-    with one_line_errors(), local_model(options) as llm:
+    with local_model(options) as llm:
         taken = []
         for i in range(num_iters_warmup + num_iters):  # other prompts each time, which no cache has
             prompts = _prompts(llm, batch_size, input_len, output_len, prompt_seed + i)
@@ -128,8 +128,7 @@ def startup(
 
     For example: bench startup --runs 3 -- MODEL --packed-cache
     """
-    with one_line_errors():
-        found = [_measure(context.args) for _ in range(runs)]
+    found = [_measure(context.args) for _ in range(runs)]
     typer.echo(f"{'run':>10}" + "".join(f"{name + ' (s)':>16}" for name in COLUMNS.values()))
     middle = {key: median(times[key] for times in found) for key in COLUMNS}
     for name, times in [*enumerate(found, 1), ("median", middle)]:

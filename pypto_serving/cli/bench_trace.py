@@ -79,47 +79,46 @@ def trace(
     """
     from pypto_serving.bench import options, plots, replay, report, simulator, traces
 
-    with common.one_line_errors():
-        _check_combinations(context, virtual)
-        source = replay.Source(
-            path=path or traces.EXCERPT,
-            scale=traces.parse_scale(scale),
-            requests=requests,
-            duration_s=duration,
-            speedup=speedup,
-            seed=seed,
-        )
-        loaded = source.load()
-        saving = report.Saving(
-            directory=result_dir,
-            file=result_filename or f"trace-{source.path.stem}-{report.timestamp()}.json",
-            detailed=save_detailed,
-            metadata={},
-        )
-        saving.check(options.Reporting())
-        kept = saving if save_result else None
-        if plot is not None:
-            plots.new_figure(1, 1)  # better no run than one that ends without its plot
-        if not virtual:
-            target = options.Target(base_url=common.server_url(base_url, host, port), model=model, timeout_s=timeout)
-            _show(*_replay(source, loaded, target, vocab_size), kept, plot)
-            return
-        tiers = [f"{tier}_tokens" for tier in replay.SWEPT]
-        machine = common.build(
-            simulator.Machine,
-            context.params,
-            block_size=loaded.block_size if block_size is None else block_size,
-            step_s=step_seconds,
-            token_s=token_seconds,
-            row_s=row_seconds,
-            **{name: replay.parse_tokens(common.flag(name), context.params[name]) for name in tiers},
-        )
-        if sweep is None:
-            with common.request_progress(len(loaded.requests)) as advance:
-                outcome = replay.simulate(source, loaded, machine, advance)
-            _show(loaded, outcome, kept, plot)
-        else:
-            _sweep(source, loaded, machine, sweep, kept, plot)
+    _check_combinations(context, virtual)
+    source = replay.Source(
+        path=path or traces.EXCERPT,
+        scale=traces.parse_scale(scale),
+        requests=requests,
+        duration_s=duration,
+        speedup=speedup,
+        seed=seed,
+    )
+    loaded = source.load()
+    saving = report.Saving(
+        directory=result_dir,
+        file=result_filename or f"trace-{source.path.stem}-{report.timestamp()}.json",
+        detailed=save_detailed,
+        metadata={},
+    )
+    saving.check(options.Reporting())
+    kept = saving if save_result else None
+    if plot is not None:
+        plots.new_figure(1, 1)  # better no run than one that ends without its plot
+    if not virtual:
+        target = options.Target(base_url=common.server_url(base_url, host, port), model=model, timeout_s=timeout)
+        _show(*_replay(source, loaded, target, vocab_size), kept, plot)
+        return
+    tiers = [f"{tier}_tokens" for tier in replay.SWEPT]
+    machine = common.build(
+        simulator.Machine,
+        context.params,
+        block_size=loaded.block_size if block_size is None else block_size,
+        step_s=step_seconds,
+        token_s=token_seconds,
+        row_s=row_seconds,
+        **{name: replay.parse_tokens(common.flag(name), context.params[name]) for name in tiers},
+    )
+    if sweep is None:
+        with common.request_progress(len(loaded.requests)) as advance:
+            outcome = replay.simulate(source, loaded, machine, advance)
+        _show(loaded, outcome, kept, plot)
+    else:
+        _sweep(source, loaded, machine, sweep, kept, plot)
 
 
 def _check_combinations(context: typer.Context, virtual: bool) -> None:

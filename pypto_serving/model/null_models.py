@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pypto_serving.model.deepseek_v4.config import FLASH, DeepseekV4Config
 from pypto_serving.model.deepseek_v4.spec import kv_groups
-from pypto_serving.model.registry import DEFAULT_BLOCK_SIZE
-from pypto_serving.types.kv import FullSpec, KVCacheGroupSpec, KVTensorSpec
+from pypto_serving.types.kv import DEFAULT_BLOCK_SIZE, FullSpec, KVCacheGroupSpec, KVTensorSpec
 from pypto_serving.types.model import ModelSpec
 
 NULL_MODELS = ("plain", "deepseek_v4")

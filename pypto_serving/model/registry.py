@@ -18,12 +18,9 @@ from pypto_serving.model.contents import STORED_DTYPES, Inventory, read_contents
 from pypto_serving.model.fields import Fields, read_json_file
 from pypto_serving.model.formats.quantization import SECTION
 from pypto_serving.model.formats.section import read_section_file, section_file
-from pypto_serving.types.kv import KVCacheGroupSpec
+from pypto_serving.types.kv import DEFAULT_BLOCK_SIZE, KVCacheGroupSpec
 from pypto_serving.types.model import SERVING_DTYPES, Contents, ModelSpec
 from pypto_serving.util import brief, one_of
-
-DEFAULT_BLOCK_SIZE = 32
-"""Tokens per KV block: one panel of the CPU kernels."""
 
 
 class ParseConfig(Protocol):

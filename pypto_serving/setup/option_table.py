@@ -12,7 +12,6 @@ from typing import Any, get_args
 import msgspec
 
 from pypto_serving.backend.defaults import BACKEND_DEFAULTS
-from pypto_serving.model.registry import DEFAULT_BLOCK_SIZE
 from pypto_serving.setup import rules
 from pypto_serving.setup.rules import (
     KERNELS,
@@ -38,6 +37,7 @@ from pypto_serving.types.config import (
     SchedulerConfig,
     ServerConfig,
 )
+from pypto_serving.types.kv import DEFAULT_BLOCK_SIZE
 from pypto_serving.types.server_url import KEY_VARIABLES
 from pypto_serving.types.start import SECRET_VARIABLE
 from pypto_serving.types.tier import StorePolicy

@@ -13,6 +13,9 @@ import msgspec
 from pypto_serving.errors import ConfigError
 from pypto_serving.util import ceil_div
 
+DEFAULT_BLOCK_SIZE = 32
+"""Tokens per KV block: one panel of the CPU kernels."""
+
 CHECKPOINT_TOKENS = 2048
 """Resume blocks of windows and states are kept at multiples of this, and at the ends of prompts and turns."""
 

@@ -7,16 +7,11 @@ import subprocess
 import sys
 
 import pytest
-from typer.testing import CliRunner
 
-from pypto_serving.cli.bench import bench_app
 from pypto_serving.setup.locate import BUNDLED
+from tests.bench.command import invoke
 
 SMALL = ["--random-input-len", "8", "--random-output-len", "4", "--num-prompts", "6"]
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(bench_app, [str(a) for a in arguments])
 
 
 def serve(server, *arguments):

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
-from typer.testing import CliRunner
 
 from pypto_serving.bench.options import parse_loads
-from pypto_serving.cli.bench import bench_app
 from pypto_serving.errors import ConfigError
+from tests.bench import command
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(bench_app, ["sweep", *map(str, arguments)])
+    return command.invoke("sweep", *arguments)
 
 
 def test_each_load_has_a_line_and_a_result(server, tmp_path):

@@ -6,13 +6,12 @@ import json
 import re
 
 import pytest
-from typer.testing import CliRunner
 
 from pypto_serving.bench.replay import parse_sweep, parse_tokens
 from pypto_serving.bench.report import format_tokens
 from pypto_serving.bench.traces import EXCERPT, load_trace
-from pypto_serving.cli.bench import bench_app
 from pypto_serving.errors import ConfigError
+from tests.bench import command
 
 LINES = (
     {"timestamp": 0, "input_length": 64, "output_length": 2, "hash_ids": [0]},
@@ -29,7 +28,7 @@ def path(tmp_path):
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(bench_app, ["trace", *map(str, arguments)])
+    return command.invoke("trace", *arguments)
 
 
 def replay(server, path, model, *arguments):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from typer.testing import CliRunner
 
 from pypto_serving.bench.traces import Trace, TraceRequest, lru_hits
-from pypto_serving.cli.bench import bench_app
+from tests.bench.command import invoke
 from tests.e2e.server import Server
 
 pytestmark = pytest.mark.e2e
@@ -26,7 +25,7 @@ def replay(tmp_path, server, turns):
     path = tmp_path / "turns.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     where = ["--save-result", "--save-detailed", "--result-dir", str(tmp_path), "--result-filename", "r.json"]
-    result = CliRunner().invoke(bench_app, ["trace", str(path), "--scale", "1/16", "--base-url", server.url, *where])
+    result = invoke("trace", str(path), "--scale", "1/16", "--base-url", server.url, *where)
     assert result.exit_code == 0, result.output
     return json.loads((tmp_path / "r.json").read_text())
 

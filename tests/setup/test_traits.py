@@ -10,11 +10,10 @@ import pytest
 from pypto_serving.backend.defaults import BACKEND_DEFAULTS
 from pypto_serving.errors import ConfigError
 from pypto_serving.model.null_models import null_spec
-from pypto_serving.model.registry import DEFAULT_BLOCK_SIZE
 from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.options import make_options
 from pypto_serving.setup.resolver import Resolved, resolve
-from pypto_serving.types.kv import StateSpec
+from pypto_serving.types.kv import DEFAULT_BLOCK_SIZE, StateSpec
 from pypto_serving.types.step import BackendTraits
 from tests.configs import change_config
 
