@@ -250,7 +250,7 @@ class LLM:
         return _Job(text, prompt, fitted, new_parser)
 
     async def _run(self, encoding: Iterable[Coroutine[Any, Any, _Job]], progress: bool) -> list[GenerationOutput]:
-        """Generate for all prompts, as many at once as the engine takes."""
+        """Generate for all prompts, up to the engine's limit at once."""
         jobs = await asyncio.gather(*encoding)
         widest = max((job.params.n for job in jobs), default=1)
         room = asyncio.Semaphore(max(1, self._engine.config.max_unfinished // widest))

@@ -65,7 +65,7 @@ class Batches:
         self._task = asyncio.create_task(self._run_all())
 
     async def close(self) -> None:
-        """End; what is unfinished goes on with the next server."""
+        """Stop the running batch; the next server continues unfinished ones."""
         if self._running is not None:
             self._running[1].left.set()
         if self._task is not None:

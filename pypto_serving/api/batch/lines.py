@@ -50,7 +50,7 @@ class Problem(NamedTuple):
 
 
 class Found(NamedTuple):
-    """How many requests a file has, and what is wrong with it."""
+    """The number of requests in a file, and its problems."""
 
     num_requests: int
     problems: list[Problem]
@@ -123,7 +123,7 @@ def _lines(path: Path, limit: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _problem(line: bytes, seen: set[bytes], limits: Limits) -> str:
-    """Return what is wrong with a line, "" for nothing; add its request to those `seen`."""
+    """Return the problem of a line, "" for none; add its request to `seen`."""
     if len(line) > limits.max_line_bytes:
         return f"the line has more than {limits.max_line_bytes} bytes; send less"
     try:

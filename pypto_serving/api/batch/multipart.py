@@ -44,7 +44,7 @@ def read_form(content_type: str, body: bytes | bytearray) -> UploadForm:
 
 def _parts(body: bytes | bytearray, delimiter: bytes) -> Iterator[tuple[int, int]]:
     """Iterate over the places of the parts between delimiters; the body may begin with the rest of one."""
-    start = len(delimiter) - 2 if body.startswith(delimiter[2:]) else _behind(body, delimiter)
+    start = len(delimiter) - 2 if body.startswith(delimiter[2:]) else _first_end(body, delimiter)
     for _ in range(MAX_PARTS):
         if start < 0 or body.startswith(b"--", start):
             break
@@ -58,7 +58,7 @@ def _parts(body: bytes | bytearray, delimiter: bytes) -> Iterator[tuple[int, int
         raise RequestError(f"the form does not end, or has more than {MAX_PARTS} parts", param="file")
 
 
-def _behind(body: bytes | bytearray, delimiter: bytes) -> int:
+def _first_end(body: bytes | bytearray, delimiter: bytes) -> int:
     """Return where the first delimiter ends, -1 without one."""
     found = body.find(delimiter)
     return found if found < 0 else found + len(delimiter)

@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -69,7 +69,7 @@ class KeyStore:
         return self._path(file_id, ".jsonl")
 
     def read(self, file: File) -> Iterator[bytes]:
-        """Open a file, and iterate over as many bytes as it is known to have. Raises LostError."""
+        """Open a file, and iterate over the bytes that its record counts. Raises LostError."""
         try:
             opened = self.content(file.id).open("rb")
         except FileNotFoundError:
@@ -100,7 +100,7 @@ class KeyStore:
             )
 
     def file(self, file_id: str) -> File:
-        """Return what is known of a file. Raises LostError."""
+        """Return the record of a file. Raises LostError."""
         file = self._load(file_id, File)
         try:
             return msgspec.structs.replace(file, bytes=self.content(file_id).stat().st_size)
@@ -109,26 +109,18 @@ class KeyStore:
 
     def files(self) -> list[File]:
         """Return all files, the newest first."""
-        found: list[File] = []
-        for path in self._folder.glob("file-*.json"):
-            with suppress(LostError):  # it may be deleted meanwhile, or damaged
-                found.append(self.file(path.stem))
-        return sorted(found, key=lambda file: (-file.created_at, file.id))
+        return self._all("file-*.json", self.file)
 
     def batch(self, batch_id: str) -> Batch:
-        """Return what is known of a batch. Raises LostError."""
+        """Return the record of a batch. Raises LostError."""
         return self._load(batch_id, Batch)
 
     def batches(self) -> list[Batch]:
         """Return all batches, the newest first."""
-        found: list[Batch] = []
-        for path in self._folder.glob("batch_*.json"):
-            with suppress(LostError):  # it may be forgotten meanwhile, or damaged
-                found.append(self.batch(path.stem))
-        return sorted(found, key=lambda batch: (-batch.created_at, batch.id))
+        return self._all("batch_*.json", self.batch)
 
     def save(self, value: File | Batch) -> None:
-        """Write what is known of a file or a batch, in place of what was."""
+        """Write the record of a file or a batch, replacing the earlier one."""
         path = self._path(value.id, ".json")
         fresh = path.with_suffix(".new")
         try:
@@ -152,8 +144,15 @@ class KeyStore:
                 path.unlink()
 
     def forget(self, batch: Batch) -> None:
-        """Delete what is known of a batch; its files stay."""
+        """Delete the record of a batch; its files stay."""
         self._path(batch.id, ".json").unlink()
+
+    def _all(self, pattern: str, load: Callable[[str], T]) -> list[T]:
+        found: list[T] = []
+        for path in self._folder.glob(pattern):
+            with suppress(LostError):  # it may be deleted meanwhile, or damaged
+                found.append(load(path.stem))
+        return sorted(found, key=lambda each: (-each.created_at, each.id))
 
     def _load(self, name: str, kind: type[T]) -> T:
         try:

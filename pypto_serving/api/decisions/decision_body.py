@@ -124,7 +124,7 @@ def _reads(
         prompts += [fit_prompt([*ids, *begun], 1, prompter.config, prompt_field="input") for begun in tree.nodes]
         num_tokens += sum(len(ids) + len(begun) for begun in tree.nodes)
         if len(prompts) > most or num_tokens > MAX_READ_TOKENS:
-            problem = f"so many questions need more than {most} prompts, or {MAX_READ_TOKENS} tokens in all"
+            problem = f"these questions need more than {most} prompts, or {MAX_READ_TOKENS} tokens in all"
             raise RequestError(f"{problem}; ask fewer, or with fewer choices", param="questions")
     return asked, prompts, list(named)
 

@@ -38,7 +38,7 @@ def to_rust(pattern: str) -> str:
     for found in _TOKEN.finditer(pattern):
         token = found[0]
         if _IS_COUNT.fullmatch(token) and _UNCOUNTED.fullmatch(before):
-            raise ValueError(f"a regex with {token} behind {before or 'nothing'}, which cannot be repeated")
+            raise ValueError(f"a regex with {token} after {before or 'nothing'}, which cannot be repeated")
         written.append(_written(token))
         before = token
     return "".join(written)
@@ -55,7 +55,7 @@ def _written(token: str) -> str:
         if token[-1] in "=!":
             raise ValueError("a regex with look-around")
         if token == "(?":
-            raise ValueError("a regex with flags or a group behind (?, which are not supported")
+            raise ValueError("a regex with flags or a group after (?, which are not supported")
         return "(?:" if token[-1] == ">" else token
     if len(token) > 1:
         return token.removesuffix("?")  # a lazy one matches the same texts

@@ -18,15 +18,8 @@ PLACE = "// "
 _IN_SLASHES = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\\\n": r"\n", "\\\r": r"\r"}
 
 
-class TooLongError(SchemaError):
-    """A grammar that has too many characters."""
-
-    def __init__(self) -> None:
-        super().__init__(f"the grammar has more than {MAX_GRAMMAR_CHARS} characters up to here; send less")
-
-
 class GrammarText:
-    """Owns the rules of one grammar. Raises TooLongError once they are too long.
+    """Owns the rules of one grammar. Raises SchemaError once they are too long.
 
     Equal rules are written once, but count each time, so that the work is bounded, too.
     """
@@ -59,7 +52,7 @@ class GrammarText:
 
     @contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Let the errors of what is written within name a place, which is within the one that they name already."""
+        """Name a place in errors raised within; nested places are joined."""
         before = self._place
         self._place = placed(before, place)
         try:
@@ -96,7 +89,7 @@ class GrammarText:
     def _count(self, num_chars: int) -> None:
         self._num_chars += num_chars
         if self._num_chars > MAX_GRAMMAR_CHARS:
-            raise TooLongError
+            raise SchemaError(f"the grammar has more than {MAX_GRAMMAR_CHARS} characters up to here; send less")
 
     def json(self, schema: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> str:
         """Write JSON of a schema, maybe with other options."""
@@ -155,7 +148,7 @@ def any_of(options: Sequence[str]) -> str:
 
 
 def regex(pattern: str) -> str:
-    """Write a regular expression. Raises SchemaError if it is none that could stand there."""
+    """Write a regular expression between slashes. Raises SchemaError if it ends with a backslash."""
     if len(pattern) - len(pattern.rstrip("\\")) & 1:
         raise SchemaError("a pattern ends with a backslash")
     found = re.sub(r"\\.|[/\n\r]", lambda match: _IN_SLASHES.get(match[0], match[0]), pattern, flags=re.DOTALL)

@@ -46,8 +46,6 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 """Keywords that cannot be enforced, with the values that change nothing. Annotations and unknown ones are left out."""
 
-_MAX_HOPS = 16
-"""References that lead to references."""
 MAX_COPIED = 1 << 18
 """Keywords of all parts that references lead to."""
 _UNWRITABLE = re.compile("[\\x00-\\x07\\x0b\\x0e-\\x1f\\x7f\\ud800-\\udfff]")
@@ -180,7 +178,6 @@ class _SchemaCopier:
         self._names: dict[int, str] = {}
         self._found: dict[tuple[str, int], tuple[Any, str, Mapping[str, Any]]] = {}
         self._left = MAX_COPIED
-        self._one_of = OneOf()
 
     def whole(self) -> dict[str, Any]:
         """Return a copy of all of the schema."""
@@ -191,6 +188,12 @@ class _SchemaCopier:
             where = f"{found[0]}/multipleOf"
             raise SchemaError(f"{where} cannot be enforced: {found[1]} and another one are too large together")
         settle_bounds(schemas)
+        one_of = OneOf(lambda ref: made if ref == "#" else self.definitions[ref.removeprefix(DEFINITIONS)])
+        for place, part in schemas:
+            try:
+                one_of.settle(part)
+            except ValueError as error:
+                raise SchemaError(f"{place}/oneOf cannot be enforced: {error}") from None
         return made
 
     def copy(self, schema: Any, place: str, base: Mapping[str, Any]) -> Any:
@@ -205,14 +208,14 @@ class _SchemaCopier:
         if self._left < 0:
             raise SchemaError(f"its references lead to more than {MAX_COPIED} values; refer to fewer or smaller ones")
         made: dict[str, Any] = {}
-        for name, value in self._without_one_of(_normal(schema), place, base).items():
+        for name, value in _normal(schema).items():
             where = f"{place}/{name}"
             if name in _UNSUPPORTED:
                 if any(value == neutral and type(value) is type(neutral) for neutral in _UNSUPPORTED[name]):
                     continue
                 raise SchemaError(f"{where} cannot be enforced: the keyword {name} is not supported")
             if name == "$ref":
-                made[name] = self._refer(value, where, base)
+                made[name] = self._refer(str(value), where, base)
             elif name in _MAPS and isinstance(value, Mapping):
                 names = value if name == "properties" else _patterns(value, where)
                 copies = [self.copy(each, f"{where}/{key}", base) for key, each in value.items()]
@@ -226,44 +229,8 @@ class _SchemaCopier:
         _check_count(made, place)
         return _narrowed(made)
 
-    def _without_one_of(self, schema: Mapping[str, Any], place: str, base: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a schema whose `oneOf` is an `anyOf`, if no two of its cases can hold at once."""
-        cases = schema.get("oneOf")
-        if not isinstance(cases, list):
-            return schema
-        try:
-            found = self._one_of.as_any_of(cases, lambda each: self._target(each, base))
-        except ValueError as error:
-            raise SchemaError(f"{place}/oneOf cannot be enforced: {error}") from None
-        if found is None:
-            return schema
-        if "anyOf" not in schema:
-            return {
-                ("anyOf" if name == "oneOf" else name): value for name, value in (*schema.items(), ("oneOf", found))
-            }
-        others = schema.get("allOf", [])
-        rest = {name: value for name, value in schema.items() if name not in ("oneOf", "allOf")}
-        return {**rest, "allOf": [*others, {"anyOf": found}]} if isinstance(others, list) else schema
-
-    def _target(self, schema: Any, base: Mapping[str, Any]) -> Any:
-        """Return what a reference refers to, other schemas as they are, and True where that is not clear."""
-        for _ in range(_MAX_HOPS):
-            if not isinstance(schema, Mapping) or "$ref" not in schema:
-                return schema
-            schema, _, found = self._find(schema["$ref"], "$ref", base)
-            if found is not base:
-                return True
-        return True
-
-    def _find(self, ref: Any, where: str, base: Mapping[str, Any]) -> tuple[Any, str, Mapping[str, Any]]:
-        """Return what `ref` refers to, the last part of its path, and its base. Each is looked up once."""
-        if not isinstance(ref, str):
-            raise SchemaError(f"{where} cannot be enforced: {brief(ref)} is not in this schema")
-        if (ref, id(base)) not in self._found:
-            self._found[ref, id(base)] = self._look_up(ref, where, base)
-        return self._found[ref, id(base)]
-
     def _look_up(self, ref: str, where: str, base: Mapping[str, Any]) -> tuple[Any, str, Mapping[str, Any]]:
+        """Return what `ref` refers to, the last part of its path, and its base."""
         root_id = self._root.get("$id", self._root.get("id"))
         if isinstance(root_id, str) and ref.startswith(f"{root_id.removesuffix('#')}#"):
             ref, base = ref[len(root_id.removesuffix("#")) :], self._root
@@ -280,9 +247,11 @@ class _SchemaCopier:
                 base = target
         return target, last, base
 
-    def _refer(self, ref: Any, where: str, base: Mapping[str, Any]) -> str:
+    def _refer(self, ref: str, where: str, base: Mapping[str, Any]) -> str:
         """Return a reference to the copy of what `ref` refers to."""
-        target, last, base = self._find(ref, where, base)
+        if (ref, id(base)) not in self._found:
+            self._found[ref, id(base)] = self._look_up(ref, where, base)
+        target, last, base = self._found[ref, id(base)]
         if target is self._root and not self._is_split:
             return "#"
         if id(target) not in self._names:
@@ -291,7 +260,7 @@ class _SchemaCopier:
                 name += "_"
             self._names[id(target)] = name
             self.definitions[name] = True
-            self.definitions[name] = self.copy(target, str(ref), base)
+            self.definitions[name] = self.copy(target, ref, base)
         return DEFINITIONS + self._names[id(target)]
 
 

@@ -1,4 +1,4 @@
-"""Tell that no two cases of a `oneOf` hold at once, so that it says the same as `anyOf`."""
+"""Write a `oneOf` as `anyOf` where no two of its cases can hold at once."""
 
 from __future__ import annotations
 
@@ -7,41 +7,59 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 MAX_CASES, MAX_VALUES = 64, 64
+MAX_HOPS = 16
+"""References that lead to references."""
 MAX_COMPARISONS = 8192
 """Of cases, in a schema."""
 _TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
-Resolve = Callable[[Any], Any]
-"""Returns what a schema that is only a reference refers to; others as they are."""
 
 
 class OneOf:
-    """Finds out for one schema which cases exclude each other."""
+    """Finds out for one prepared schema which cases exclude each other; `find` returns what a reference leads to."""
 
-    def __init__(self) -> None:
+    def __init__(self, find: Callable[[str], Any]) -> None:
+        self._find = find
         self._left = MAX_COMPARISONS
         self._read: dict[int, _Case] = {}
 
-    def as_any_of(self, cases: Sequence[Any], resolve: Resolve) -> list[Any] | None:
-        """Return cases of `anyOf` that say the same as these of `oneOf`; None if they may overlap.
+    def settle(self, schema: dict[str, Any]) -> None:
+        """Write the `oneOf` of a part as `anyOf`, if no two of its cases can hold at once.
 
         Raises ValueError if that takes too long to find out.
         """
-        whole = [resolve(case) for case in cases]
+        found = self._as_any_of(schema["oneOf"]) if "oneOf" in schema else None
+        if found is None:
+            return
+        del schema["oneOf"]
+        if "anyOf" in schema:
+            schema["allOf"] = [*schema.get("allOf", ()), {"anyOf": found}]
+        else:
+            schema["anyOf"] = found
+
+    def _as_any_of(self, cases: Sequence[Any]) -> Sequence[Any] | None:
+        """Return cases of `anyOf` that say the same as these of `oneOf`; None if they may overlap."""
+        whole = list(map(self._resolved, cases))
         listed = [self._case(case).values if isinstance(case, Mapping) else None for case in whole]
         if None not in listed:
             values = [value for each in listed for value in each or ()]
-            return list(cases) if len(set(values)) == len(values) else None
+            return cases if len(set(values)) == len(values) else None
         if len(cases) > MAX_CASES:
             problem = f"it has {len(cases)} cases, but may have {MAX_CASES} if they do not all list their values"
             raise ValueError(f"{problem}; use anyOf")
         names = [_only_required(case) for case in cases]
         if len(set(names)) == len(cases) and None not in names:
             return [_with_one_of(name, names) for name in names]
-        if all(self._apart(one, other, resolve) for one, other in itertools.combinations(whole, 2)):
-            return list(cases)
-        return None
+        return cases if all(itertools.starmap(self._apart, itertools.combinations(whole, 2))) else None
 
-    def _apart(self, one: Any, other: Any, resolve: Resolve) -> bool:
+    def _resolved(self, schema: Any) -> Any:
+        """Return what a reference leads to, other schemas as they are, and True where that is not clear."""
+        for _ in range(MAX_HOPS):
+            if not isinstance(schema, Mapping) or "$ref" not in schema:
+                return schema
+            schema = self._find(schema["$ref"])
+        return True
+
+    def _apart(self, one: Any, other: Any) -> bool:
         """Whether no value is valid under both, by its type, its value, or a property that one of them requires."""
         if self._unlike(one, other):
             return True
@@ -51,7 +69,7 @@ class OneOf:
         if case.types & another.types != {"object"}:
             return False
         names = [*case.required, *another.required]
-        return any(self._unlike(_property(one, name, resolve), _property(other, name, resolve)) for name in names)
+        return any(self._unlike(self._property(one, name), self._property(other, name)) for name in names)
 
     def _unlike(self, one: Any, other: Any) -> bool:
         """Whether no value has the type of both, or is among those of both."""
@@ -67,6 +85,12 @@ class OneOf:
         if case.values is not None and another.values is not None:
             return case.values.isdisjoint(another.values)
         return case.types.isdisjoint(another.types)
+
+    def _property(self, schema: Mapping[str, Any], name: str) -> Any:
+        """Return what the value of a property must be; True for anything."""
+        if name in schema.get("properties", ()):
+            return self._resolved(schema["properties"][name])
+        return "patternProperties" in schema or schema.get("additionalProperties", True) is not False
 
     def _case(self, schema: Mapping[str, Any]) -> _Case:
         """Return what a schema says of its values; it is read once, since a schema is compared with many."""
@@ -91,8 +115,8 @@ class _Case(NamedTuple):
 def _only_required(case: Any) -> str | None:
     """Return the property that a case requires if it says nothing else."""
     match case:
-        case {"required": [str(name)], **rest} if not rest.keys() - {"title", "description", "type"}:
-            return name if rest.get("type", "object") == "object" else None
+        case {"required": [str(name)], **rest} if rest in ({}, {"type": "object"}):
+            return name
     return None
 
 
@@ -105,16 +129,12 @@ def _with_one_of(name: str | None, names: Sequence[str | None]) -> dict[str, Any
 def _read_case(schema: Mapping[str, Any]) -> _Case:
     listed = [schema["const"]] if "const" in schema else schema.get("enum")
     values = None
-    if isinstance(listed, list) and len(listed) <= MAX_VALUES:
+    if listed is not None and len(listed) <= MAX_VALUES:
         values = frozenset((_type_of(value), None if isinstance(value, list | Mapping) else value) for value in listed)
-    kinds = schema.get("type")
-    given = [kinds] if isinstance(kinds, str) else kinds
-    types = _TYPES if values is None else frozenset(kind for kind, _ in values)
-    if isinstance(given, list):
-        types = frozenset("number" if kind == "integer" else str(kind) for kind in given)
-    names = schema.get("required")
-    required = [name for name in names[:MAX_CASES] if isinstance(name, str)] if isinstance(names, list) else []
-    return _Case(types, values, required)
+    kinds = schema.get("type", _TYPES if values is None else [kind for kind, _ in values])
+    given = {kinds} if isinstance(kinds, str) else {*kinds}
+    types = frozenset("number" if kind == "integer" else kind for kind in given)
+    return _Case(types, values, schema.get("required", [])[:MAX_CASES])
 
 
 def _type_of(value: Any) -> str:
@@ -122,13 +142,3 @@ def _type_of(value: Any) -> str:
         if isinstance(value, python):
             return kind
     return "null" if value is None else "object"
-
-
-def _property(schema: Mapping[str, Any], name: str, resolve: Resolve) -> Any:
-    """Return what the value of a property must be; True for anything."""
-    properties = schema.get("properties")
-    if isinstance(properties, Mapping) and name in properties:
-        return resolve(properties[name])
-    if "patternProperties" in schema:
-        return True
-    return schema.get("additionalProperties", True) is not False

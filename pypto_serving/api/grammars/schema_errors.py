@@ -53,7 +53,7 @@ def _schema_in(line: str) -> Any:
 
 
 def _place_of(lines: Sequence[str]) -> str:
-    """Return what the last of some lines of Lark is from; "" if none of them says so."""
+    """Return the place that the last line of Lark comes from; "" if no comment names it."""
     comment = next((line for line in reversed(lines) if line.startswith(PLACE)), "")
     with suppress(ValueError):
         return str(json.loads(comment.removeprefix(PLACE)))

@@ -10,20 +10,20 @@ from typing import Any
 
 from pypto_serving.api.grammars.gbnf import lark_rules
 from pypto_serving.api.grammars.grammar_text import GrammarText, any_of, joined, regex
-from pypto_serving.api.grammars.tool_arguments import check_is_object, xml_arguments
+from pypto_serving.api.grammars.tool_arguments import xml_arguments
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.types.guide import Grammar
 from pypto_serving.util import brief
 
 Format = Mapping[str, Any]
 Ends = Sequence[str] | None
-"""The texts of which one must follow a format directly, and belongs to what is written for it.
+"""Texts one of which must follow a format directly; the format's rule includes it.
 
 () if the output ends there; None if something else follows, which looks like free text.
 """
 MAX_TRIGGERS, MAX_STRUCTURES = 128, 128
 _FIELDS = {"begin", "schema", "end"}
-_TOLD_APART = "free text must be the content of a tag, come right before a const_string, or be last"
+_FREE_TEXT = "free text must be the content of a tag, come right before a const_string, or be last"
 
 
 def lark_of(tag: Mapping[str, Any], options: Mapping[str, Any], tokenizer: Tokenizer) -> Grammar:
@@ -107,7 +107,6 @@ class FormatWriter:
         """Write `<parameter=name>`, a line with the value, and `</parameter>` for each property, like Qwen3-Coder."""
         line_break = '"\\n"?'
         with self._schema_of(given, place) as schema:
-            check_is_object(schema)
             written = xml_arguments(self._rules, schema, line_break)
         return self._ended(f"{line_break} {written}", ends)
 
@@ -132,7 +131,7 @@ class FormatWriter:
     def any_text(self, given: Format, place: str, ends: Ends) -> str:
         text = self._free_text(given, place)
         if ends is None:
-            raise ValueError(f"{place}: {_TOLD_APART}")
+            raise ValueError(f"{place}: {_FREE_TEXT}")
         return self._rules.until(ends, text)
 
     def sequence(self, given: Format, place: str, ends: Ends) -> str:
@@ -213,7 +212,7 @@ class FormatWriter:
         if first is not None and not loop:
             return self._ended(first, ends)
         if ends is None:
-            raise ValueError(f"{place}: {_TOLD_APART}")
+            raise ValueError(f"{place}: {_FREE_TEXT}")
         text = self._free_text(given, place)
         blocks = [joined(self._rules.until([trigger], text), any_of(each)) for trigger, each in follow.items()]
         block = self._rules.new(any_of(blocks))

@@ -74,10 +74,11 @@ class ParameterText(NamedTuple):
         return self == ParameterText()
 
 
-def check_is_object(schema: Schema) -> None:
-    """Raise SchemaError for a schema of something else."""
+def prepare_object(schema: Schema) -> tuple[Schema, Definitions]:
+    """Return an object's schema whose parts can stand alone, as `prepare_parts` does. Raises SchemaError for others."""
     if (kinds := types_of(schema, schema)) and "object" not in kinds:
         raise SchemaError(f"#/type is {kinds[0]}, but arguments are an object")
+    return prepare_parts(schema)
 
 
 def check_name(name: str, is_readable: bool) -> None:
@@ -98,7 +99,7 @@ def read_parameters(schema: Schema) -> list[Property] | None:
 
     Raises SchemaError for what cannot be enforced, or says more of them than each by itself.
     """
-    whole, definitions = prepare_parts(schema)
+    whole, definitions = prepare_object(schema)
     for _ in range(_MAX_HOPS):
         target = definitions.target(whole)
         if not isinstance(target, Mapping):
@@ -189,7 +190,7 @@ class _ValueReader:
 
 
 def _are_apart(cases: list[list[ParameterText]]) -> bool:
-    """Tell whether texts are listed, and none of them in two cases."""
+    """Return whether all texts are listed, and each in one case only."""
     values = [{value for text in texts for value in text.values or ()} for texts in cases]
     listed = all(text.values is not None for texts in cases for text in texts)
     return listed and len(set().union(*values)) == sum(map(len, values))
@@ -208,7 +209,7 @@ def _merged(schemas: list[Any]) -> Schema:
 
 def json_arguments(rules: GrammarText, schema: Schema) -> str:
     """Write a JSON object."""
-    whole, definitions = prepare_parts(schema)
+    whole, definitions = prepare_object(schema)
     return rules.prepared(definitions.with_those_of(as_object(whole)))
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, Self, TypeVar
 
 from pypto_serving.api.chat.parsers.families import CallForm
 from pypto_serving.api.grammars.grammar_text import ANY, GrammarText, any_of, joined, regex, without
-from pypto_serving.api.grammars.json_schema import SchemaError, prepare_parts
-from pypto_serving.api.grammars.tool_arguments import ARGUMENTS, as_object, check_is_object, check_name
+from pypto_serving.api.grammars.json_schema import SchemaError
+from pypto_serving.api.grammars.tool_arguments import ARGUMENTS, as_object, check_name, prepare_object
 from pypto_serving.api.text.tokenizer import split_at
 from pypto_serving.errors import RequestError
 from pypto_serving.types.guide import Grammar
 
 Function = Mapping[str, Any]
+T = TypeVar("T")
 SpecialId = Callable[[str], int | None]
 """Returns the id of a text that is a special token; None for others."""
 
@@ -27,7 +28,7 @@ def forced_calls(
     `options` are llguidance's for JSON. Raises RequestError that names the tool whose schema cannot be enforced.
     """
     with _refused():
-        writer = _Writer(_rules(form, special_id, options), form, functions)
+        writer = _CallWriter(form, special_id, options).adding(functions)
         return writer.rules.grammar(f"start: {writer.calls(one)}")
 
 
@@ -36,17 +37,15 @@ def calls_beside_json(
 ) -> Grammar:
     """Return the grammar of calls for `either`. Raises like `forced_calls`.
 
-    Where calls are JSON without a mark they are schemas, too: a grammar cannot tell JSON from similar text.
-    Of such calls a list would be one more kind of JSON, so there is none.
+    Calls that are JSON without a mark are written as schemas, too: a grammar cannot distinguish JSON from similar text.
+    Such calls come one by one, never as a list, which would be one more kind of JSON.
     """
     if not form.opens or form.arguments != "json":
         return forced_calls(form, functions, one, special_id, options)
     with _refused():
-        rules, made = _rules(form, special_id, options), []
-        for function in functions:
-            with _at(rules, function):
-                made.append(rules.prepared(_as_schema(form, function)))
-        call = rules.new(any_of(made))
+        writer = _CallWriter(form, special_id, options)
+        rules = writer.rules
+        call = rules.new(any_of(writer.for_each(functions, lambda each: rules.prepared(_as_schema(form, each)))))
         more = "" if one or form.begin else f"({rules.text(form.between)} {call})*"
         return rules.grammar(f"start: {joined(call, more)}")
 
@@ -60,7 +59,7 @@ def strict_calls(
     """
     loose = [f if f.get("strict") else {"name": f["name"], "parameters": {"type": "object"}} for f in functions]
     with _refused():
-        writer = _Writer(_rules(form, special_id, options), form, loose)
+        writer = _CallWriter(form, special_id, options).adding(loose)
         return writer.rules.grammar(*(writer.opened(one) if form.opens else writer.marked(one)))
 
 
@@ -69,21 +68,27 @@ def either(calls: Grammar, content_schema: str) -> Grammar:
     return Grammar("lark", calls.text.replace("start: ", f"start: %json {content_schema} | ", 1))
 
 
-def _rules(form: CallForm, special_id: SpecialId, options: Mapping[str, Any]) -> GrammarText:
-    special = {mark: token_id for mark in form.marks if (token_id := special_id(mark)) is not None}
-    return GrammarText(split_at(special), options, close_objects=True)
-
-
-class _Writer:
+class _CallWriter:
     """Write rules for the calls of one request. Raises SchemaError that names the function at fault."""
 
-    def __init__(self, rules: GrammarText, form: CallForm, functions: Sequence[Function]) -> None:
-        self.rules = rules
+    def __init__(self, form: CallForm, special_id: SpecialId, options: Mapping[str, Any]) -> None:
+        special = {mark: token_id for mark in form.marks if (token_id := special_id(mark)) is not None}
+        self.rules = GrammarText(split_at(special), options, close_objects=True)
         self._form = form
         self._calls: list[tuple[str, str]] = []
+
+    def adding(self, functions: Sequence[Function]) -> Self:
+        """Write the rules of each function."""
+        self._calls += self.for_each(functions, self._call)
+        return self
+
+    def for_each(self, functions: Sequence[Function], write: Callable[[Function], T]) -> list[T]:
+        """Write something for each function; errors name it."""
+        made = []
         for function in functions:
-            with _at(rules, function):
-                self._calls.append(self._call(function))
+            with self.rules.at(f"the parameters of {function['name']}"):
+                made.append(write(function))
+        return made
 
     def calls(self, one: bool) -> str:
         """Write all calls of an output, with the text around and between them."""
@@ -160,20 +165,13 @@ def _refused() -> Iterator[None]:
         raise RequestError(f"tools: {error}", param="tools", code="unsupported_schema") from None
 
 
-def _at(rules: GrammarText, function: Function) -> AbstractContextManager[None]:
-    """Let errors name the function whose rules are written."""
-    return rules.at(f"the parameters of {function['name']}")
-
-
 def _parameters(function: Function) -> Mapping[str, Any]:
-    schema = function.get("parameters") or {"type": "object", "properties": {}}
-    check_is_object(schema)
-    return schema
+    return function.get("parameters") or {"type": "object", "properties": {}}
 
 
 def _as_schema(form: CallForm, function: Function) -> Mapping[str, Any]:
     """Return the prepared schema of a call that is JSON as a whole."""
-    whole, definitions = prepare_parts(_parameters(function))
+    whole, definitions = prepare_object(_parameters(function))
     key = "parameters" if '"parameters"' in form.middle else "arguments"
     properties = {"name": {"const": function["name"]}, key: as_object(whole)}
     return definitions.with_those_of({"type": "object", "properties": properties, "required": list(properties)})

@@ -35,7 +35,7 @@ class Detokenizer:
         self._restart([] if self._decode(context).endswith(REPLACEMENT) else context)
 
     def is_silent(self, token_id: int) -> bool:
-        """Tell whether the token is special and left out of the text."""
+        """Return whether the token is special and left out of the text."""
         return token_id in self._silent
 
     def push(self, token_id: int) -> str:

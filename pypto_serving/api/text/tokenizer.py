@@ -72,11 +72,11 @@ class Tokenizer:
         return self.raw.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def is_special(self, text: str) -> bool:
-        """Tell whether `text` is a special token, which decoding leaves out."""
+        """Return whether `text` is a special token, which decoding leaves out."""
         return self.special_id(text) is not None
 
     def special_id(self, text: str) -> int | None:
-        """Return the id of the special token `text`; None if it is none."""
+        """Return the id of the special token `text`; None for other texts."""
         token_id = self.raw.token_to_id(text)
         return token_id if token_id in self.special_ids else None
 
