@@ -28,7 +28,6 @@ _MAPS = frozenset({"properties", "patternProperties"})
 _COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 _NUMBERS = frozenset({"const", "enum", "multipleOf", *BOUNDS})
-_ASSERTIONS = frozenset({"type", "pattern", "format", "required"}) | _COUNTS | _NUMBERS
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "not": (),
     "if": (),
@@ -224,10 +223,11 @@ class _SchemaCopier:
                 made[name] = [self.copy(each, f"{where}/{i}", base) for i, each in enumerate(value)]
             elif name in _SCHEMAS:
                 made[name] = self.copy(value, where, base)
-            elif name in _ASSERTIONS or name in _MAPS or name in _LISTS:
+            elif name in _SHAPES:
                 made[name] = _checked(name, value, where)
         _check_count(made, place)
-        return _narrowed(made)
+        _narrow(made)
+        return made
 
     def _look_up(self, ref: str, where: str, base: Mapping[str, Any]) -> tuple[Any, str, Mapping[str, Any]]:
         """Return what `ref` refers to, the last part of its path, and its base."""
@@ -281,13 +281,12 @@ def _is_base(schema: Mapping[str, Any]) -> bool:
 
 def _normal(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a schema with the items of older drafts written as in 2020-12."""
-    if "additionalItems" not in schema and not isinstance(schema.get("items"), list):
-        return schema
-    made = {name: value for name, value in schema.items() if name not in ("items", "additionalItems")}
-    if not isinstance(schema.get("items"), list):
-        return {**made, "items": schema["items"]} if "items" in schema else made
-    rest = {"items": schema["additionalItems"]} if "additionalItems" in schema else {}
-    return {**made, "prefixItems": schema["items"], **rest}
+    made = {name: value for name, value in schema.items() if name != "additionalItems"}
+    if isinstance(schema.get("items"), list):
+        made["prefixItems"] = made.pop("items")
+        if "additionalItems" in schema:
+            made["items"] = schema["additionalItems"]
+    return made
 
 
 def _pattern(value: str, where: str) -> str:
@@ -313,9 +312,9 @@ def _is_open_object(schema: Mapping[str, Any]) -> bool:
 def _check_count(schema: Mapping[str, Any], place: str) -> None:
     """Refuse a `minProperties` that repeated keys could appear to reach: only required keys are sure to differ."""
     least, required = schema.get("minProperties", 0), schema.get("required", ())
-    if isinstance(least, int) and isinstance(required, list | tuple) and least > len(set(map(str, required))) + 1:
-        message = f"{place}/minProperties cannot be enforced: {least} is more than one above the required properties"
-        raise SchemaError(message)
+    if least > len(set(required)) + 1:
+        problem = f"{least} is more than one above the required properties"
+        raise SchemaError(f"{place}/minProperties cannot be enforced: {problem}")
 
 
 def _checked(name: str, value: Any, where: str) -> Any:
@@ -347,18 +346,17 @@ def _check_exact(value: Any, where: str) -> None:
         raise SchemaError(f"{where} cannot be enforced: a text with U+{ord(found[0]):04X} is not supported")
 
 
-def _narrowed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema with what llguidance's formats leave open: see `_NARROWER`."""
-    pattern = _NARROWER.get(str(schema.get("format")))
+def _narrow(schema: dict[str, Any]) -> None:
+    """Add what llguidance's formats leave open: see `_NARROWER`."""
+    pattern = _NARROWER.get(schema.get("format", ""))
     if pattern is None:
-        return schema
+        return
     if schema["format"] == "hostname":
-        longest = schema.get("maxLength", _HOST_CHARS)
-        schema = {**schema, "maxLength": min(longest, _HOST_CHARS) if isinstance(longest, int) else longest}
+        schema["maxLength"] = min(schema.get("maxLength", _HOST_CHARS), _HOST_CHARS)
     if "pattern" not in schema:
-        return {**schema, "pattern": pattern}
-    others = schema.get("allOf", [])
-    return {**schema, "allOf": [*others, {"pattern": pattern}]} if isinstance(others, list) else schema
+        schema["pattern"] = pattern
+    else:
+        schema["allOf"] = [*schema.get("allOf", ()), {"pattern": pattern}]
 
 
 def _is_count(value: Any) -> bool:

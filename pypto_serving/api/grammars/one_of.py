@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from pypto_serving.api.chat.tools import MAX_HOPS
+
 MAX_CASES, MAX_VALUES = 64, 64
-MAX_HOPS = 16
-"""References that lead to references."""
 MAX_COMPARISONS = 8192
 """Of cases, in a schema."""
 _TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})

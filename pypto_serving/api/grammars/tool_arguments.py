@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pypto_serving.api.chat.parsers import dsml, qwen3_coder
-from pypto_serving.api.chat.tools import parameter_types, types_of
+from pypto_serving.api.chat.tools import MAX_HOPS, parameter_types, types_of
 from pypto_serving.api.grammars.grammar_text import ANY, GrammarText, any_of, joined, regex, without
 from pypto_serving.api.grammars.json_schema import Definitions, SchemaError, prepare_parts
 from pypto_serving.util import brief
@@ -17,8 +17,6 @@ Schema = Mapping[str, Any]
 XML_END, DSML_END = qwen3_coder.PARAMETER_END, dsml.PARAMETER_END
 MAX_VISITS = 256
 """Schemas that may say together which texts a parameter may be."""
-_MAX_HOPS = 8
-"""References that lead to references."""
 _BRANCHES = ("anyOf", "oneOf", "allOf", "enum", "const")
 _UNREADABLE = (*_BRANCHES, "patternProperties", "minProperties", "maxProperties", "$ref")
 _OF_OBJECTS = {"properties", "required", "additionalProperties"}
@@ -100,7 +98,7 @@ def read_parameters(schema: Schema) -> list[Property] | None:
     Raises SchemaError for what cannot be enforced, or says more of them than each by itself.
     """
     whole, definitions = prepare_object(schema)
-    for _ in range(_MAX_HOPS):
+    for _ in range(MAX_HOPS):
         target = definitions.target(whole)
         if not isinstance(target, Mapping):
             break
