@@ -291,6 +291,12 @@ def test_names_come_back_as_the_schema_has_them(compiler: Compiler, family: str)
     assert list(json.loads(call.arguments)) == list(properties)
 
 
+def test_a_parameter_that_refers_to_nothing_allowed_has_no_value() -> None:
+    schema = {"properties": {"x": {"$ref": "#/$defs/none"}}, "$defs": {"none": False}}
+    with pytest.raises(RequestError, match="#/properties/x: no value is allowed for it"):
+        forced_calls(FAMILIES["qwen3_coder"], [{"name": "f", "parameters": schema}], True, no_special, json_options())
+
+
 def test_a_pattern_of_a_plain_text_is_ecmascripts(compiler: Compiler) -> None:
     tool = {"name": "f", "parameters": {"properties": {"x": {"type": "string", "pattern": r"^\d.$"}}}}
     matcher = compiler.compile(forced_calls(FAMILIES["qwen3_coder"], [tool], True, no_special, json_options()))

@@ -143,8 +143,9 @@ class _ValueReader:
             return []
         self._visit()
         if "$ref" in schema:
-            own = {key: value for key, value in schema.items() if key != "$ref"}
-            return self.read_texts(_merged([self._definitions.target(schema), own]))
+            own, target = {**schema}, self._definitions.target(schema)
+            del own["$ref"]
+            return [] if target is False else self.read_texts(_merged([target, own]))
         words = sorted(schema.keys() & {*_BRANCHES, *_ASSERTIONS})
         branch = next((word for word in words if word in _BRANCHES), None)
         if branch is None:
