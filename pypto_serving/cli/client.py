@@ -53,7 +53,7 @@ class ChatClient:
     ) -> Generator[TextPart, None, TokenUsage | None]:
         """Yield pieces of the answer as they arrive; raise ChatServerError. Closing the generator aborts the request.
 
-        Its value is the usage, if the server tells.
+        Its value is the usage, if the server reports it.
         """
         return self._stream("/v1/chat/completions", {"model": model, "messages": list(messages), **sampling})
 
@@ -124,11 +124,11 @@ def _parts(delta: Mapping[str, Any]) -> Iterator[TextPart]:
         yield TextPart("content", text)
 
 
-def _usage(told: Any) -> TokenUsage | None:
-    if not told:
+def _usage(sent: Any) -> TokenUsage | None:
+    if not sent:
         return None
-    cached = (told.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return TokenUsage(told["prompt_tokens"], told["completion_tokens"], cached, ())
+    cached = (sent.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return TokenUsage(sent["prompt_tokens"], sent["completion_tokens"], cached, ())
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:

@@ -19,7 +19,7 @@ from pypto_serving.util import counted, format_size
 
 DISTRIBUTION = "pypto-serving"
 Sections = dict[str, dict[str, str]]
-_TOLD = re.compile(
+_SHOWN = re.compile(
     r"(PYPTO|OMP|KMP|GOMP|MKL|OPENBLAS|HF|ASCEND|CUDA|NVIDIA)_\w+|XDG_CACHE_HOME|LD_PRELOAD|LD_LIBRARY_PATH"
 )
 _SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSWORD")
@@ -58,7 +58,7 @@ def read_environment(root: Path = Path("/"), variables: Mapping[str, str] = os.e
             "Ascend device": "yes" if host.npu else "no",
         },
         "Packages": _packages(),
-        "Variables": {name: _shown(name, variables[name]) for name in sorted(variables) if _TOLD.fullmatch(name)},
+        "Variables": {name: _shown(name, variables[name]) for name in sorted(variables) if _SHOWN.fullmatch(name)},
     }
 
 

@@ -11,7 +11,7 @@ from pypto_serving.errors import ConfigError
 from pypto_serving.parallel.topology import Topology
 from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.options import Options, Settings
-from pypto_serving.types.config import DEFAULT_DRAFTS, NgramConfig, Speculation
+from pypto_serving.types.config import DEFAULT_DRAFTS, Speculation
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.util import format_size, install_extra
 
@@ -197,18 +197,6 @@ OFF = "off"
 _SHORT_FORMS = ("spec_method", "spec_tokens")
 
 
-class Drafting(msgspec.Struct, frozen=True):
-    """The fields of an EngineConfig that say how drafts are made."""
-
-    num_drafts: int = 0
-    ngram: NgramConfig | None = None
-
-    @property
-    def in_model(self) -> bool:
-        """Return True if draft layers of the model make drafts."""
-        return self.num_drafts > 0 and self.ngram is None
-
-
 def given_speculation(options: Options) -> Speculation | None:
     """Return what `speculative_config`, or `spec_method` and `spec_tokens` in its place, asks for; None for no drafts.
 
@@ -229,8 +217,8 @@ def given_speculation(options: Options) -> Speculation | None:
 
 def choose_drafts(
     settings: Settings, host: HostFacts, backend: BackendDefaults, topology: Topology, kernels: str
-) -> Drafting:
-    """Choose how drafts are made. Raises ConfigError for what cannot make or verify them."""
+) -> Speculation | None:
+    """Choose how drafts are made, None for no drafts. Raises ConfigError for what cannot make or verify them."""
     options, given = settings.options, given_speculation(settings.options)
     form = "spec_method" if options.speculative_config is None else "speculative_config"
     origin = settings.origin_or("speculative_config", "default")
@@ -239,7 +227,7 @@ def choose_drafts(
     count = given.num_speculative_tokens if given else DEFAULT_DRAFTS
     settings.record("spec_tokens", count, settings.origin_or("spec_tokens", origin))
     if given is None:
-        return Drafting()
+        return None
     if given.num_speculative_tokens > (most := backend.traits.max_drafts):
         problem = f"asks for {given.num_speculative_tokens} drafts, but the backend's programs verify at most {most}"
         raise ConfigError(f"{options.label(form)} {problem}; leave it out")
@@ -247,4 +235,4 @@ def choose_drafts(
         raise ConfigError(f"{options.label(form)} needs the CPU kernels, which look drafts up; leave it out")
     if given.ngram is None and kernels == "torch" and topology.num_ranks > 1:
         raise ConfigError(f"{options.label(form)} mtp needs one rank in torch; choose ngram, or leave it out")
-    return Drafting(given.num_speculative_tokens, given.ngram)
+    return given

@@ -217,7 +217,7 @@ def read_nodes(allowed: Collection[int], root: Path = Path("/")) -> tuple[NumaNo
     """List the nodes whose memory this process may use, each with those of its CPUs that are `allowed`.
 
     CPUs of a node without such memory count with the nearest that has some. Nodes without CPUs are left out. Where
-    the system tells of no nodes, all CPUs are of node 0. See
+    the system names no nodes, all CPUs are of node 0. See
     https://docs.kernel.org/admin-guide/mm/numaperf.html and Documentation/ABI/stable/sysfs-devices-node.
     """
     folder = root / NODES

@@ -124,8 +124,8 @@ def _tier(
     settings: Settings, model: ModelSpec, tier: Tier, option: str, size_bytes: int, place: str = ""
 ) -> TierConfig:
     """Share `size_bytes` out among the groups; raise ConfigError naming `option` if a block of history does not fit."""
-    most = REMOTE_BLOCKS if tier == "remote" else MAX_SLOTS
-    slots = tuple(min(count, most) for count in tier_slots(model.kv_groups, size_bytes))
+    largest = REMOTE_BLOCKS if tier == "remote" else MAX_SLOTS
+    slots = tuple(min(count, largest) for count in tier_slots(model.kv_groups, size_bytes))
     for group, count in zip(model.kv_groups, slots, strict=True):
         if group.keeps_history and count == 0:
             raise ConfigError(
@@ -172,7 +172,7 @@ def choose_events(settings: Settings, num_replicas: int) -> tuple[str, str]:
         raise ConfigError(f"{options.label('kv_events_replay')} needs {events}; give it, or drop this")
     if endpoint and options.prefix_caching is False:
         label, off = options.label("kv_events"), options.giving("prefix_caching", False)
-        raise ConfigError(f"{label} tells what the prefix cache holds, which is off; drop it or {off}")
+        raise ConfigError(f"{label} shows what the prefix cache holds, which is off; drop it or {off}")
     settings.pick_fixed("kv_events")
     reason = settings.origin_or("kv_events_replay", "beside kv-events" if endpoint else "default")
     if endpoint and not replay:

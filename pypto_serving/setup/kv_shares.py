@@ -98,13 +98,13 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     def share(self, max_num_seqs: int, model_len: int) -> tuple[int, int]:
         """Return how many sequences fit at once, at most `max_num_seqs`, and how many tokens each may have then."""
         history = [g for g in self.groups if g.keeps_history]
-        tails = [g for g in self.groups if not g.keeps_history]
-        count = min([max_num_seqs, *(int(g.num_sequences) for g in tails), *(g.num_blocks - 1 for g in history)])
+        recent = [g for g in self.groups if not g.keeps_history]
+        count = min([max_num_seqs, *(int(g.num_sequences) for g in recent), *(g.num_blocks - 1 for g in history)])
         return count, min([model_len, *((g.num_blocks - 1) // count * g.block_tokens for g in history)])
 
 
 def first_blocks(groups: Sequence[KVCacheGroupSpec], model_len: int, step_tokens: int, tiered: bool) -> tuple[int, ...]:
-    """Count the blocks of one sequence of `model_len` tokens, `step_tokens` not settled.
+    """Count the blocks of one sequence of `model_len` tokens, `step_tokens` of them not committed.
 
     Transfers to and from lower tiers leave a sequence these blocks, so `tiered` adds an eighth that they can hold.
     """
@@ -126,9 +126,9 @@ def resume_bytes(groups: Sequence[KVCacheGroupSpec], model_len: int, decode_toke
     return sum(blocks * g.block_bytes for blocks, g in zip(live, groups, strict=True) if not g.keeps_history)
 
 
-def num_beside(kv_bytes: int, tails: int, max_num_seqs: int) -> int:
-    """Count the further sequences that get `tails` bytes of windows and states each from half of `kv_bytes`."""
-    return min(max_num_seqs - 1, kv_bytes // 2 // tails) if tails else 0
+def num_beside(kv_bytes: int, each: int, max_num_seqs: int) -> int:
+    """Count the further sequences that get `each` bytes of windows and states each from half of `kv_bytes`."""
+    return min(max_num_seqs - 1, kv_bytes // 2 // each) if each else 0
 
 
 def plan_groups(
@@ -142,18 +142,18 @@ def plan_groups(
 ) -> tuple[GroupPlan, ...]:
     """Share `kv_bytes` out among the groups, for at most `max_num_seqs` full sequences.
 
-    One sequence has up to `step_tokens` tokens that are computed and not settled, each further one `decode_tokens`.
+    One sequence has up to `step_tokens` tokens that are computed and not committed, each further one `decode_tokens`.
     `kv_bytes` must hold `max_sequence_bytes`; the plan never takes more than `kv_bytes`.
     """
     first = first_blocks(groups, model_len, step_tokens, tiered)
     more = max_live_blocks(groups, model_len, decode_tokens)
     per_token = blocks_per_token(groups)
     cost = sum((blocks * group.block_bytes for blocks, group in zip(per_token, groups, strict=True)), Fraction())
-    tails = resume_bytes(groups, model_len, decode_tokens)
+    each = resume_bytes(groups, model_len, decode_tokens)
     spare = kv_bytes - max_sequence_bytes(groups, model_len, step_tokens, tiered)
-    num_more = min(num_beside(kv_bytes, tails, max_num_seqs), spare // max(1, tails))
+    num_more = min(num_beside(kv_bytes, each, max_num_seqs), spare // max(1, each))
     longest = Fraction(max_num_seqs * -(-model_len // resume_step(groups)) * resume_step(groups))
-    num_tokens = min(longest, (spare - num_more * tails) / cost) if cost else longest
+    num_tokens = min(longest, (spare - num_more * each) / cost) if cost else longest
 
     def usable(g: int) -> int:
         cached = int(num_tokens * per_token[g])

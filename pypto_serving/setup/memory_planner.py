@@ -9,13 +9,12 @@ import msgspec
 from pypto_serving.backend.defaults import BackendDefaults
 from pypto_serving.errors import ConfigError
 from pypto_serving.parallel.topology import Topology
-from pypto_serving.setup.compute import Drafting
 from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.kv_shares import MemoryPlan, max_sequence_bytes, plan_groups, resume_bytes
 from pypto_serving.setup.options import Options
 from pypto_serving.setup.ranks import RankWorkspace
 from pypto_serving.setup.rules import MAX_KV_BYTES
-from pypto_serving.types.config import NGRAM_TOKEN_BYTES
+from pypto_serving.types.config import NGRAM_TOKEN_BYTES, Speculation
 from pypto_serving.types.guide import MAX_MATCHER_BYTES
 from pypto_serving.types.kv import KVCacheGroupSpec, publication_lag
 from pypto_serving.types.model import ModelSpec
@@ -50,7 +49,7 @@ class MemoryPlanner:
         max_num_seqs: int,
         topology: Topology,
         kernels: str = "",
-        drafts: Drafting = Drafting(),  # noqa: B008 (frozen)
+        speculation: Speculation | None = None,
     ) -> None:
         self.options = options
         self.model = model
@@ -59,7 +58,8 @@ class MemoryPlanner:
         self.backend = backend
         self.max_num_seqs = max_num_seqs
         self.kernels = kernels
-        self.drafts = drafts
+        self.num_drafts = speculation.num_speculative_tokens if speculation else 0
+        self.ngram = speculation.ngram if speculation else None
         self.topology = topology
         self.chunked = options.chunked_prefill is not False
         self.weight_bytes = 0 if backend.simulated else model.weight_bytes
@@ -108,8 +108,8 @@ class MemoryPlanner:
             self.model.kv_groups,
             self._kv_limit(model_len),
             model_len,
-            self._unsettled(model_len, self.step_tokens(model_len)),
-            self._unsettled(model_len, 1),
+            self._uncommitted(model_len, self.step_tokens(model_len)),
+            self._uncommitted(model_len, 1),
             self.max_num_seqs,
             self.tiered,
         )
@@ -124,8 +124,8 @@ class MemoryPlanner:
             reason += f"; no more than {self.max_num_seqs} sequences of {model_len} tokens can use"
         return plan, reason
 
-    def _unsettled(self, model_len: int, step_tokens: int) -> int:
-        """Count the tokens of one sequence, `step_tokens` a step, that may be computed and not settled."""
+    def _uncommitted(self, model_len: int, step_tokens: int) -> int:
+        """Count the tokens of one sequence, `step_tokens` a step, that may be computed and not committed."""
         return min(model_len, step_tokens) * self.backend.depth + publication_lag(self.model.kv_groups)
 
     def rank_workspace(self, model_len: int) -> RankWorkspace:
@@ -140,7 +140,7 @@ class MemoryPlanner:
             scored_bytes=logits_bytes(self.model, limits) - sampled_bytes,
             position_bytes=self.model.position_bytes * model_len,
             row_bytes=self._row_bytes(limits),
-            slots=limits.held_dispatches + self.drafts.in_model,
+            slots=self._num_buffers(limits),
             step_tokens=limits.max_num_batched_tokens,
         )
 
@@ -162,8 +162,12 @@ class MemoryPlanner:
 
     def _row_bytes(self, limits: BackendLimits) -> int:
         """Return the bytes of all rows in the worker, with what drafts are looked up in."""
-        index = NGRAM_TOKEN_BYTES * limits.max_num_seqs * limits.max_model_len if self.drafts.ngram else 0
-        return row_bytes(self.model.kv_groups, limits, limits.held_dispatches + self.drafts.in_model) + index
+        index = NGRAM_TOKEN_BYTES * limits.max_num_seqs * limits.max_model_len if self.ngram else 0
+        return row_bytes(self.model.kv_groups, limits, self._num_buffers(limits)) + index
+
+    def _num_buffers(self, limits: BackendLimits) -> int:
+        """Return how many buffers of a step the worker has; draft layers of the model need one more."""
+        return limits.held_dispatches + (self.num_drafts > 0 and self.ngram is None)
 
     def limits(self, model_len: int) -> BackendLimits:
         """Return what programs must be able to do for sequences of up to `model_len` tokens."""
@@ -172,7 +176,7 @@ class MemoryPlanner:
             max_num_batched_tokens=self.step_tokens(model_len),
             max_model_len=model_len,
             depth=self.backend.depth,
-            traits=msgspec.structs.replace(self.backend.traits, max_drafts=self.drafts.num_drafts),
+            traits=msgspec.structs.replace(self.backend.traits, max_drafts=self.num_drafts),
         )
 
     def _room(self, model_len: int) -> int:
@@ -197,16 +201,16 @@ class MemoryPlanner:
 
     def _kv_needed(self, model_len: int) -> int:
         """Return the bytes of one sequence of `model_len` tokens, null blocks included."""
-        unsettled = self._unsettled(model_len, self.step_tokens(model_len))
-        return max_sequence_bytes(self.model.kv_groups, model_len, unsettled, self.tiered)
+        uncommitted = self._uncommitted(model_len, self.step_tokens(model_len))
+        return max_sequence_bytes(self.model.kv_groups, model_len, uncommitted, self.tiered)
 
     def _fits(self, model_len: int) -> bool:
         return self._kv_needed(model_len) <= self._kv_limit(model_len) <= self._room(model_len)
 
     def _fits_beside_others(self, model_len: int) -> bool:
         limit = self._kv_limit(model_len)
-        tails = resume_bytes(self.model.kv_groups, model_len, self._unsettled(model_len, 1))
-        others = min((self.max_num_seqs - 1) * tails, limit // 2)
+        each = resume_bytes(self.model.kv_groups, model_len, self._uncommitted(model_len, 1))
+        others = min((self.max_num_seqs - 1) * each, limit // 2)
         return self._fits(model_len) and self._kv_needed(model_len) + others <= limit
 
     def _kv_reason(self) -> str:

@@ -121,25 +121,25 @@ def _size(
     if getattr(options, option) == "auto":
         if devices and not obstacle:
             obstacle = "how many devices there are must be given"
-        most = 1 if obstacle or parts is None else min(max(1, len(host.nodes)), parts.num_heads)
+        chosen = 1 if obstacle or parts is None else min(max(1, len(host.nodes)), parts.num_heads)
         reason = obstacle or "one for each NUMA node that has memory and CPUs for this process"
-        settings.record(option, most, f"{options.origin(option)}: {reason}")
-        return most
+        settings.record(option, chosen, f"{options.origin(option)}: {reason}")
+        return chosen
     size: int = settings.pick_fixed(option)
     if size == 1:
         return size
     label = options.label(option)
     if obstacle or parts is None:
         raise ConfigError(f"{label} is {size}, but {obstacle}; drop it")
-    most, what = _most(dimension, parts)
-    if not most:
+    largest, what = _largest(dimension, parts)
+    if not largest:
         raise ConfigError(f"{label} is {size}, but the model has no {what}s; drop it")
-    if size > most:
-        raise ConfigError(f"{label} is {size}, but the model has {counted(most, what)}; give at most {most}")
+    if size > largest:
+        raise ConfigError(f"{label} is {size}, but the model has {counted(largest, what)}; give at most {largest}")
     return size
 
 
-def _most(dimension: str, parts: ModelParts) -> tuple[int, str]:
+def _largest(dimension: str, parts: ModelParts) -> tuple[int, str]:
     """Return the largest size that the model allows, and what it counts."""
     sizes = {
         "tensor": (parts.num_heads, "query head"),

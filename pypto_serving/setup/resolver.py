@@ -69,7 +69,7 @@ def resolve(
 ) -> Resolved:
     """Decide every value; do no I/O. `defaults` are those of setup/option_table.py, perhaps with changes.
 
-    `serves` tells whether there will be an HTTP server, whose address then has to work with the rest.
+    `serves` is whether there will be an HTTP server, whose address then has to work with the rest.
 
     Raises ConfigError, in one line that names the option to change, for values that cannot work together.
     """
@@ -105,7 +105,7 @@ def resolve(
             worker=WorkerConfig(
                 backend=name,
                 kernels=kernels,
-                ngram=drafts.ngram,
+                ngram=planner.ngram,
                 cache_dir=host.cache_dir,
                 packed_cache=choose_packed_cache(settings, host, kernels),
                 backend_options={"platform": platform} if platform else {},

@@ -268,12 +268,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def uncommitted_tokens(self) -> int:
-        """Return the most tokens of a request that steps in flight compute, or whose blocks have no keys yet."""
+        """Return the maximum tokens of a request that steps in flight compute, or whose blocks have no keys yet."""
         return self.limits.max_num_batched_tokens * self.limits.depth + publication_lag(self.cache.groups)
 
     @property
     def longest_blocks(self) -> tuple[int, ...]:
-        """Return the most blocks of each group that one request of the longest length holds."""
+        """Return the maximum blocks of each group that one request of the longest length holds."""
         return max_live_blocks(self.cache.groups, self.limits.max_model_len, self.uncommitted_tokens)
 
     @property

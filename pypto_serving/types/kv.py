@@ -98,7 +98,7 @@ class GroupSpec(msgspec.Struct, metaclass=_AbstractStruct, frozen=True, kw_only=
         return 1
 
     def table_blocks(self, num_tokens: int) -> int:
-        """Return the most blocks, those given back included, in the table of a sequence of `num_tokens` tokens."""
+        """Return the max blocks, those given back included, in the table of a sequence of `num_tokens` tokens."""
         return ceil_div(num_tokens, self.block_size * self.run) * self.run
 
     @abc.abstractmethod
@@ -107,7 +107,7 @@ class GroupSpec(msgspec.Struct, metaclass=_AbstractStruct, frozen=True, kw_only=
 
     @abc.abstractmethod
     def min_live_blocks(self, num_tokens: int) -> int:
-        """Return the most blocks that a request needs at once while it grows to `num_tokens` one token at a time.
+        """Return the max blocks that a request needs at once while it grows to `num_tokens` one token at a time.
 
         Checkpoints are not counted.
         """
@@ -175,7 +175,7 @@ class RecentSpec(GroupSpec, frozen=True, kw_only=True):
         return (position + self.overlap) // self.period * self.period + self.period - 1
 
     def read_blocks(self, step_tokens: int) -> int:
-        """Return the most blocks from the first row that `step_tokens` successive tokens read to the end of their runs.
+        """Return the max blocks from the first row that `step_tokens` successive tokens read to the end of their runs.
 
         The last of the tokens may be the first of a run. A run begins at a multiple of gcd(period, tokens of a run).
         """
@@ -184,7 +184,7 @@ class RecentSpec(GroupSpec, frozen=True, kw_only=True):
         return self.run + ceil_div(before + self.period - shared + self.overlap, self.block_size)
 
     def resume_blocks(self, step: int) -> int:
-        """Return the most blocks needed to resume at a multiple of `step` tokens. A block ends at each multiple.
+        """Return the max blocks needed to resume at a multiple of `step` tokens. A block ends at each multiple.
 
         A multiple lies at most `period - gcd(period, step)` tokens into its period.
         """
@@ -256,7 +256,7 @@ def resume_step(groups: Sequence[KVCacheGroupSpec]) -> int:
 
 
 def max_live_blocks(groups: Sequence[KVCacheGroupSpec], num_tokens: int, step_tokens: int) -> tuple[int, ...]:
-    """Return the most blocks of each group that a request of `num_tokens` holds; see `live_blocks`."""
+    """Return the max blocks of each group that a request of `num_tokens` holds; see `live_blocks`."""
     step = resume_step(groups)
     return tuple(group.live_blocks(num_tokens, step_tokens, step) for group in groups)
 

@@ -69,7 +69,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     """One step: drop rows, add rows, append blocks, then compute `num_tokens[i]` tokens of `rows[i]`.
 
     - A row that reaches its last known token samples the next one and appends it.
-    - `num_drafts[i]` is the most draft tokens of `rows[i]`, empty if no row has any. A row with k drafts appends 1 to
+    - `num_drafts[i]` is the max draft tokens of `rows[i]`, empty if no row has any. A row with k drafts appends 1 to
       k + 1 tokens.
     - `new_blocks[g]` is a flat array of pairs (row, block id), appended in order to the rows' tables of group g.
     """
@@ -206,7 +206,7 @@ class BackendTraits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class BackendLimits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The largest sizes that a program must handle. `depth` is the most steps in flight at once."""
+    """The largest sizes that a program must handle. `depth` is the maximum number of steps in flight."""
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 512

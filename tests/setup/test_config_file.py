@@ -114,9 +114,9 @@ ADVICE: list[tuple[dict[str, Any], dict[str, Any], str, str, str]] = [
     (
         {},
         {"kv_events": "tcp://a:1", "prefix_caching": False},
-        "kv-events in serve.yaml tells what the prefix cache holds, which is off; drop it or prefix-caching: false in ",
-        "--kv-events tells what the prefix cache holds, which is off; drop it or --no-prefix-caching",
-        "kv_events tells what the prefix cache holds, which is off; drop it or prefix_caching=False",
+        "kv-events in serve.yaml shows what the prefix cache holds, which is off; drop it or prefix-caching: false in ",
+        "--kv-events shows what the prefix cache holds, which is off; drop it or --no-prefix-caching",
+        "kv_events shows what the prefix cache holds, which is off; drop it or prefix_caching=False",
     ),
     (
         {},

@@ -255,7 +255,7 @@ def test_an_endpoint_that_cannot_be_is_refused(endpoint: str) -> None:
 def test_kv_events_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match="--kv-events-replay needs --kv-events"):
         make_resolved(kv_events_replay="tcp://127.0.0.1:1")
-    with pytest.raises(ConfigError, match="--kv-events tells what the prefix cache holds, which is off"):
+    with pytest.raises(ConfigError, match="--kv-events shows what the prefix cache holds, which is off"):
         make_resolved(kv_events="tcp://127.0.0.1:1", prefix_caching=False)
     with pytest.raises(
         ConfigError, match=r"^--kv-events-replay is ipc://a, where --kv-events listens too; give another$"
