@@ -44,7 +44,7 @@ TIER_PARAMETER = {
     "schema": {"type": "array", "items": {"type": "string", "enum": list(TIERS)}},
 }
 PAGE = [
-    {"name": "after", "in": "query", "description": "Begin behind this id.", "schema": {"type": "string"}},
+    {"name": "after", "in": "query", "description": "Begin after this id.", "schema": {"type": "string"}},
     {
         "name": "limit",
         "in": "query",

@@ -1,4 +1,4 @@
-"""Make the prompts of a run: random token ids, random suffixes behind shared prefixes, or rows of a JSONL file.
+"""Make the prompts of a run: random token ids, random suffixes after shared prefixes, or rows of a JSONL file.
 
 A synthetic prompt depends on (seed, index) only, so the first n prompts are the same however many follow.
 """
@@ -76,7 +76,7 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RandomData:
-    """Random prompts behind one common prefix, uniform in [floor(len * (1 - ratio)), ceil(len * (1 + ratio))]."""
+    """Random prompts after one common prefix, uniform in [floor(len * (1 - ratio)), ceil(len * (1 + ratio))]."""
 
     input_len: int = 1024
     output_len: int = 128
@@ -108,7 +108,7 @@ class RandomData:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixRepetitionData:
-    """Random prompts behind shared prefixes: prompt i has prefix i mod `num_prefixes` and a suffix of its own."""
+    """Random suffixes after shared prefixes: prompt i has prefix i mod `num_prefixes` and a suffix of its own."""
 
     prefix_len: int = 256
     suffix_len: int = 256

@@ -96,7 +96,7 @@ def _vocabulary(card: ModelCard, given: int | None) -> int:
         require_int("--vocab-size", given, 1)
         return given
     if card.vocab_size is None:
-        raise ConfigError("the server does not tell the size of its vocabulary: give --vocab-size N")
+        raise ConfigError("the server does not report the size of its vocabulary: give --vocab-size N")
     return card.vocab_size
 
 

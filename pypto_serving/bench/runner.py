@@ -227,7 +227,7 @@ async def _resolve(benchmark: Benchmark) -> tuple[ModelCard, PromptVocabulary | 
     card = await find_model(target)
     if needs_vocabulary and card.vocab_size is None:
         raise ConfigError(
-            "random prompts need a vocabulary, and the server does not tell its size: "
+            "random prompts need a vocabulary, and the server does not report its size: "
             "give --tokenizer DIR or --vocab-size N"
         )
     return card, PromptVocabulary.of_size(card.vocab_size) if needs_vocabulary and card.vocab_size else vocabulary

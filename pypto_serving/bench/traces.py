@@ -1,7 +1,7 @@
 """Load, cut and scale request traces in Mooncake's format. Make token ids with exactly the trace's reuse.
 
 A line is a JSON object: `timestamp` in milliseconds, `input_length` and `output_length` in tokens, and `hash_ids` with
-one id per 512 prompt tokens; the last block may be partial. Equal ids mean equal tokens behind an equal prefix (Qin et
+one id per 512 prompt tokens; the last block may be partial. Equal ids mean equal tokens after an equal prefix (Qin et
 al., Mooncake, FAST 2025).
 """
 

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_PORT = 50051
 REQUEST_BYTES = 8 << 20
-"""Most bytes that one request moves, unless a single block is larger."""
+"""Maximum bytes that one request moves, unless a single block is larger."""
 MAX_NAMES = 4096
 REQUEST_TIMEOUT_S = 2.0
 JOIN_TIMEOUT_S = 10.0
@@ -41,7 +41,7 @@ Direction = Literal["up", "down"]
 
 
 def open_remote(url: str, fingerprint: bytes, block_bytes: Sequence[int]) -> RemoteStore:
-    """Open the store behind `mooncake://HOST[:PORT][?...]`, for blocks of `block_bytes[g]` with `fingerprint`.
+    """Open the store at `mooncake://HOST[:PORT][?...]`, for blocks of `block_bytes[g]` with `fingerprint`.
 
     A pool that cannot be reached is no error.
     """

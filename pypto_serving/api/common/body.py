@@ -221,7 +221,7 @@ def telling_when_parsed(request: Request) -> Iterator[None]:
 
 
 def read_page(query: Mapping[str, str], ids: Sequence[str], default: int, most: int) -> slice:
-    """Return the places of the page that begins behind the id `after` and has `limit` entries, of `most` allowed."""
+    """Return the places of the page that begins after the id `after` and has `limit` entries, of `most` allowed."""
     limit, after = query.get("limit", str(default)), query.get("after")
     if not limit.isascii() or not limit.isdigit() or len(limit) > len(str(most)) or not 1 <= int(limit) <= most:
         raise RequestError(f"limit is {brief(limit)}, but must be between 1 and {most}", param="limit")

@@ -39,7 +39,7 @@ MAX_CHOICES = 512
 class FittedPrompt(msgspec.Struct, frozen=True):
     """A prompt and how many tokens continue it; together they fit the context. Made by `fit_prompt`.
 
-    `packed_ids` are its token ids as bytes of `pack_ids`, behind `num_cut` that were cut off. `text` is kept where the
+    `packed_ids` are its token ids as bytes of `pack_ids`, after `num_cut` that were cut off. `text` is kept where the
     answer repeats it; None if token ids were given.
     """
 

@@ -216,7 +216,7 @@ class BoundedProtocol(HttpToolsProtocol):
             cycle.send = _unchunked(cycle)
 
     def _keep_reading(self) -> None:
-        """Read on behind an unfinished answer: uvicorn pauses, and so would miss that the client leaves."""
+        """Read on during an unfinished answer: uvicorn pauses, and so would miss that the client leaves."""
         self.flow.resume_reading()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:

@@ -124,7 +124,7 @@ class EchoFormat(CompletionFormat):
         return b"".join(map(self._events, deltas))
 
     def _events(self, delta: Delta) -> bytes:
-        """Write the event of a delta, behind that of its prompt if it is the first of its choice."""
+        """Write the event of a delta, after that of its prompt if it is the first of its choice."""
         index, echo = delta.index, self._echoes[self.head.place(delta.index)]
         first = b""
         if index not in self._echoed:

@@ -37,7 +37,7 @@ RESERVED = frozenset(
     }
 )
 _CUT_HERE = "\ue000the answer goes on here\ue001 "
-"""Stands behind a message that is to be continued, to find its end in the prompt."""
+"""Follows a message that is to be continued, to find its end in the prompt."""
 
 
 @dataclass(frozen=True, slots=True)

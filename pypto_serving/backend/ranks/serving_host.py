@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 WAITING = "waiting for another host"
 MAX_HANDSHAKES = 128
-"""Most handshakes at a time."""
+"""Maximum handshakes at a time."""
 PROGRESS_S, AGAIN_S, LOGGED_S = 0.5, 0.1, 10.0
 
 

@@ -253,7 +253,7 @@ class _Conversion:
         """Copy all files but those of the weights: tokenizer, generation config, chat template and others.
 
         Of folders, copy the one with the encoding of DeepSeek V4's chats. Files that say how the source is quantised
-        stay behind: other engines would read the target by them.
+        are left there: other engines would read the target by them.
         """
         left = (CONFIG_FILE, UNFINISHED_FILE, *SECTION_FILES)
         for file in sorted((*self._source.iterdir(), *self._source.glob(_ENCODING))):
