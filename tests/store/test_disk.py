@@ -255,6 +255,19 @@ def test_a_later_format_is_left_alone(disk: Disk, caplog: pytest.LogCaptureFixtu
     assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == before
 
 
+def test_a_folder_of_an_earlier_format_begins_anew(disk: Disk) -> None:
+    store = disk.open()
+    put(store, HELD)
+    store.close()
+    path = disk.file("meta.json")
+    path.write_text(path.read_text().replace('"format":2', '"format":1'))
+    old = path.with_name("g0-0000.slab")
+    old.write_bytes(b"blocks by another rule")
+    store = disk.open()
+    assert listed(store) == {} and not old.exists()
+    assert put(store, HELD) == [True] * 3
+
+
 def test_a_later_start_with_fewer_slots_gives_the_rest_back(disk: Disk) -> None:
     store = disk.open()
     put(store, {place: key_of(place) for place in places(6)})
