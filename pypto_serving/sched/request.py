@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from dataclasses import InitVar, dataclass, field
 from operator import attrgetter
 
 import numpy as np
@@ -14,7 +15,6 @@ from pypto_serving.types.sampling import RowSampling
 from pypto_serving.types.step import BackendTraits
 
 PLAIN_TRAITS = BackendTraits()
-
 MAX_NOTED_LOADS = 4
 LOWEST_TEMPERATURE = 1e-5
 """Below this temperature a request is greedy, since dividing float32 logits by less could overflow."""
@@ -27,6 +27,7 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """Tokens of one sequence and how far they are computed. Owned by the Scheduler.
 
@@ -52,37 +53,36 @@ class Request:
       and where a device that samples needs the guide's answer first.
     """
 
-    __slots__ = (
-        "cached_by_tier",
-        "first_token_s",
-        "has_guide",
-        "id",
-        "last_step",
-        "life",
-        "load_since_s",
-        "loads",
-        "max_tokens",
-        "num_cached_tokens",
-        "num_committed",
-        "num_computable",
-        "num_computed_tokens",
-        "num_placeholders",
-        "num_preemptions",
-        "num_unscored",
-        "order",
-        "plans_ahead",
-        "prompt_len",
-        "row",
-        "scheduled_s",
-        "source",
-        "status",
-        "tokens",
-    )
+    source: EngineRequest
+    arrival_order: InitVar[int]
+    max_model_len: InitVar[int]
+    traits: InitVar[BackendTraits] = PLAIN_TRAITS
+    id: str = field(init=False)
+    order: tuple[int, int] = field(init=False)
+    tokens: array[int] = field(init=False)
+    prompt_len: int = field(init=False)
+    max_tokens: int = field(init=False)
+    num_computable: int = field(init=False)
+    num_unscored: int = field(init=False)
+    has_guide: bool = field(init=False)
+    plans_ahead: bool = field(init=False)
+    status: Status = Status.WAITING
+    life: int = 0
+    row: int = -1
+    num_committed: int = 0
+    num_computed_tokens: int = 0
+    num_placeholders: int = 0
+    num_cached_tokens: int = -1
+    cached_by_tier: tuple[int, ...] = ()
+    num_preemptions: int = 0
+    last_step: int = 0
+    scheduled_s: float = 0.0
+    first_token_s: float = 0.0
+    load_since_s: float = 0.0
+    loads: list[float] = field(default_factory=list)
 
-    def __init__(
-        self, source: EngineRequest, arrival_order: int, max_model_len: int, traits: BackendTraits = PLAIN_TRAITS
-    ) -> None:
-        self.source = source
+    def __post_init__(self, arrival_order: int, max_model_len: int, traits: BackendTraits) -> None:
+        source = self.source
         self.id = source.request_id
         self.order = (source.priority, arrival_order)
         self.tokens = array("i", np.asarray(unpack_ids(source.token_ids), dtype=np.int32).tobytes())
@@ -93,20 +93,6 @@ class Request:
         self.num_unscored = 0 if source.params.prompt_logprobs is None else self.prompt_len - 1
         self.has_guide = source.params.guide is not None
         self.plans_ahead = traits.stages == 1 and not (self.has_guide and traits.samples_on_device)
-        self.status = Status.WAITING
-        self.life = 0
-        self.row = -1
-        self.num_committed = 0
-        self.num_computed_tokens = 0
-        self.num_placeholders = 0
-        self.num_cached_tokens = -1
-        self.cached_by_tier: tuple[int, ...] = ()
-        self.num_preemptions = 0
-        self.last_step = 0
-        self.scheduled_s = 0.0
-        self.first_token_s = 0.0
-        self.load_since_s = 0.0
-        self.loads: list[float] = []
 
     def loaded(self, now_s: float) -> None:
         """Record when the wait for a KV load began and ended, for the first MAX_NOTED_LOADS."""
