@@ -25,7 +25,7 @@ MEDIUMS: dict[Tier, str] = {"device": "GPU", "host": "CPU", "disk": "DISK", "rem
 class StoredMap(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
     """A chain of stored blocks, each the parent of the next. `token_ids` has `block_size` ids per block.
 
-    Readers count blocks of full attention. For groups above 0 they need `kv_cache_spec_kind` to tell.
+    Readers count blocks of full attention. For groups above 0 `kv_cache_spec_kind` says whether they should.
     """
 
     block_hashes: list[int]

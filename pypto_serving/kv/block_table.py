@@ -127,7 +127,7 @@ class SequenceState:
     """The blocks of one request in all groups. Changed by the KVCacheManager alone.
 
     - `computed`: the number of tokens that are certainly computed.
-    - `committed`: the number of those that a commit took into account; their blocks depend on known tokens only.
+    - `committed`: the number of those that were committed; their blocks depend on known tokens only.
       Their blocks are published up to the last resume point. Of those not needed to resume here, at most a run is not
       freed.
     - `capacity`: the number of tokens that fit the tables of all groups.

@@ -13,7 +13,7 @@ from pypto_serving.types.tier import StorePolicy, TransferDone
 MAX_STORES = 2
 """Jobs that store in one tier at once."""
 MAX_STORE_BYTES = 32 << 20
-"""Most bytes of one of them, unless it is a single block."""
+"""Max bytes of one of them, unless it is a single block."""
 MAX_DEMOTING_BYTES = 256 << 20
 """Blocks of preempted requests are stored at once until this many bytes are on their way to a tier."""
 MAX_PINNED = 0.5
@@ -57,8 +57,9 @@ class Demotions:
             for group in self._groups
         }
         for tier in self._tiers:
-            while tier.num_stores < MAX_STORES and tier.accepts(now_s) and self._store(tier, tier.backlog, budget):
-                pass
+            while len(self._transfers.moving(tier, "store")) < MAX_STORES and tier.accepts(now_s):
+                if not self._store(tier, tier.backlog, budget):
+                    break
 
     def demote(self, blocks: Sequence[GroupKey], now_s: float) -> None:
         """Begin to store the blocks of a preempted request, because they are about to be evicted."""
@@ -66,7 +67,7 @@ class Demotions:
         for tier in self._tiers:
             missing = OrderedDict.fromkeys(pair for pair in blocks if tier.find(*pair) is None)
             budget = {group: self._transfers.block_budget(group) for group in self._groups}
-            while tier.accepts(now_s) and tier.storing_bytes < MAX_DEMOTING_BYTES:
+            while tier.accepts(now_s) and self._transfers.num_bytes(tier, "store") < MAX_DEMOTING_BYTES:
                 if not self._store(tier, missing, budget):
                     break
 
@@ -125,14 +126,12 @@ class Demotions:
             del backlog[pair]
         if moved:
             tier.storing.update((piece.group, piece.key) for piece in moved)
-            tier.num_stores += 1
             self._transfers.begin("store", tier, moved)
         return bool(moved)
 
     def stored(self, transfer: Transfer, done: TransferDone, now_s: float) -> None:
         """Publish in the tier what was stored; the rest goes back to its backlog."""
         tier, num_bytes = transfer.tier, 0
-        tier.num_stores -= 1
         for piece, ok in zip(transfer.moved, done.done, strict=True):
             group, block, tier_block, key = piece
             tier.storing.discard((group, key))

@@ -77,8 +77,6 @@ class LowerTier:
         self.backlog: OrderedDict[GroupKey, None] = OrderedDict()
         self.storing: set[GroupKey] = set()
         self.discarded: OrderedDict[GroupKey, None] = OrderedDict()
-        self.storing_bytes = self.loading_bytes = 0
-        self.num_stores = 0
         self.backoff = Backoff()
         self.stuck = self.clearing = self.left_out = False
         self.pools: dict[KVGroup, BlockPool] = {}
@@ -105,14 +103,6 @@ class LowerTier:
         """Know of no transfer."""
         self.stuck = self.left_out = False
         self.storing.clear()
-        self.storing_bytes = self.loading_bytes = self.num_stores = 0
-
-    def on_the_way(self, kind: TransferKind, num_bytes: int) -> None:
-        """Add to the bytes that are being loaded from here, or stored here."""
-        if kind == "load":
-            self.loading_bytes += num_bytes
-        elif kind == "store":
-            self.storing_bytes += num_bytes
 
     def open(self, inventory: TierInventory) -> None:
         """Hold what a store says it holds."""
@@ -165,14 +155,14 @@ class LowerTier:
         """Return whether blocks may be stored here now."""
         return self.writable and not self.stuck and self.backoff.is_over(now_s)
 
-    def stats(self) -> TierStats:
+    def stats(self, queued_bytes: int) -> TierStats:
         """Return one snapshot; a tier that is stuck, or lacks room, counts as not writable."""
         return TierStats(
             tier=self.config.tier,
             writable=self.writable and not self.stuck and not self.lacking,
             num_blocks=sum(self.config.num_slots),
             held_blocks=sum(pool.num_published for pool in self.pools.values()),
-            queued_bytes=self.loading_bytes + self.storing_bytes,
+            queued_bytes=queued_bytes,
             backlog_blocks=len(self.backlog),
             evicted_blocks=self._num_evicted + sum(pool.num_evicted for pool in self.pools.values()),
             **msgspec.structs.asdict(self.counters),
@@ -273,7 +263,6 @@ class ActiveTransfers:
         self._transfers[self._num_jobs] = Transfer(self._num_jobs, kind, tier, moved, num_bytes, fill)
         if fill is not None:
             fill.num_transfers += 1
-        tier.on_the_way(kind, num_bytes)
         for piece in moved if kind in MOVES else ():
             self._held[piece.group][piece.block] += 1
         self._outbox.append(
@@ -293,8 +282,7 @@ class ActiveTransfers:
         jobs, self._outbox = self._outbox, []
         for job in jobs:
             transfer = self._transfers[job.job_id]
-            before = transfer.tier.loading_bytes + transfer.tier.storing_bytes
-            transfer.due_s = now_s + self._timeout_s + before / SLOWEST_BYTES_PER_S
+            transfer.due_s = now_s + self._timeout_s + self.num_bytes(transfer.tier) / SLOWEST_BYTES_PER_S
             if transfer.state is TransferState.PREPARING:
                 transfer.state = TransferState.FILLING
         return jobs
@@ -302,7 +290,6 @@ class ActiveTransfers:
     def end(self, job_id: int) -> Transfer:
         """Remove the transfer of a job that ended. The caller frees its blocks."""
         transfer = self._transfers.pop(job_id)
-        transfer.tier.on_the_way(transfer.kind, -transfer.num_bytes)
         for group, block, _, _ in transfer.moved if transfer.kind in MOVES else ():
             held = self._held[group]
             held[block] -= 1
@@ -339,18 +326,16 @@ class ActiveTransfers:
         for held in self._held.values():
             held.clear()
 
-    def moving(self, tier: LowerTier | None = None) -> list[Transfer]:
-        """Return the transfers that hold references to blocks, of one tier or of all."""
-        return [transfer for transfer in self if transfer.kind in MOVES and tier in (None, transfer.tier)]
+    def moving(self, tier: LowerTier | None = None, *kinds: TransferKind) -> list[Transfer]:
+        """Return the transfers that hold references to blocks, of one tier or of all; of `kinds` alone if given."""
+        return [each for each in self if each.kind in (kinds or MOVES) and tier in (None, each.tier)]
+
+    def num_bytes(self, tier: LowerTier, *kinds: TransferKind) -> int:
+        """Return the bytes on their way to or from a tier; in transfers of `kinds` alone if given."""
+        return sum(transfer.num_bytes for transfer in self.moving(tier, *kinds))
 
     def references(self, group: KVGroup) -> Counter[int]:
         """Count the references to device blocks of a group."""
         counted = Counter(piece.block for transfer in self.moving() for piece in transfer.moved if piece.group is group)
         assert counted == self._held[group], "transfers hold other blocks than they count"
         return counted
-
-    def check(self, tier: LowerTier) -> None:
-        """Assert that a tier counts the bytes on their way as its transfers do."""
-        moving = self.moving(tier)
-        assert tier.storing_bytes == sum(transfer.num_bytes for transfer in moving if transfer.kind == "store")
-        assert tier.loading_bytes == sum(transfer.num_bytes for transfer in moving if transfer.kind == "load")

@@ -130,7 +130,8 @@ class Promotions:
         for group, key in blocks:
             if (tier := fastest(self._tiers, group, key)) is not None:
                 sizes[tier] += group.block_bytes
-        load_s = max((tier.load_rate.seconds(size + tier.loading_bytes) for tier, size in sizes.items()), default=0.0)
+        before = self._transfers.num_bytes
+        load_s = max((t.load_rate.seconds(size + before(t, "load")) for t, size in sizes.items()), default=0.0)
         if load_s < self.prefill_rate.seconds(num_tokens) or not self.prefill_rate.measured:
             return True
         for tier in sizes:

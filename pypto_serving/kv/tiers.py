@@ -21,7 +21,7 @@ from pypto_serving.types.tier import (
 )
 
 CHECKED_BLOCKS = 1 << 16
-"""Largest pool that is searched for leaks: a request should not have to wait longer."""
+"""Max published blocks of a pool that is searched for leaks, since requests wait meanwhile."""
 
 
 class TierManager:
@@ -122,7 +122,7 @@ class TierManager:
 
     def stats(self) -> tuple[TierStats, ...]:
         """Return one snapshot of each tier."""
-        return tuple(tier.stats() for tier in self.tiers)
+        return tuple(tier.stats(self.transfers.num_bytes(tier)) for tier in self.tiers)
 
     def is_idle(self, now_s: float) -> bool:
         """Return whether nothing moves and nothing waits to be stored where it can be."""
@@ -141,5 +141,4 @@ class TierManager:
             for group, pool in tier.pools.items():
                 if pool.num_published <= CHECKED_BLOCKS:
                     pool.check(references[group])
-            self.transfers.check(tier)
         self.promotions.check()

@@ -73,7 +73,7 @@ A request starts when all of it fits. With admission by chunk, 8 prompts of 800 
 computed 9,560 tokens with 9 preemptions; now they compute 6,424 with none.
 """
 MAX_SET_ASIDE = 64
-"""Most waiting requests that a step sets aside, for a prefix wait or a later load: it hashes the prompt of each."""
+"""Max waiting requests that a step sets aside, for a prefix wait or a later load: it hashes the prompt of each."""
 
 
 def admit_all(registry: RequestRegistry, step: Step, now_s: float, before: Request | None = None) -> None:

@@ -11,7 +11,7 @@ from pypto_serving.sched.request import Request, Status, by_order
 from pypto_serving.types.tier import TransferDone
 
 MAX_LOADING = 32
-"""Most requests that wait for KV loads at once. Another one whose load pays is put off."""
+"""Max requests that wait for KV loads at once. Another one whose load pays is put off."""
 STALLED_S = 1.0
 """Once no load has ended for so long, requests no longer wait for their turn to load, but compute."""
 

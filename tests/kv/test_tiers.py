@@ -227,7 +227,7 @@ def test_stores_that_hang_leave_room_for_the_longest_request(preempted: bool) ->
         simulation.add([rng.randrange(1000) for _ in range(100)], max_tokens=100 if preempted else 2)
     finish()
     assert (simulation.counters.num_preemptions > 0) == preempted
-    assert lower(simulation).storing_bytes > 0
+    assert simulation.core.scheduler.kv.tiers.transfers.num_bytes(lower(simulation), "store") > 0
     longest = simulation.add([rng.randrange(1000) for _ in range(310)], max_tokens=10)
     finish()
     simulation.assert_correct(longest)
