@@ -94,7 +94,7 @@ class LowerTier:
             group: BlockPool(max(1, slots) + 1, events, tier, group.index)
             for group, slots in zip(self._groups, self.config.num_slots, strict=True)
         }
-        self.writable, self.shared, self.reason = True, False, ""
+        self.writable, self.shared = True, False
         self.backlog.clear()
         self.lacking.clear()
         self.stop_transfers()
@@ -108,7 +108,7 @@ class LowerTier:
         """Hold what a store says it holds."""
         self.forget_all()
         self.stuck = self.left_out = inventory.left_out
-        self.writable, self.shared, self.reason = inventory.writable, inventory.shared, inventory.reason
+        self.writable, self.shared = inventory.writable, inventory.shared
         groups, slots = unpack_ids(inventory.groups), unpack_ids(inventory.slots) + 1
         keys = inventory.keys
         for group, pool in self.pools.items():
@@ -304,11 +304,6 @@ class ActiveTransfers:
     def holds(self, group: KVGroup, block: int) -> bool:
         """Return whether a transfer holds a device block."""
         return block in self._held[group]
-
-    @property
-    def num_loads(self) -> int:
-        """Number of loads that have not ended."""
-        return sum(1 for transfer in self if transfer.kind == "load")
 
     def abandon(self, fill: Fill) -> None:
         """Quarantine the transfers of a fill that nobody waits for any more."""

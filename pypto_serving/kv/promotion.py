@@ -152,7 +152,7 @@ class Promotions:
             pool = table.group.pool
             if sum(1 for block_id in blocks if block_id is None or pool.is_free(block_id)) > pool.num_free:
                 return PrefixLoad.COMPUTE
-        if self._transfers.num_loads and any(
+        if self._transfers.moving(None, "load") and any(
             blocks.count(None) > self._transfers.block_budget(table.group)
             for table, blocks in zip(sequence.tables, found, strict=True)
         ):

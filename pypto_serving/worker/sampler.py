@@ -126,13 +126,10 @@ class RowSamplers:
         self._uniforms_from = np.zeros(rows, np.int32)
         self._num_logprobs = np.full(rows, -1, np.int32)
         self._adjustments = RowAdjustments(tokens, vocab_size, max_drafts)
+        self.masks = self._adjustments.masks
         self._random: set[int] = set()
         self._asking: set[int] = set()
         self._named: dict[int, Int32Array] = {}
-
-    @property
-    def masks(self) -> RowMasks:
-        return self._adjustments.masks
 
     def set_row(self, row: int, sampling: RowSampling, prompt_len: int) -> None:
         """Set the sampling parameters of `row`. Its prompt has `prompt_len` tokens."""
