@@ -342,9 +342,6 @@ class KVCacheManager:
         """Return a copy of a request's block table."""
         return self._sequences[request_id].block_ids()
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._sequences
-
     def __len__(self) -> int:
         return len(self._sequences)
 

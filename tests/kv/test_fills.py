@@ -187,3 +187,14 @@ def test_the_late_end_of_a_load_wakes_nobody_who_gave_it_up() -> None:
     for job in loads.values():
         assert kv.transferred(TransferDone(job.job_id, b"\0" * num_pieces(job), 0.1), 1001.0) == []
     kv.check()
+
+
+def test_stores_begun_together_leave_half_of_the_free_blocks() -> None:
+    """Others could not be taken before a store ends; with less than half, a small pool evicts blocks unstored."""
+    config = TierConfig(tier="host", size_bytes=0, num_slots=(32,))
+    kv = KVCacheManager(plain_groups(BLOCK), (15,), tiers=[config])
+    kv.match("a", TOKENS)
+    kv.reserve("a", len(TOKENS))
+    kv.commit("a", TOKENS, len(TOKENS), len(TOKENS))
+    kv.forget("a")
+    assert [num_pieces(job) for job in take_jobs(kv, 1.0)] == [7], "of 14 free blocks"

@@ -12,7 +12,7 @@ from pypto_serving.kv.lower_tier import LowerTier
 from pypto_serving.model.null_models import plain_groups
 from pypto_serving.store.disk import DiskStore
 from pypto_serving.store.slab import stride_of
-from pypto_serving.types.request import ClearCache
+from pypto_serving.types.request import ClearCache, TierStats
 from pypto_serving.types.tier import TierConfig
 from tests.kv.tiered import GROUP_SETS, hits, prompt, tiered
 from tests.simulation import Simulation, null_config
@@ -20,6 +20,10 @@ from tests.simulation import Simulation, null_config
 
 def lower(simulation: Simulation, index: int = 0) -> LowerTier:
     return simulation.core.scheduler.kv.tiers.tiers[index]
+
+
+def lower_stats(simulation: Simulation) -> TierStats:
+    return simulation.core.scheduler.kv.tiers.stats()[0]
 
 
 def churn(simulation: Simulation, rng: random.Random, num_requests: int, deaths: float, aborts: float) -> None:
@@ -74,7 +78,7 @@ def test_a_disk_with_room_for_some_slots_keeps_what_was_used_last(tmp_path: Path
         simulation.add(tokens)
         simulation.run()
         simulation.clock.advance(60.0)
-        writable.append(tier.stats().writable)
+        writable.append(lower_stats(simulation).writable)
     assert tier.counters.failed_blocks > 0
     num_before = writable.index(False)
     assert num_before > 0 and not any(writable[num_before:]), "also while slots that were used before are used again"
@@ -191,7 +195,7 @@ def test_a_clear_is_not_lost_with_a_worker(tmp_path: Path) -> None:
     simulation = tiered("plain", tmp_path, host=False)
     simulation.add(list(range(100)))
     simulation.run()
-    assert lower(simulation).stats().held_blocks == 6
+    assert lower_stats(simulation).held_blocks == 6
     simulation.client.send(ClearCache(("device", "disk")))
     simulation.executor.is_stuck = lambda job: True
     simulation.turn()
@@ -206,7 +210,7 @@ def test_a_clear_is_not_lost_with_a_worker(tmp_path: Path) -> None:
     simulation.executor.stop()
     again = tiered("plain", tmp_path, host=False)
     again.turn()
-    assert lower(again).stats().held_blocks == 6, "only what was stored after the clear"
+    assert lower_stats(again).held_blocks == 6, "only what was stored after the clear"
     again.executor.stop()
 
 
@@ -256,7 +260,7 @@ def test_a_load_that_hangs_and_holds_the_pool_costs_the_worker_and_no_request() 
     simulation.executor.is_stuck = lambda job: job.kind == "load"
     assert answer(first) == (0, 0, 0, 0)
     assert simulation.executor.num_deaths == 1
-    assert lower(simulation).left_out and not lower(simulation).stats().writable
+    assert lower(simulation).left_out and not lower_stats(simulation).writable
     simulation.client.send(ClearCache(("host",)))
     for tokens in (*others, first):
         answer(tokens)
