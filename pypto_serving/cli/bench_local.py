@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pypto_serving.offline.llm import LLM
 
 
+COLUMNS = {"ready_s": "ready", "answered_s": "first text", "stopped_s": "stopped"}
 PERCENTILES = (10.0, 25.0, 75.0, 90.0, 99.0)
 InputLen = Annotated[int, typer.Option(min=1, help="Prompt tokens.")]
 OutputLen = Annotated[int, typer.Option(min=1, help="Output tokens.")]
@@ -114,9 +115,6 @@ def _report(result: dict[str, float], seconds: Collection[str]) -> None:
     for name, value in result.items():
         unit = " (s)" if name in seconds else ""
         typer.echo(f"{name.replace('_', ' ') + unit + ':':<28}{value:>12.6g}")
-
-
-COLUMNS = {"ready_s": "ready", "answered_s": "first text", "stopped_s": "stopped"}
 
 
 def startup(
