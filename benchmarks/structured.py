@@ -10,7 +10,6 @@ import argparse
 import json
 import statistics
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +92,7 @@ def masks(model: Path, vocab_size: int, rounds: int) -> None:
         fills, rows = [], []
         for _ in range(rounds):
             matcher = compiler.compile(grammar)
-            guide = RowGuide(
-                Guide(grammar), (0,), partial(compiler.compile, grammar), bits, False, TokenTexts(compiler.tokens)
-            )
+            guide = RowGuide(Guide(grammar), (0,), compiler.compile(grammar), bits, False, TokenTexts(compiler.tokens))
             guide.open()
             for token_id in ids:
                 started_s = time.perf_counter()

@@ -16,19 +16,20 @@ MAX_KEYS = 4096
 
 
 class FairQueue(Generic[K, T]):
-    """Owns items that wait, by key. Start-time fair queueing (Goyal et al., SIGCOMM 1996) with equal weights.
+    """Owns items that wait, by key. Weighted fair queueing (Demers et al., SIGCOMM 1989) with equal weights.
 
-    - The virtual time of a key is the CPU time that its items used.
-    - The clock is the virtual time at which the last item began. A key that had nothing to do begins at the clock, so
-      that idleness earns no claim.
-    - Next is the oldest item of the key whose virtual time will be the least after it; `expected_s` returns the CPU
-      time that an item may take, 0 if nothing is known. So a key whose items take a tenth of the time has ten times as
-      many turns.
+    - The virtual time of a key is the CPU time that its items used, which is charged when each is done. That is the
+      start tag of its next item; the finish tag is later by the time that this item may take, `expected_s`.
+    - The clock is the start tag of the last item that began (Goyal et al., SIGCOMM 1996). A key that had nothing to do
+      begins at the clock, so that idleness earns no claim.
+    - Next is the oldest item of the key with the least finish tag.
+
+    So a key that uses less than its share, with items that are known to be short, waits for the item in service alone.
     """
 
     def __init__(self, expected_s: Callable[[T], float] = lambda item: 0.0) -> None:
-        self.clock_s = 0.0
         self._expected_s = expected_s
+        self._clock_s = 0.0
         self._used_s: dict[K, float] = {}
         self._waiting: dict[K, deque[T]] = {}
         self._heap: list[tuple[float, int, float, K]] = []
@@ -38,17 +39,13 @@ class FairQueue(Generic[K, T]):
     def __len__(self) -> int:
         return self._num_waiting
 
-    def __contains__(self, key: K) -> bool:
-        """Return whether an item of a key waits."""
-        return key in self._waiting
-
     def push(self, key: K, item: T) -> None:
         """Add an item."""
         waiting = self._waiting.setdefault(key, deque())
         waiting.append(item)
         self._num_waiting += 1
         if len(waiting) == 1:
-            self._used_s[key] = max(self.clock_s, self._used_s.get(key, 0.0))
+            self._used_s[key] = max(self._clock_s, self._used_s.get(key, 0.0))
             self._enter(key)
 
     def pop(self) -> T | None:
@@ -61,13 +58,11 @@ class FairQueue(Generic[K, T]):
             if start_s < self._used_s[key]:  # charged meanwhile
                 self._enter(key)
                 continue
-            self.clock_s = max(self.clock_s, start_s)
+            self._clock_s = max(self._clock_s, start_s)
             item = waiting.popleft()
-            self._num_waiting -= 1
             if waiting:
                 self._enter(key)
-            else:
-                del self._waiting[key]
+            self._discard(key)
             return item
         return None
 
@@ -88,22 +83,18 @@ class FairQueue(Generic[K, T]):
 
     def charge(self, key: K, used_s: float) -> None:
         """Add the CPU time that an item of a key used."""
-        self._used_s[key] = max(self.clock_s, self._used_s.get(key, 0.0)) + used_s
+        self._used_s[key] = max(self._clock_s, self._used_s.get(key, 0.0)) + used_s
         if len(self._used_s) > MAX_KEYS:
-            kept = {each for each, used in self._used_s.items() if used > self.clock_s} | self._waiting.keys()
+            kept = {each for each, used in self._used_s.items() if used > self._clock_s} | self._waiting.keys()
             self._used_s = {each: self._used_s[each] for each in kept}
-
-    def forget(self, key: K) -> None:
-        """Forget a key and its items."""
-        self._num_waiting -= len(self._waiting.pop(key, ()))
-        self._used_s.pop(key, None)
 
     def _enter(self, key: K) -> None:
         start_s = self._used_s[key]
-        end_s = start_s + self._expected_s(self._waiting[key][0])
-        heapq.heappush(self._heap, (end_s, next(self._arrivals), start_s, key))
+        finish_s = start_s + self._expected_s(self._waiting[key][0])
+        heapq.heappush(self._heap, (finish_s, next(self._arrivals), start_s, key))
 
     def _discard(self, key: K) -> None:
+        """Count an item that was taken; forget a key without items."""
         self._num_waiting -= 1
         if not self._waiting[key]:
             del self._waiting[key]

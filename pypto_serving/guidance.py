@@ -6,20 +6,25 @@ llguidance is deterministic: what may follow depends on the grammar and on the t
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.errors import RequestError
-from pypto_serving.token_bytes import VocabularyBytes
 from pypto_serving.types.guide import Grammar
 
 if TYPE_CHECKING:
     import llguidance
+    import tokenizers
+
+T = TypeVar("T")
 
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 50_000,
@@ -35,13 +40,49 @@ takes 30 ms and 11 MB. A row of items is as long as an object has optional prope
 None of them bounds time: ambiguous rules may take seconds before they meet one. So grammars are compiled and followed
 in processes that have limits of time and memory: `api/reading` and `worker/guiding`.
 """
+MAX_KNOWN_CHARS = 1 << 24
+"""Characters of grammars that are remembered; each counts ENTRY_CHARS more."""
+ENTRY_CHARS = 1 << 12
 MAX_MESSAGE_CHARS = 300
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class GrammarError(RequestError):
     """A grammar that cannot be compiled, or not be followed within the limits."""
 
     code = "invalid_grammar"
+
+
+def content_key(grammar: Grammar) -> int:
+    """Return a positive hash of the content of a grammar, the same in every process."""
+    digest = hashlib.blake2b(f"{grammar.syntax}\n{grammar.text}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1 or 1
+
+
+class KnownGrammars(Generic[T]):
+    """Remembers what became of grammars, by `content_key`. The least recently used are forgotten."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[int, tuple[T, int]] = OrderedDict()
+        self._num_chars = 0
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def find(self, key: int) -> T | None:
+        """Return what became of a grammar, or None if that is not known."""
+        if key not in self._found:
+            return None
+        self._found.move_to_end(key)
+        return self._found[key][0]
+
+    def add(self, key: int, outcome: T, num_chars: int = 0) -> None:
+        """Remember what became of a grammar; `num_chars` of text are kept with it."""
+        num_chars += ENTRY_CHARS
+        self._num_chars += num_chars - self._found.pop(key, (None, 0))[1]
+        self._found[key] = outcome, num_chars
+        while self._num_chars > MAX_KNOWN_CHARS:
+            self._num_chars -= self._found.popitem(last=False)[1][1]
 
 
 class Matcher:
@@ -88,6 +129,41 @@ class Matcher:
 
     def _fail(self) -> None:
         raise GrammarError(f"the grammar cannot be followed: {_brief(self._raw.get_error())}")
+
+
+class VocabularyBytes:
+    """The UTF-8 bytes of tokens. Does not change, so any thread may use it."""
+
+    def __init__(self, raw: tokenizers.Tokenizer) -> None:
+        self._raw = raw
+        self._added = {i: token.content for i, token in raw.get_added_tokens_decoder().items()}
+        decoder = raw.decoder.__getstate__() if raw.decoder is not None else b""
+        self._bytes_of = _byte_alphabet() if b'"ByteLevel"' in decoder else None
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes of one token: for some tokens part of a character, b"" for unknown ids."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token = self._raw.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._bytes_of is not None:
+            return b"".join(self._bytes_of.get(char) or char.encode() for char in token)
+        if byte := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(byte[1], 16)])
+        return token.replace("\u2581", " ").encode()
+
+
+def _byte_alphabet() -> dict[str, bytes]:
+    """Map the characters of byte-level BPE to bytes (GPT-2).
+
+    Bytes printable in Latin-1 are their own character; the others take U+0100 upwards, in order.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): bytes([byte]) for byte in printable}
+    alphabet.update({chr(0x100 + i): bytes([byte]) for i, byte in enumerate(others)})
+    return alphabet
 
 
 class Vocabulary:

@@ -8,10 +8,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import logging
 import os
+import resource
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -19,6 +22,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Generic, NoReturn, TypeVar
 
@@ -33,6 +37,14 @@ TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 STDERR = 2
 LOOK_S = 0.005
 """How often to look whether a copy has ended, which is about to."""
+COPY_NUMBER = struct.Struct("<q")
+"""What comes with the socket of a copy to be started: its number; then what it is for."""
+COPY_END = struct.Struct("<qid")
+"""How a copy ended: its number, its exit code, NO_COPY or NOT_PREPARED, and the CPU time that it took."""
+NO_COPY, NOT_PREPARED = 1 << 16, 1 << 17
+"""The machine has no process or file left for a copy; what its work needs cannot be loaded."""
+MAX_PURPOSE_BYTES = 1 << 12
+logger = logging.getLogger("pypto_serving")
 
 
 class ChildProgress(msgspec.Struct, frozen=True, tag="progress"):
@@ -193,6 +205,79 @@ class Copy:
         """End it at once."""
         if self._code is None:
             os.kill(self.pid, signal.SIGKILL)
+
+
+def serve_copies(
+    control: socket.socket,
+    prepare: Callable[[bytes], Callable[[socket.socket], None]],
+    ends_idle: bool = False,
+) -> None:
+    """Start the copies that are asked for on `control`, until the other side closes it; report there how each ended.
+
+    `prepare` loads what a purpose needs, and returns what a copy does with its socket. This process must have no
+    threads. With `ends_idle` it ends when a copy ended by itself, without an error, and no other is left.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent may have had it ignored: then no copy could be waited for
+    poller, copies = select.poll(), dict[int, tuple[socket.socket, int, Copy]]()
+    poller.register(control, select.POLLIN)
+    while True:
+        for fd, _ in poller.poll():
+            if fd != control.fileno():
+                ended, number, copy = copies.pop(fd)
+                poller.unregister(fd)
+                ended.close()
+                before_s = _used_by_copies_s()
+                code = copy.wait()
+                control.send(COPY_END.pack(number, code, _used_by_copies_s() - before_s))
+                if ends_idle and code == EXIT_OK and not copies:
+                    return
+                continue
+            head, fds, _, _ = socket.recv_fds(control, COPY_NUMBER.size + MAX_PURPOSE_BYTES, 1)
+            if not head:
+                return
+            (number,), purpose = COPY_NUMBER.unpack_from(head), head[COPY_NUMBER.size :]
+            try:
+                ended, copy = _start_served_copy(fds, partial(prepare, purpose))
+            except OSError:
+                control.send(COPY_END.pack(number, NO_COPY, 0.0))
+            except Exception:
+                logger.exception("what a copy of this process needs cannot be loaded")
+                control.send(COPY_END.pack(number, NOT_PREPARED, 0.0))
+            else:
+                copies[ended.fileno()] = ended, number, copy
+                poller.register(ended, select.POLLHUP)
+
+
+def _start_served_copy(
+    fds: list[int], prepare: Callable[[], Callable[[socket.socket], None]]
+) -> tuple[socket.socket, Copy]:
+    """Start a copy that works on a socket; return it and a socket whose other end is closed when it ends.
+
+    Raises OSError.
+    """
+    if not fds:
+        raise OSError("the socket of the copy did not arrive: there are too many files")
+    with socket.socket(fileno=fds[0]) as end:
+        serve = prepare()
+        ours, theirs = socket.socketpair()
+
+        def work() -> None:
+            gc.freeze()  # else a collection would copy all pages of this process
+            close_all_but({end.fileno(), theirs.fileno()})
+            serve(end)
+
+        with theirs:
+            try:
+                return ours, Copy(work)
+            except OSError:
+                ours.close()
+                raise
+
+
+def _used_by_copies_s() -> float:
+    """Return the CPU time of all copies that ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def close_all_but(kept: Collection[int]) -> None:

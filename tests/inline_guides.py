@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 
 import msgspec
 
 from pypto_serving.limits import ProcessMemory
-from pypto_serving.worker.guiding.process import Death, GuideProcess
+from pypto_serving.worker.guide_client import Death, GuideProcess
 from pypto_serving.worker.guiding.server import GuideServer
 from pypto_serving.worker.guiding.wire import GuideAnswers, SharedMasks, ToGuides
 from tests.memory_channel import MemoryChannel
@@ -52,11 +53,14 @@ class InlineGuideProcess(GuideProcess):
     def receive(self, timeout_s: float) -> GuideAnswers | None:
         if self.deaths or self.is_stuck:
             return None
+        until_s = time.monotonic() + timeout_s
         while True:
             self.server.turn(0.0)
             answers = self._ours.receive()
             if answers is not None or not timeout_s or not self.server.is_busy:
                 return answers
+            if self.server._compiling.row is not None and time.monotonic() > until_s:
+                return None
 
     def death(self) -> Death | None:
         if not self.deaths:

@@ -8,6 +8,7 @@ import msgspec
 
 from pypto_serving.backend.defaults import BackendDefaults
 from pypto_serving.errors import ConfigError
+from pypto_serving.limits import MAX_MATCHER_BYTES
 from pypto_serving.parallel.topology import Topology
 from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.kv_shares import MemoryPlan, max_sequence_bytes, plan_groups, resume_bytes
@@ -15,7 +16,6 @@ from pypto_serving.setup.options import Options
 from pypto_serving.setup.ranks import RankWorkspace
 from pypto_serving.setup.rules import MAX_KV_BYTES
 from pypto_serving.types.config import NGRAM_TOKEN_BYTES, Speculation
-from pypto_serving.types.guide import MAX_MATCHER_BYTES
 from pypto_serving.types.kv import KVCacheGroupSpec, publication_lag
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.types.step import BackendLimits

@@ -8,9 +8,6 @@ import msgspec
 
 MAX_GRAMMAR_CHARS = 1 << 18
 """Characters of a grammar, which travels with each row that follows it."""
-MAX_MATCHER_BYTES = 256 << 20
-"""Memory of each of a worker's two guide processes for all grammars that its rows follow. The memory plan counts that
-of slow grammars; others need little of it."""
 
 GrammarSyntax = Literal["json_schema", "regex", "lark", "gbnf"]
 
@@ -55,11 +52,11 @@ class Guide(msgspec.Struct, frozen=True, array_like=True, gc=False):
     - `max_reasoning_tokens`: after this many tokens of reasoning, its beginning not counted, the next tokens are the
       rest of `end_ids`; None for no limit.
     - `field`: the request field that the grammar comes from, for messages.
-    - `compile_s`: CPU time that the grammar took when it was checked; changes whose turn it is, and no output.
+    - `client`: whose grammar it is. Changes whose turn it is, and no output.
     """
 
     grammar: Grammar | None = None
     reasoning: Reasoning | None = None
     max_reasoning_tokens: int | None = None
     field: str = "structured_outputs"
-    compile_s: float = 0.0
+    client: str = ""

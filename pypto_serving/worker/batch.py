@@ -13,8 +13,8 @@ from pypto_serving.types.arrays import Int32Array, id_list, pack_ids, unpack_ids
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.step import BackendLimits, NewRow, StepPlan, num_taken_back
 from pypto_serving.worker.drafts import MakeDrafter, RowDrafts
+from pypto_serving.worker.guide_client import GuideProcess, MakeGuideProcess
 from pypto_serving.worker.guides import RowGuides
-from pypto_serving.worker.guiding.process import GuideProcess, MakeGuideProcess
 from pypto_serving.worker.layout import NONE, DispatchLayout, DispatchRows, RowTables
 from pypto_serving.worker.prompt_logprobs import PromptLogprobRows, PromptSpan
 from pypto_serving.worker.sampler import RowSamplers

@@ -1,108 +1,253 @@
-"""GuideClient: the rows that a guide process follows, seen from the worker."""
+"""The guide process, seen from the worker: how it starts and ends, and the rows that it follows."""
 
 from __future__ import annotations
 
 import itertools
+import logging
+import os
 import signal
-from collections import OrderedDict
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from http import HTTPStatus
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
-from pypto_serving.errors import RequestError, RequestFailedError
-from pypto_serving.guidance import GrammarError
+from pypto_serving.errors import EXIT_OK, RequestError, RequestFailedError
+from pypto_serving.guidance import GrammarError, KnownGrammars, content_key
+from pypto_serving.ipc import SocketChannel
+from pypto_serving.limits import STUCK_S
+from pypto_serving.processes import COPY_END, COPY_NUMBER, Child, start_module
 from pypto_serving.types.arrays import Int32Array, pack_ids
-from pypto_serving.types.guide import Grammar, Guide
-from pypto_serving.worker.guided_row import NOTHING, GuidedRow
-from pypto_serving.worker.guiding.followed_row import SLOW_S
-from pypto_serving.worker.guiding.process import Death, GuideProcess
+from pypto_serving.types.sampler import MaskArray
+from pypto_serving.types.sampling import RowSampling
+from pypto_serving.worker.guiding.server import COMPILES_TOO_LONG
 from pypto_serving.worker.guiding.wire import (
     AppendTokens,
     DraftTokens,
     DropRow,
+    GuideAnswers,
+    GuideStart,
     OpenRow,
-    RowAhead,
-    RowChoice,
-    RowRefusal,
+    SharedMasks,
 )
 from pypto_serving.worker.row_guide import NextTokens
 
-MAX_CRASHES = 3
-"""How many processes may end while they work for a row, for reasons that may not be its own."""
-MAX_MUTE = 8
-"""How many processes may end one after the other for no row and without an answer."""
-MAX_LEFT = 1024
-"""Rows that left, whose grammars are kept while their process may still work for them."""
-MAX_REMEMBERED = 1024
-"""Grammars remembered as refused, and as many whose pace differs from that of their check."""
+logger = logging.getLogger("pypto_serving.worker")
+
+MAX_CRASHES = 6
+"""How many processes may end one after the other for a row, or for none, for reasons that no grammar brings about."""
 OWN_FAULTS: dict[int, str] = {
     signal.SIGPROF: "takes too long to follow: one token took more CPU time than is allowed",
+    COMPILES_TOO_LONG: "takes too long to compile",
     signal.SIGABRT: "takes too much memory to follow, or nests too deeply",
     signal.SIGSEGV: "nests too deeply to be followed",
 }
 """Signals that the row which a process works for brings about, and why."""
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""The process makes copies of itself, so no library must start threads there."""
+NOTHING: MaskArray = np.empty((0, 0), np.uint32)
+"""No mask after a draft."""
+CPUS = tuple(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
+"""The CPUs of the worker when it imports this module, before a backend pins its main thread."""
 
 
-class KnownGrammars:
-    """Remembers grammars that are refused at once, and which were slow here. Owned by RowGuides."""
+class GuidedRow:
+    """A row with a guide, and the last answer of that guide. Owned by RowGuides.
 
-    def __init__(self) -> None:
-        self._refused: OrderedDict[int, RequestError] = OrderedDict()
-        self._slow: OrderedDict[int, bool] = OrderedDict()
+    - `life`: names it to the process that follows it; 0 if none does yet.
+    - `choice`: what the row may append next; None until its process answers.
+    - `ahead` [n, words]: the masks after the first n of its drafts; None until its process answers.
+    - `expected`: what must follow the last token, as far as that was known before it.
+    - `fault`: why it cannot go on, or None.
+    - `num_crashes`: how many processes ended while they worked for it.
+    """
 
-    def refusal(self, grammar: Grammar | None) -> RequestError | None:
-        """Return why a grammar is refused, or None."""
-        return None if grammar is None else self._refused.get(hash(grammar))
+    def __init__(self, row: int, sampling: RowSampling, output: Sequence[int]) -> None:
+        assert sampling.guide is not None
+        self.life = 0
+        self.row = row
+        self.guide = sampling.guide
+        self.eos_ids = sampling.eos_ids
+        self.jumps = sampling.num_logprobs < 0
+        self.output = list(output)
+        self.choice: NextTokens | None = None
+        self.ahead: MaskArray | None = NOTHING
+        self.expected: tuple[int, ...] = ()
+        self.fault: RequestError | None = None
+        self.num_crashes = 0
 
-    def refuse(self, grammar: Grammar, error: RequestError) -> None:
-        """Refuse a grammar when it comes again."""
-        self._refused[hash(grammar)] = error
-        if len(self._refused) > MAX_REMEMBERED:
-            self._refused.popitem(last=False)
+    @property
+    def is_busy(self) -> bool:
+        return (self.choice is None or self.ahead is None) and self.fault is None
 
-    def is_slow(self, guide: Guide) -> bool:
-        """Return whether a guide's grammar was slow here, or if it is new, when it was checked."""
-        return self._slow.get(hash(guide.grammar), guide.compile_s >= SLOW_S)
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Append what the row appended. Of what follows only the rest of expected tokens is known."""
+        expected, count = () if self.choice is None else self.choice.expected, len(token_ids)
+        self.expected = expected[count:] if expected[:count] == tuple(token_ids) else ()
+        self.choice, self.ahead = None, NOTHING
+        self.output += token_ids
 
-    def set_slow(self, guide: Guide, is_slow: bool) -> None:
-        """Remember whether a guide's grammar is slow."""
-        if self.is_slow(guide) != is_slow:
-            self._slow[hash(guide.grammar)] = is_slow
-            if len(self._slow) > MAX_REMEMBERED:
-                self._slow.popitem(last=False)
+    def fail(self, error: RequestError) -> None:
+        """Fail the row. If that is due to its grammar, name the field of the request that it is from."""
+        self.fault = error
+        if error.status < HTTPStatus.INTERNAL_SERVER_ERROR and self.guide.grammar is not None:
+            self.fault = RequestError(f"{self.guide.field}: {error}", param=self.guide.field, code=error.error_code)
+            self.fault.status = error.status
+
+
+class Death(NamedTuple):
+    """How a process ended, by `signal` or 0, and for whom: the life of a row and the key of its grammar, or 0."""
+
+    life: int
+    key: int
+    signal: int
+
+
+class GuideProcess:
+    """Owns the guide process, the channel to its copy that follows rows, and the shared masks.
+
+    Both start with the first row that is opened, and end when there has been none for long. After a death all rows are
+    forgotten.
+    """
+
+    def __init__(self, model_dir: str, vocab_size: int, max_rows: int, max_drafts: int = 0) -> None:
+        self._memory = os.memfd_create("pypto-masks")
+        os.ftruncate(self._memory, SharedMasks.num_bytes(max_rows, vocab_size, max_drafts))
+        self.shared = SharedMasks(self._memory, max_rows, vocab_size, max_drafts)
+        self._start = GuideStart(-1, self._memory, model_dir, vocab_size, max_rows, CPUS, max_drafts)
+        self._child: Child | None = None
+        self._control: socket.socket | None = None
+        self._channel: SocketChannel[GuideAnswers] | None = None
+        self._num_heartbeats = 0
+        self._heard_s = 0.0
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._child is None else self._child.pid
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message; never wait."""
+        if self._channel is None and isinstance(message, OpenRow):
+            self._channel = self._start_copy(message.eos_ids)
+        if self._channel is not None:
+            self._channel.send(message)
+
+    def _start_copy(self, eos_ids: bytes) -> SocketChannel[GuideAnswers]:
+        """Start a copy, and the process if there is none. If that fails, the channel is closed."""
+        channel, theirs = SocketChannel.pair(GuideAnswers)
+        self._heard_s = time.monotonic()
+        with theirs, suppress(OSError):
+            if self._control is None:
+                self._start_process()
+            assert self._control is not None
+            socket.send_fds(self._control, [COPY_NUMBER.pack(0), eos_ids], [theirs.fileno()])
+        return channel
+
+    def _start_process(self) -> None:
+        ours, end = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        start = msgspec.structs.replace(self._start, control=end.fileno())
+        try:
+            self._child = start_module(
+                "pypto_serving.worker.guiding", start, end, shared=(self._memory,), variables=ONE_THREAD
+            )
+        except OSError as error:
+            ours.close()
+            logger.error("the process that follows grammars cannot be started: %s", error)
+            raise
+        ours.settimeout(1.0)
+        self._control = ours
+
+    def receive(self, timeout_s: float) -> GuideAnswers | None:
+        """Return the next answers of the process, or None if none come in time."""
+        return None if self._channel is None else self._channel.receive(timeout_s)
+
+    def death(self) -> Death | None:
+        """Return how the process ended, once, if it did. One that is silent for too long is ended."""
+        if self._channel is None or not (self._channel.gone or self._is_stuck()):
+            return None
+        code = self._end_code() if self._channel.gone else None
+        ended = code or self._end()
+        (life, key), compiled = self.shared.at_work.tolist()
+        if compiled[0] and (not life or code != -signal.SIGPROF):
+            life, key = compiled
+        self._channel.close()
+        self._channel = None
+        self.shared.at_work[:] = 0
+        if not life and code != EXIT_OK:
+            logger.error("a process that follows grammars ended with code %d", ended)
+        return Death(life, key, max(0, -(code or 0)))
+
+    def _is_stuck(self) -> bool:
+        """Return whether the process has been silent for too long."""
+        now_s, num_heartbeats = time.monotonic(), int(self.shared.num_heartbeats[0])
+        if num_heartbeats != self._num_heartbeats:
+            self._num_heartbeats, self._heard_s = num_heartbeats, now_s
+        return now_s - self._heard_s > STUCK_S
+
+    def _end_code(self) -> int | None:
+        """Return the exit code of the copy; None if the whole process ended."""
+        end = b""
+        if self._control is not None:
+            with suppress(OSError):
+                end = self._control.recv(COPY_END.size)
+        return int(COPY_END.unpack(end)[1]) if end else None
+
+    def _end(self) -> int:
+        """End the process and its copy; return its exit code."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        child, self._child = self._child, None
+        return EXIT_OK if child is None else child.end(0.0)
+
+    def close(self) -> None:
+        """End the process for good."""
+        self._end()
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        os.close(self._memory)
+
+
+MakeGuideProcess = Callable[[str, int, int, int], GuideProcess]
+"""Makes a guide process of a checkpoint's folder, a vocabulary size, and numbers of rows and drafts of each."""
 
 
 class GuideClient:
-    """Owns a guide process and knows the rows that it follows, by their lives. Owned by RowGuides.
+    """Owns the guide process and knows the rows that it follows, by their lives. Owned by RowGuides.
 
     The answers of a process depend on the guide and the tokens of a row alone. So when it dies, another one follows the
-    same rows from their first token on. It may be working for a row that has left; its grammar is judged all the same.
+    same rows from their first token on. A grammar that ended one is refused when it comes again.
     """
 
-    def __init__(self, process: GuideProcess, lives: itertools.count[int], known: KnownGrammars) -> None:
+    def __init__(self, process: GuideProcess) -> None:
         self.process = process
         self.rows: dict[int, GuidedRow] = {}
-        self._lives = lives
-        self._known = known
-        self._left: OrderedDict[int, Guide] = OrderedDict()
+        self._refused = KnownGrammars[RequestError]()
+        self._lives = itertools.count(1)
+        self._num_mute = 0
         self._appended: list[tuple[int, Int32Array]] = []
         self._drafted: list[tuple[int, Int32Array]] = []
 
     def open(self, guided: GuidedRow) -> None:
-        """Follow a row from its first token on."""
+        """Follow a row from its first token on, unless its grammar is known to end processes."""
+        grammar = guided.guide.grammar
+        if grammar is not None and (error := self._refused.find(content_key(grammar))) is not None:
+            guided.fail(error)
+            return
         guided.choice, guided.ahead, guided.life = None, NOTHING, next(self._lives)
         self.rows[guided.life] = guided
-        is_quick, output = guided.pace == "quick", pack_ids(guided.output)
-        opened = OpenRow(guided.life, guided.row, guided.guide, guided.eos_ids, guided.jumps, output, is_quick)
+        opened = OpenRow(guided.life, guided.row, guided.guide, guided.eos_ids, guided.jumps, pack_ids(guided.output))
         self.process.send(opened)
 
     def drop(self, guided: GuidedRow) -> None:
         """Stop following a row, and drop the work left for it."""
         if self.rows.pop(guided.life, None) is not None:
             self.process.send(DropRow(guided.life))
-            if guided.guide.grammar is not None:
-                self._left[guided.life] = guided.guide
-                if len(self._left) > MAX_LEFT:
-                    self._left.popitem(last=False)
 
     def append(self, guided: GuidedRow, token_ids: Int32Array) -> None:
         """Append what a row appended, with the next `flush`."""
@@ -133,65 +278,50 @@ class GuideClient:
             if (death := self.process.death()) is not None:
                 self._recover(death)
             return False
+        self._num_mute = 0
         while answers is not None:
-            for choice in answers.choices:
-                self._take(choice)
-            for ahead in answers.aheads:
-                self._take_ahead(ahead)
-            for refusal in answers.refusals:
-                if (guided := self.rows.pop(refusal.life, None)) is not None:
-                    guided.fail(_refused(refusal))
+            self._take(answers)
             answers = self.process.receive(0.0)
         return True
 
-    def _take(self, choice: RowChoice) -> None:
-        guided = self.rows.get(choice.life)
-        if guided is not None and choice.num_tokens == len(guided.output):
-            mask = self.process.shared.masks[guided.row, 0] if choice.is_masked else None
-            guided.choice, guided.pace = NextTokens(choice.forced, mask, choice.is_done, choice.expected), choice.pace
-        elif choice.pace == "slow" and (guide := self._left.get(choice.life)) is not None:
-            self._known.set_slow(guide, True)
-
-    def _take_ahead(self, ahead: RowAhead) -> None:
-        guided = self.rows.get(ahead.life)
-        if guided is not None and guided.ahead is None and ahead.num_tokens == len(guided.output):
-            guided.ahead = self.process.shared.masks[guided.row, 1 : 1 + ahead.num_drafts]
+    def _take(self, answers: GuideAnswers) -> None:
+        masks = self.process.shared.masks
+        for choice in answers.choices:
+            guided = self.rows.get(choice.life)
+            if guided is not None and choice.num_tokens == len(guided.output):
+                mask = masks[guided.row, 0] if choice.is_masked else None
+                guided.choice = NextTokens(choice.forced, mask, choice.is_done, choice.expected)
+        for ahead in answers.aheads:
+            guided = self.rows.get(ahead.life)
+            if guided is not None and guided.ahead is None and ahead.num_tokens == len(guided.output):
+                guided.ahead = masks[guided.row, 1 : 1 + ahead.num_drafts]
+        for refusal in answers.refusals:
+            if (guided := self.rows.pop(refusal.life, None)) is not None:
+                error = RequestError(refusal.message, code=refusal.code)
+                error.status = refusal.status
+                guided.fail(error)
 
     def _recover(self, death: Death) -> None:
-        """Blame the row that ended the process, and let another process follow the rows."""
-        guilty = self.rows.get(death.life)
-        guide = self._left.get(death.life) if guilty is None else guilty.guide
-        grammar = None if guide is None else guide.grammar
-        self._left.clear()
-        if grammar is not None and (words := OWN_FAULTS.get(death.signal)) is not None:
+        """Blame the row that ended the process, which may have left, and let another process follow the others."""
+        if death.key and (words := OWN_FAULTS.get(death.signal)) is not None:
             error = GrammarError(f"the grammar {words}; simplify it, or make it less ambiguous")
-            self._known.refuse(grammar, error)
-            if guilty is not None:
-                self._fail(guilty, error)
-        elif guilty is not None:
+            self._refused.add(death.key, error)
+        elif (guilty := self.rows.get(death.life)) is not None:
             guilty.num_crashes += 1
             if guilty.num_crashes == MAX_CRASHES:
-                self._fail(guilty, RequestFailedError(f"{MAX_CRASHES} processes ended while they followed its grammar"))
-        if death.num_mute >= MAX_MUTE:
-            for guided in list(self.rows.values()):
-                self._fail(guided, RequestFailedError("the process that follows grammars keeps ending; see the log"))
-        rows, self.rows = self.rows.values(), {}
-        for guided in sorted(rows, key=lambda each: each.num_crashes):
-            self.open(guided)
-
-    def _fail(self, guided: GuidedRow, error: RequestError) -> None:
-        self.rows.pop(guided.life, None)
-        guided.fail(error)
+                del self.rows[death.life]
+                guilty.fail(RequestFailedError(f"{MAX_CRASHES} processes ended while they followed its grammar"))
+        rows, self.rows = sorted(self.rows.values(), key=lambda each: each.num_crashes), {}
+        self._num_mute += not death.life
+        for guided in rows:
+            if self._num_mute < MAX_CRASHES:
+                self.open(guided)
+            else:
+                guided.fail(RequestFailedError("the process that follows grammars keeps ending; see the log"))
+        self._num_mute %= MAX_CRASHES
 
 
 def _packed(pieces: list[tuple[int, Int32Array]]) -> tuple[list[int], list[int], bytes]:
     """Return the lives of rows, how many tokens each has, and all tokens."""
     lives, tokens = zip(*pieces, strict=True)
     return list(lives), [len(each) for each in tokens], np.concatenate(tokens, dtype=np.int32).tobytes()
-
-
-def _refused(refusal: RowRefusal) -> RequestError:
-    """Return the error of a request that the process refused."""
-    error = RequestError(refusal.message, code=refusal.code)
-    error.status = refusal.status
-    return error

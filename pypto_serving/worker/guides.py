@@ -1,26 +1,23 @@
-"""RowGuides: the guides of a worker's rows, followed by processes of their own while the next step is computed."""
+"""RowGuides: the guides of a worker's rows, followed by a process of its own while the next step is computed."""
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pypto_serving.errors import RequestError
+from pypto_serving.limits import TOKEN_S
 from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.sampling import RowSampling
-from pypto_serving.worker.guide_client import GuideClient, KnownGrammars
-from pypto_serving.worker.guided_row import NOTHING, GuidedRow
-from pypto_serving.worker.guiding.process import GuideProcess
+from pypto_serving.worker.guide_client import NOTHING, GuideClient, GuidedRow, GuideProcess
 from pypto_serving.worker.masks import RowMasks
 
 PATIENCE_S = 0.01
-"""How long a step waits at its end for the guides of its rows. A row without what it needs is computed again."""
-IDLE_PATIENCE_S = 0.05
-"""How long a step waits that can sample no row at all."""
-MAX_UNWAITED = 64
-"""For how many tokens at most no step waits for a row whose guide came too late. They double each time."""
+"""How long a step waits for guides that are late, once one of its rows can go on without them. A row without what it
+needs is computed again."""
+WAIT_SHARE = 0.1
+"""Share of the time that steps wait if they also have rows without a guide."""
 
 
 class StepConstraints(NamedTuple):
@@ -43,50 +40,34 @@ class StepConstraints(NamedTuple):
 class RowGuides:
     """Owns what is known of the guides of rows. Rows without one cost nothing.
 
-    Two processes follow grammars: one the quick ones, the other the slow ones, so that no other token waits for theirs.
-    The first row with such a grammar starts each. `_clients` has the quick one first; () until a row has a guide.
+    A process follows grammars; it starts with the first row that has a guide. Until then `_client` is None.
     """
 
     def __init__(self, make_process: Callable[[], GuideProcess], masks: RowMasks) -> None:
         self._make_process = make_process
         self._masks = masks
         self._rows: dict[int, GuidedRow] = {}
-        self._known = KnownGrammars()
-        self._clients: tuple[GuideClient, ...] = ()
+        self._client: GuideClient | None = None
+        self._may_wait_s = PATIENCE_S
+        self._waited_s = 0.0
 
     def start(self, row: int, sampling: RowSampling, output: Sequence[int]) -> None:
         """Guide `row`, which has the tokens `output` already."""
+        if self._client is None:
+            self._client = GuideClient(self._make_process())
         guided = self._rows[row] = GuidedRow(row, sampling, output)
-        grammar = guided.guide.grammar
-        if (error := self._known.refusal(grammar)) is not None:
-            guided.fail(error)
-        else:
-            self._open(guided, self._known.is_slow(guided.guide))
-
-    def _open(self, guided: GuidedRow, is_slow: bool) -> None:
-        """Let a row be followed from its first token on."""
-        if not self._clients:
-            lives = itertools.count(1)
-            self._clients = tuple(GuideClient(self._make_process(), lives, self._known) for _ in range(2))
-        self._clients[is_slow].open(guided)
+        self._client.open(guided)
 
     def clear(self, row: int) -> None:
         """Forget the guide of `row`; what it has yet to do is dropped."""
-        if (guided := self._rows.pop(row, None)) is None:
-            return
-        if guided.pace == "quick":
-            self._known.set_slow(guided.guide, False)
-        self._drop(guided)
-
-    def _drop(self, guided: GuidedRow) -> None:
-        for client in self._clients:
-            client.drop(guided)
+        if (guided := self._rows.pop(row, None)) is not None and self._client is not None:
+            self._client.drop(guided)
 
     def close(self) -> None:
-        """End the processes."""
-        for client in self._clients:
-            client.process.close()
-        self._clients = ()
+        """End the process."""
+        if self._client is not None:
+            self._client.process.close()
+            self._client = None
 
     def expected(self, rows: Int32Array) -> dict[int, tuple[int, ...]]:
         """Return what must follow the last token of `rows` [n], by index, where that is known already."""
@@ -97,24 +78,25 @@ class RowGuides:
 
     def draft(self, rows: Int32Array, known: Int32Array, counts: Int32Array, tokens: Int32Array) -> None:
         """Give guides the `counts` [n] drafts that `rows` [n] verify, after their `known` [n] of `tokens`."""
-        for i, row in enumerate(rows.tolist()) if self._rows else ():
+        if self._client is None or not self._rows:
+            return
+        for i, row in enumerate(rows.tolist()):
             if counts[i] and (guided := self._rows.get(row)) is not None:
-                for client in self._clients:
-                    client.draft(guided, tokens[row, known[i] : known[i] + counts[i]])
-        for client in self._clients:
-            client.flush()
+                self._client.draft(guided, tokens[row, known[i] : known[i] + counts[i]])
+        self._client.flush()
 
     def constrain(self, rows: Int32Array, num_drafts: Int32Array | None = None) -> StepConstraints | None:
-        """Return what `rows` [n], which sample now, may choose, and set their masks. Wait a little for the processes.
+        """Return what `rows` [n], which sample now, may choose, and set their masks. Wait a little for the process.
 
         A row of -1 has no guide. Row i verifies `num_drafts[i]` drafts. None if no row has a guide.
         """
-        if not self._rows:
+        if self._client is None or not self._rows:
             return None
         found = {i: guided for i, row in enumerate(rows.tolist()) if (guided := self._rows.get(row)) is not None}
         if not found:
             return None
-        self._wait({guided for guided in found.values() if guided.is_busy}, len(rows))
+        late = [guided for guided in found.values() if guided.is_busy]
+        self._wait(self._client, late, len(rows) - len(late), len(rows) > len(found))
         constraints = StepConstraints(found, set(), {}, {}, {})
         for i, guided in found.items():
             mask = None
@@ -141,51 +123,32 @@ class RowGuides:
             self._masks.put(guided.row, 1 + draft, mask)
         return len(ahead)
 
-    def _wait(self, wanted: set[GuidedRow], num_rows: int) -> None:
-        """Take in what was found out, and wait for `wanted`: longer if the step has no other row to sample.
+    def _wait(self, client: GuideClient, late: Sequence[GuidedRow], num_ready: int, has_others: bool) -> None:
+        """Take in what was found out, and wait for `late`. If no other row is ready, wait as long as a token may take.
 
-        Rows that came too late before are not waited for, nor those whose grammar is slow.
+        Once one is, wait by PATIENCE_S at most. If the step has other rows, waits take at most WAIT_SHARE of the time.
         """
-        for client in self._clients:
-            client.receive(0.0)
-        idle = len(wanted) == num_rows
-        until_s = time.monotonic() + (IDLE_PATIENCE_S if idle else PATIENCE_S)
-        while late := [guided for guided in wanted if guided.is_busy and (idle or guided.is_waited_for)]:
+        client.receive(0.0)
+        began_s = time.monotonic()
+        self._may_wait_s = min(PATIENCE_S, self._may_wait_s + WAIT_SHARE * (began_s - self._waited_s))
+        until_s = began_s + (self._may_wait_s if has_others else PATIENCE_S if num_ready else TOKEN_S)
+        while num_late := sum(guided.is_busy for guided in late):
+            if not num_ready and num_late < len(late):
+                num_ready, until_s = 1, min(until_s, time.monotonic() + PATIENCE_S)
             left_s = until_s - time.monotonic()
-            if left_s <= 0 or not self._receive(left_s, late):
+            if left_s <= 0 or not client.receive(left_s):
                 break
-            if idle and not all(guided.is_busy for guided in wanted):
-                idle, until_s = False, min(until_s, time.monotonic() + PATIENCE_S)
-        for guided in wanted:
-            if not guided.unwaited:
-                guided.lateness = min(MAX_UNWAITED, 2 * guided.lateness or 1) if guided.is_busy else 0
-                guided.unwaited = guided.lateness and 1 + guided.lateness
-
-    def _receive(self, timeout_s: float, late: Sequence[GuidedRow]) -> bool:
-        """Take in what processes found out. Without anything wait, for the first that works for one of `late`."""
-        found = [client.receive(0.0) for client in self._clients]
-        if any(found):
-            return True
-        lives = {guided.life for guided in late}
-        working = next((each for each in self._clients if not lives.isdisjoint(each.rows)), None)
-        return working is not None and working.receive(timeout_s)
+        self._waited_s = time.monotonic()
+        if has_others:
+            self._may_wait_s -= self._waited_s - began_s
 
     def append(self, rows: Int32Array, constraints: StepConstraints, counts: Int32Array, token_ids: Int32Array) -> None:
-        """Append what `rows` [n] appended: `counts` [n] of `token_ids`, row after row. Those that were slow move."""
+        """Append what `rows` [n] appended: `counts` [n] of `token_ids`, row after row."""
+        assert self._client is not None
         ends = counts.cumsum()
         for i, guided in constraints.guides.items():
-            if not counts[i] or self._rows.get(guided.row) is not guided:
-                continue
-            new = token_ids[ends[i] - counts[i] : ends[i]]
-            guided.append(new.tolist())
-            guided.unwaited = max(0, guided.unwaited - 1)
-            is_here = guided.life in self._clients[0].rows
-            if guided.pace == "slow" and guided.guide.grammar is not None and is_here:
-                self._known.set_slow(guided.guide, True)
-                self._drop(guided)
-                self._open(guided, is_slow=True)
-            else:
-                for client in self._clients:
-                    client.append(guided, new)
-        for client in self._clients:
-            client.flush()
+            if counts[i] and self._rows.get(guided.row) is guided:
+                new = token_ids[ends[i] - counts[i] : ends[i]]
+                guided.append(new.tolist())
+                self._client.append(guided, new)
+        self._client.flush()

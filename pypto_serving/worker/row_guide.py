@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -46,7 +46,7 @@ class RowGuide:
     Its choices depend on the guide and on the output tokens alone. A matcher has limits on the work of each of its
     calls, so they too are made in the same order whether tokens come one by one or, after a restart, all at once.
 
-    - `compile` makes a matcher at the beginning of the content; None for no grammar.
+    - `matcher` stands at the beginning of the content; None for no grammar.
     - `bits` is where masks are written. Rows may share it.
     - `texts` are those of all tokens.
     - `jumps`: whether forced tokens are appended all at once; else they are sampled one by one.
@@ -56,19 +56,23 @@ class RowGuide:
         self,
         guide: Guide,
         eos_ids: Sequence[int],
-        compile: Callable[[], Matcher] | None,
+        matcher: Matcher | None,
         bits: MaskArray,
         jumps: bool,
         texts: TokenTexts,
     ) -> None:
         self._eos_ids = eos_ids
-        self._compile = compile
         self._bits = bits
         self._jumps = jumps
         self._state: ReasoningState | None = None
         if guide.reasoning is not None:
             self._state = ReasoningState(guide.reasoning, guide.max_reasoning_tokens, texts)
-        self._matcher: Matcher | None = None
+        self._has_grammar = matcher is not None
+        self._matcher = matcher
+        self._content: Matcher | None = None
+        """Where the content begins, if an opening may be followed before."""
+        if matcher is not None and self._stage == "opening":
+            self._content = matcher.copy()
         self._ended = False
         self._forced: deque[int] = deque()
         self._mask: MaskArray | None = None
@@ -77,14 +81,8 @@ class RowGuide:
     def _stage(self) -> str:
         return "content" if self._state is None else self._state.stage
 
-    @property
-    def may_compile(self) -> bool:
-        """Return whether the next token may end with a new matcher, for the content after reasoning."""
-        return self._stage == "opening" and self._compile is not None
-
     def open(self) -> None:
         """Stand before the first token. Takes time. Raises RequestError."""
-        self._matcher = None if self._compile is None else self._compile()
         self._prepare()
 
     def append(self, token_id: int) -> None:
@@ -99,37 +97,35 @@ class RowGuide:
 
     def choice(self) -> NextTokens:
         """Return what may follow."""
-        if self._stage == "content" and self._compile is None:
+        if self._stage == "content" and not self._has_grammar:
             return NextTokens(is_done=True)
         if self._forced:
             forced = tuple(self._forced)
             return NextTokens(forced) if self._jumps else NextTokens(mask=self._only(forced[:1]), expected=forced)
         return NextTokens(mask=self._mask)
 
-    def look_ahead(self, drafts: Sequence[int], masks: MaskArray) -> int:
-        """Write to masks[i + 1] what may follow drafts[: i + 1]; return for how many, as far as they match.
+    def look_ahead(self, drafts: Sequence[int], masks: MaskArray) -> Iterator[int]:
+        """Write to masks[i + 1] what may follow drafts[: i + 1], as far as they match; yield i + 1 after each.
 
         masks[0] is that of the last choice, if it has one. The guide stays where it is. Takes time.
         """
         if self._ended or self._stage == "opening":
-            return 0
+            return
         choice, copied = self.choice(), self._copy()
         if choice.mask is not None:
             choice = NextTokens(mask=masks[0])
         for i, token_id in enumerate(drafts):
-            if not choice.allows(token_id):
-                return i
+            if copied._ended or not choice.allows(token_id):
+                return
             try:
                 copied.append(token_id)
             except RequestError:  # a limit, which the row itself may never meet
-                return i
+                return
             choice = copied.choice()
             if choice.forced:
                 choice = NextTokens(mask=copied._only(choice.forced[:1]))
             masks[i + 1] = 0xFFFFFFFF if choice.mask is None else choice.mask[: masks.shape[1]]
-            if copied._ended:
-                return i + 1
-        return len(drafts)
+            yield i + 1
 
     def _copy(self) -> RowGuide:
         """Return a guide that stands where this one does, with the same memory for masks."""
@@ -145,8 +141,8 @@ class RowGuide:
         if self._state is not None:
             self._state.push(token_id)
             if before != "content" and self._state.has_reasoned:
-                if before == "opening" and self._compile is not None:
-                    self._matcher = self._compile()
+                if before == "opening":
+                    self._matcher = self._content
                 if self._stage != "content":
                     return
                 added = list(self._state.content_ids)
@@ -169,7 +165,7 @@ class RowGuide:
         """Find out what may follow."""
         self._mask = None
         self._forced.extend(self._find_forced())
-        if not self._forced and self._compile is not None:
+        if not self._forced and self._has_grammar:
             self._mask = self._allowed()
 
     def _find_forced(self) -> Sequence[int]:

@@ -25,8 +25,8 @@ from pypto_serving.types.step import RowFault, StepPlan, StepResult, WorkerHello
 from pypto_serving.types.tier import TierInventory
 from pypto_serving.worker.batch import Dispatch, RowBatch
 from pypto_serving.worker.drafts import MakeDrafter, ModelDrafter
+from pypto_serving.worker.guide_client import GuideProcess, MakeGuideProcess
 from pypto_serving.worker.guides import StepConstraints
-from pypto_serving.worker.guiding.process import GuideProcess, MakeGuideProcess
 from pypto_serving.worker.prompt_logprobs import compute_prompt_logprobs, num_logits
 from pypto_serving.worker.verify import DispatchResult, apply_guides, read_device_tokens, sample_and_verify
 

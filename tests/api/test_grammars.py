@@ -7,9 +7,10 @@ import itertools
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,16 +20,16 @@ import msgspec
 import psutil
 import pytest
 
-from pypto_serving import limits
-from pypto_serving.api.reading import process, reading, verdicts
-from pypto_serving.api.reading.__main__ import serve, start_copy
+from pypto_serving import guidance, limits, processes
+from pypto_serving.api.reading import process, reading
+from pypto_serving.api.reading.__main__ import answer_all
 from pypto_serving.api.reading.process import QueueName, Reader
 from pypto_serving.api.reading.reading import LARGE_BYTES, SMALL_BYTES, Reading
-from pypto_serving.api.reading.wire import END, JOB, KINDS, READY, START, JobKind
+from pypto_serving.api.reading.wire import JOB, KINDS, READY, JobKind
 from pypto_serving.api.settings import load_serving_config
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import RequestError
-from pypto_serving.processes import Copy
+from pypto_serving.processes import COPY_END, COPY_NUMBER, Copy, serve_copies
 from pypto_serving.types.guide import Grammar, Guide
 from tests.api.bad_bodies import HELLO
 from tests.api.checkpoint import CHATML, write_checkpoint
@@ -177,8 +178,7 @@ def test_a_busy_machine_is_not_the_fault_of_a_grammar_or_body(
         assert server.post(CHAT, padded).status_code == 200
         suspend(reader_of(server))
         with monkeypatch.context() as impatient:
-            impatient.setattr(process, "PATIENCE", 0)
-            impatient.setattr(process, "PATIENCE_S", 0.05)
+            impatient.setattr(process, "PATIENCE", 0.02)
             response = server.post(path, body)
         error = response.json()["error"]
         assert (response.status_code, error["code"], error["param"]) == (503, "unavailable", None), response.text
@@ -194,8 +194,8 @@ def reading_of(checkpoint: Path) -> Reading:
 
 
 def test_few_grammars_are_remembered(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdicts, "MAX_VERDICTS", 4)
-    monkeypatch.setattr(verdicts, "MAX_CHARS", 100)
+    monkeypatch.setattr(guidance, "MAX_KNOWN_CHARS", 480)
+    monkeypatch.setattr(guidance, "ENTRY_CHARS", 100)
     compiled = asked(monkeypatch)
     gbnf = [Guide(Grammar("gbnf", f'root ::= "{"a" * 30}{i}"')) for i in range(4)]
 
@@ -204,19 +204,19 @@ def test_few_grammars_are_remembered(checkpoint: Path, monkeypatch: pytest.Monke
         for i in range(8):
             good, bad = (Guide(Grammar("regex", f"{text}{i}"), field="x") for text in ("a", "(a"))
             checked = await reader.check_guide(good)
-            assert checked.grammar == good.grammar and 0 < checked.compile_s < 1.0
+            assert checked.grammar == good.grammar
             for _ in range(2):
                 compiled.clear()
                 with pytest.raises(RequestError, match=r"x: .*unclosed"):
                     await reader.check_guide(bad)
             assert not compiled, "what was refused is known"
-        assert len(reader._verdicts) == 4
+        assert len(reader._known) == 4
         for guide in gbnf:
             lark = await reader.check_guide(guide)
             compiled.clear()
             assert lark.grammar is not None and lark.grammar.syntax == "lark"
             assert await reader.check_guide(guide) == lark and not compiled, "what it was translated to is known"
-        assert reader._verdicts._num_chars <= 100
+        assert reader._known._num_chars <= 480
         await reader.check_guide(gbnf[0])
         assert compiled == [gbnf[0].grammar], "only so many characters are kept"
         await reader.close()
@@ -239,7 +239,8 @@ def control() -> Iterator[socket.socket]:
 
     def run() -> None:
         ours.close()
-        serve(theirs, SimpleNamespace(prepared=lambda kind: ENDS[list(ENDS)[KINDS.index(kind)]][0]))
+        jobs: Any = SimpleNamespace(prepared=lambda kind: ENDS[list(ENDS)[KINDS.index(kind)]][0])
+        serve_copies(theirs, lambda purpose: partial(answer_all, jobs))
 
     copy = Copy(run)
     theirs.close()
@@ -253,10 +254,10 @@ def test_a_copy_that_ends_says_how(name: str, control: socket.socket) -> None:
     job, end = socket.socketpair()
     kind = list(ENDS).index(name)
     with job, end:
-        socket.send_fds(control, [START.pack(7, kind)], [end.fileno()])
+        socket.send_fds(control, [COPY_NUMBER.pack(7)], [end.fileno()])
         assert job.recv(1) == READY
         job.sendall(JOB.pack(kind, 0, 0.05))
-        number, code, used_s = END.unpack(control.recv(END.size))
+        number, code, used_s = COPY_END.unpack(control.recv(COPY_END.size))
     assert (number, code) == (7, ENDS[name][1]) and used_s >= (0.05 if name == "takes too long" else 0.0)
 
 
@@ -265,14 +266,17 @@ def test_too_few_processes_or_files_for_a_copy_are_no_fault_of_the_job(monkeypat
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(os, "fork", fail)
-    jobs: Any = SimpleNamespace(prepared=lambda kind: None)
+
+    def prepare() -> Callable[[socket.socket], None]:
+        return lambda end: None
+
     before = psutil.Process().num_fds()
     job, end = socket.socketpair()
     with job, pytest.raises(OSError, match="Resource temporarily unavailable"):
-        start_copy([end.detach()], jobs, KINDS[0])
+        processes._start_served_copy([end.detach()], prepare)
     assert psutil.Process().num_fds() == before
     with pytest.raises(OSError, match="too many files"):
-        start_copy([], jobs, KINDS[0])
+        processes._start_served_copy([], prepare)
 
 
 def test_a_grammar_without_a_copy_gets_a_503_and_is_good_when_it_comes_again(server: RunningServer) -> None:

@@ -22,15 +22,16 @@ import msgspec
 import psutil
 import pytest
 
-from pypto_serving import fair_queue, limits
+from pypto_serving import limits
 from pypto_serving.api.common.body import MAX_MESSAGES, ReadBody
-from pypto_serving.api.reading.__main__ import Jobs, guarded, serve
+from pypto_serving.api.reading.__main__ import Jobs, answer_all, guarded
 from pypto_serving.api.reading.process import Reader, ReaderQueue
 from pypto_serving.api.reading.reading import SMALL_BYTES, is_small
-from pypto_serving.api.reading.wire import START, JobKind, ReaderFault, ReaderStart
+from pypto_serving.api.reading.wire import JobKind, ReaderFault, ReaderStart
 from pypto_serving.api.settings import load_serving_config
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import QueueFullError, RequestError, UnavailableError
+from pypto_serving.processes import COPY_NUMBER, serve_copies
 from tests.api.bad_bodies import BAD_CHATS, BAD_COMPLETIONS, HELLO
 from tests.api.checkpoint import CHATML, write_checkpoint
 from tests.api.conftest import new_engine
@@ -311,11 +312,12 @@ processes.Copy(lambda: print("works alone", flush=True)).wait()
 def test_a_reader_whose_server_is_gone_ends_in_silence(capfd: pytest.CaptureFixture[str]) -> None:
     ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
     job, end = socket.socketpair()
-    socket.send_fds(ours, [START.pack(1, 0)], [end.fileno()])
+    jobs: Any = SimpleNamespace(prepared=lambda kind: lambda raw: None)
+    socket.send_fds(ours, [COPY_NUMBER.pack(1)], [end.fileno()])
     for each in (job, end, ours):
         each.close()
     with theirs:
-        serve(theirs, SimpleNamespace(prepared=lambda kind: lambda raw: None))
+        serve_copies(theirs, lambda purpose: lambda end: answer_all(jobs, end))
     os.wait()
     assert capfd.readouterr() == ("", "")
 
@@ -472,13 +474,3 @@ def test_clients_that_keep_the_reader_busy_do_not_hold_up_a_longer_body(roomy: R
         assert roomy.post(COMPLETIONS, long).status_code == 200
         answered.set()
         assert sum(counts) < 8 * 20
-
-
-def test_few_hosts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fair_queue, "MAX_KEYS", 10)
-    queue = fair_queue.FairQueue[int, int]()
-    for host in range(100):
-        queue.push(host, host)
-        assert queue.pop() == host
-        queue.charge(host, 1.0 if host == 5 else 0.0)
-    assert 5 in queue._used_s and len(queue._used_s) <= 11

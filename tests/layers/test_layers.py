@@ -25,7 +25,6 @@ FLOOR = {
     "logs",
     "parallel",
     "processes",
-    "token_bytes",
     "types",
     "util",
 }

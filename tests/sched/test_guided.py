@@ -87,9 +87,9 @@ def expected(simulation: Simulation, request_id: str, compiler: Compiler) -> lis
     params, history = request.params, list(prompt)
     assert params.guide is not None and params.max_tokens is not None
     grammar = params.guide.grammar
-    compile = None if grammar is None else lambda: compiler.compile(grammar)
+    matcher = None if grammar is None else compiler.compile(grammar)
     bits = np.zeros(compiler.num_words, np.uint32)
-    guide = RowGuide(params.guide, (END,), compile, bits, params.logprobs is None, TokenTexts(compiler.tokens))
+    guide = RowGuide(params.guide, (END,), matcher, bits, params.logprobs is None, TokenTexts(compiler.tokens))
     guide.open()
     while END not in history[len(prompt) :] and len(history) < len(prompt) + params.max_tokens:
         choice = guide.choice()
@@ -195,7 +195,7 @@ def test_a_row_that_waits_is_computed_again(
 ) -> None:
     """No step waits for a guide, so rows are withheld whenever a thread is slower than a step."""
     monkeypatch.setattr(guides, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(guides, "IDLE_PATIENCE_S", 0.0)
+    monkeypatch.setattr(guides, "TOKEN_S", 0.0)
     withheld = 0
     constrain = guides.RowGuides.constrain
 

@@ -28,8 +28,8 @@ EXPENDABLE = ("pypto_serving.api.reading", "pypto_serving.worker.guiding")
 NUM_MUTATED = 20_000
 ANSWER_S = 2.0
 GUIDED_ANSWER_S = 6.0
-"""A new grammar waits for the one that the worker's process compiles just then: 4 s of CPU time at most, and until that
-process has started anew."""
+"""A new grammar waits for those that the reader and the guide process compile just then, 2 s of CPU time each at most,
+and until a copy of the latter has started anew."""
 STREAM_GAP_S = 6.0
 """The same between two tokens of a stream with a grammar."""
 QUESTION = [{"role": "user", "content": "What is 1+1?"}]

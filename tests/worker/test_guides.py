@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import signal
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,16 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pypto_serving.guidance import Compiler, Matcher
+from pypto_serving.guidance import Compiler, GrammarError, Matcher, content_key
+from pypto_serving.limits import CPU_S, IDLE_S, MAX_MATCHER_BYTES, TOKEN_S
 from pypto_serving.types.arrays import pack_ids
-from pypto_serving.types.guide import MAX_MATCHER_BYTES, Grammar, Guide, Reasoning
+from pypto_serving.types.guide import Grammar, Guide, Reasoning
 from pypto_serving.types.sampling import RowSampling
-from pypto_serving.worker.guide_client import MAX_CRASHES, MAX_MUTE, OWN_FAULTS
-from pypto_serving.worker.guides import RowGuides, StepConstraints
-from pypto_serving.worker.guiding.followed_row import SLOW_S
-from pypto_serving.worker.guiding.process import Death
-from pypto_serving.worker.guiding.server import WAIT_S
-from pypto_serving.worker.guiding.wire import GuideAnswers
+from pypto_serving.worker.guide_client import MAX_CRASHES, OWN_FAULTS, Death
+from pypto_serving.worker.guides import PATIENCE_S, WAIT_SHARE, RowGuides, StepConstraints
+from pypto_serving.worker.guiding.server import COMPILES_TOO_LONG, WAIT_S, CompileThread, FollowedRow, load_compiler
 from pypto_serving.worker.masks import RowMasks
 from tests.checkpoints import NUM_BYTES, byte_ids, write_tokenizer
 from tests.inline_guides import InlineGuideProcess
@@ -47,9 +45,9 @@ class Rows:
     """Rows that are guided, and the process that follows them."""
 
     def __init__(self, model: Path) -> None:
-        self.process, self.slow = (InlineGuideProcess(str(model), VOCAB_SIZE, ROWS) for _ in range(2))
+        self.process = InlineGuideProcess(str(model), VOCAB_SIZE, ROWS)
         self.masks = RowMasks(ROWS, VOCAB_SIZE)
-        self.guides = RowGuides(iter((self.process, self.slow)).__next__, self.masks)
+        self.guides = RowGuides(lambda: self.process, self.masks)
 
     def start(self, row: int, guide: Guide, output: Sequence[int] = (), **changes: Any) -> None:
         self.guides.start(row, RowSampling(guide=guide, eos_ids=pack_ids([END]), **changes), output)
@@ -81,6 +79,11 @@ def rows(model: Path) -> Iterator[Rows]:
     made = Rows(model)
     yield made
     made.guides.close()
+
+
+def key_of(guide: Guide) -> int:
+    assert guide.grammar is not None
+    return content_key(guide.grammar)
 
 
 def ids(text: str) -> list[int]:
@@ -121,39 +124,17 @@ def test_a_row_that_is_not_ready_is_withheld_alone(rows: Rows) -> None:
     assert rows.guides.constrain(np.array([0, 1], np.int32)) is None
 
 
-def test_steps_wait_less_and_less_for_a_guide_that_comes_late(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-    receive = InlineGuideProcess.receive
-
-    def counting(self: InlineGuideProcess, timeout_s: float) -> GuideAnswers | None:
-        waits.append(timeout_s)
-        return receive(self, timeout_s)
-
-    def is_waited_for() -> bool:
-        """Append a token; return whether the next step, which gets no answer, waits for one."""
-        rows.append(rows.ready(0, 1), [0, 1], [5, *ids("a")])
-        waits.clear()
-        rows.process.is_stuck = True
-        assert rows.constrain(0, 1).withheld == {1}
-        rows.process.is_stuck = False
-        return any(waits)
-
-    monkeypatch.setattr(InlineGuideProcess, "receive", counting)
-    rows.start(1, Guide(Grammar("regex", "a{100}b|[ab]{100}c")))
-    found = [is_waited_for() for _ in range(20)]
-    assert [i for i, waited in enumerate(found) if waited] == [0, 2, 5, 10, 19]
-    rows.guides.clear(1)
-    rows.start(1, Guide(Grammar("regex", "a{100}c"), compile_s=SLOW_S))
-    rows.process = rows.slow
-    rows.slow.server.cost(Guide(Grammar("regex", "a{100}c"))).token_s = 1000 * SLOW_S
-    assert not any(is_waited_for() for _ in range(20)), "a slow one"
+def clock_of(ahead_s: Callable[[], float]) -> SimpleNamespace:
+    """The module `time`, whose monotonic clock is ahead."""
+    clock = SimpleNamespace(**vars(time))
+    clock.monotonic = lambda: time.monotonic() + ahead_s()
+    return clock
 
 
 def test_memory_is_refused_to_those_who_ask_for_it(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row may take a quarter. Others wait while half is taken, and are refused after WAIT_S; those before go on."""
     ahead_s, memory = 0.0, rows.process.memory
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s, process_time=time.process_time)
-    monkeypatch.setattr("pypto_serving.worker.guiding.server.time", clock)
+    monkeypatch.setattr("pypto_serving.worker.guiding.server.time", clock_of(lambda: ahead_s))
     for row in (1, 2, 3):
         rows.start(row, OTHER)
         constraints = rows.ready(row)
@@ -177,7 +158,7 @@ def test_memory_is_refused_to_those_who_ask_for_it(rows: Rows, monkeypatch: pyte
     )
 
 
-def test_the_newest_large_row_ends_when_memory_is_short(rows: Rows) -> None:
+def test_the_largest_row_ends_when_memory_is_short(rows: Rows) -> None:
     for row in range(6):
         rows.start(row, OTHER)
         rows.ready(row)
@@ -190,18 +171,6 @@ def test_the_newest_large_row_ends_when_memory_is_short(rows: Rows) -> None:
     assert faults == {5: 503}
 
 
-def test_a_row_may_take_so_much_cpu_time(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = itertools.count(0.0, 0.5)
-    clock = SimpleNamespace(monotonic=time.monotonic, process_time=seconds.__next__)
-    monkeypatch.setattr("pypto_serving.worker.guiding.server.time", clock)
-    rows.start(1, Guide(Grammar("regex", "[ab]{1000}")))
-    num_tokens = 0
-    while not (constraints := rows.ready(1)).faults:
-        rows.append(constraints, [1], ids("a"))
-        num_tokens += 1
-    assert num_tokens == 7 and "takes too long to follow" in str(constraints.faults[0])
-
-
 def test_a_death_costs_no_row_anything(rows: Rows, model: Path) -> None:
     """Whatever the process was doing: the rows go on with the same choices."""
     alone, rng = Rows(model), random.Random(0)
@@ -210,7 +179,7 @@ def test_a_death_costs_no_row_anything(rows: Rows, model: Path) -> None:
         each.start(2, REGEX, output=ids("ba"), num_logprobs=0)
     for _ in range(60):
         for _ in range(rng.randrange(3)):
-            rows.process.deaths.append(Death(0, signal.SIGKILL, 1))
+            rows.process.deaths.append(Death(0, 0, signal.SIGKILL))
         constraints, right = rows.ready(1, 2), alone.ready(1, 2)
         assert constraints.forced == right.forced and not constraints.faults
         choices = [sorted(alone.allowed(row)) for row in (1, 2)]
@@ -218,7 +187,7 @@ def test_a_death_costs_no_row_anything(rows: Rows, model: Path) -> None:
         if right.forced:
             break
         if rng.random() < 0.5:  # between its answer and what the rows append
-            rows.process.deaths.append(Death(0, signal.SIGKILL, 1))
+            rows.process.deaths.append(Death(0, 0, signal.SIGKILL))
             assert rows.constrain(1).withheld == {0}
             rows.process.server.turn(0.0)
         appended = [rng.choice(each) for each in choices]
@@ -232,7 +201,7 @@ def test_who_ended_the_process_is_refused_and_remembered(rows: Rows, ended_by: i
     rows.start(1, REGEX)
     rows.start(2, OTHER)
     life = rows.ready(1, 2).guides[0].life
-    rows.process.deaths.append(Death(life, ended_by, 1))
+    rows.process.deaths.append(Death(life, key_of(REGEX), ended_by))
     rows.append(rows.constrain(1, 2), [1, 2], ids("aa"))
     constraints = rows.ready(1, 2)
     assert constraints.faults.keys() == {0} and rows.allowed(2) == tokens("ab")
@@ -243,47 +212,32 @@ def test_who_ended_the_process_is_refused_and_remembered(rows: Rows, ended_by: i
 
 
 def test_a_row_that_left_is_to_blame_as_well(rows: Rows) -> None:
-    """What its process found out while it left is remembered: that it ended it, or that it is slow."""
+    """Its grammar is refused when it comes again, and so are those of other rows that follow it."""
     rows.start(1, REGEX)
     rows.start(2, OTHER)
     constraints = rows.ready(1, 2)
     life = constraints.guides[0].life
     rows.append(constraints, [1, 2], ids("aa"))
     rows.guides.clear(1)
-    rows.process.deaths.append(Death(life, signal.SIGPROF, 1))
+    rows.process.deaths.append(Death(life, key_of(REGEX), signal.SIGPROF))
     assert not rows.ready(2).faults
     rows.start(1, REGEX)
     assert rows.constrain(1).faults.keys() == {0}
 
 
-def test_a_grammar_whose_row_left_while_it_was_slow_is_known(rows: Rows) -> None:
-    rows.start(2, OTHER)
-    rows.append(rows.ready(2), [2], ids("a"))
-    rows.start(1, REGEX)
-    server = rows.process.server
-    server.cost(REGEX).token_s = 2 * SLOW_S
-    while any(row.guide is None for row in server._rows.values()) or server.is_busy or len(server._rows) < 2:
-        server.turn(0.0)
-    rows.guides.clear(1)
-    rows.ready(2)
-    rows.start(1, REGEX)
-    assert len(rows.slow.server._rows) == 0
-    rows.ready(1)
-    assert len(rows.slow.server._rows) == 1
-
-
 def test_the_tokenizer_is_loaded_for_no_row(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
     """If that ends the process, no grammar is to blame."""
     lives, load = [], Compiler.of
+    load_compiler.cache_clear()
 
     def loading(*args: Any) -> Compiler:
-        lives.append(int(rows.process.shared.at_work[0]))
+        lives.append(rows.process.shared.at_work.tolist())
         return load(*args)
 
     monkeypatch.setattr(Compiler, "of", loading)
     rows.start(1, REGEX)
     rows.ready(1)
-    assert lives == [0]
+    assert lives == [[[0, 0], [0, 0]]]
 
 
 def test_a_row_is_given_up_when_processes_keep_ending_for_it(rows: Rows) -> None:
@@ -292,7 +246,7 @@ def test_a_row_is_given_up_when_processes_keep_ending_for_it(rows: Rows) -> None
     for strikes in range(MAX_CRASHES):
         constraints = rows.ready(1, 2)
         assert not constraints.faults, strikes
-        rows.process.deaths.append(Death(constraints.guides[0].life, signal.SIGKILL, 1))
+        rows.process.deaths.append(Death(constraints.guides[0].life, key_of(REGEX), signal.SIGKILL))
         rows.append(constraints, [1, 2], ids("aa"))
     constraints = rows.ready(1, 2)
     assert constraints.faults.keys() == {0} and constraints.faults[0].status == 500
@@ -302,9 +256,9 @@ def test_rows_are_given_up_when_no_process_answers(rows: Rows) -> None:
     rows.start(1, REGEX)
     rows.start(2, BUDGET)
     rows.process.is_stuck = True
-    for mute in range(1, MAX_MUTE + 1):
+    for _ in range(MAX_CRASHES):
         assert not rows.constrain(1, 2).faults
-        rows.process.deaths.append(Death(0, 0, mute))
+        rows.process.deaths.append(Death(0, 0, 0))
     constraints = rows.constrain(1, 2)
     assert constraints.faults.keys() == {0, 1} and constraints.faults[0].status == 500
 
@@ -313,7 +267,7 @@ def test_a_choice_of_another_length_is_none(rows: Rows) -> None:
     """A process that starts over answers for what the row had; the row may have appended more since."""
     rows.start(1, Guide(Grammar("regex", "[ab][cd][ef]")))
     constraints = rows.ready(1)
-    rows.process.deaths.append(Death(0, signal.SIGKILL, 1))
+    rows.process.deaths.append(Death(0, 0, signal.SIGKILL))
     assert rows.constrain(1).withheld == {0}
     rows.process.server.turn(0.0)
     rows.append(constraints, [1], ids("a"))
@@ -349,59 +303,6 @@ def test_a_grammar_that_only_the_tokenizer_refuses_is_a_fault(rows: Rows) -> Non
     assert str(fault).startswith("structured_outputs: ") and "unheard_of" in str(fault)
 
 
-def test_rows_that_are_slow_move_to_another_process(rows: Rows, model: Path) -> None:
-    """With the same choices, at once or behind a beginning that was quick; back when they have become quick."""
-    alone, hard = Rows(model), Guide(REGEX.grammar, compile_s=SLOW_S)
-    for each in (rows, alone):
-        each.start(1, REGEX)
-        each.start(2, OTHER)
-
-    def num_slow() -> int:
-        return len(rows.slow.server._rows)
-
-    for text in ("aa", "bb", "ab", "ba"):
-        if text == "bb":
-            rows.process.server.cost(REGEX).add(2 * SLOW_S, is_token=True)
-        for each in (rows, alone):
-            each.append(each.ready(1, 2), [1, 2], ids(text))
-        for each in (rows, alone):
-            each.ready(1, 2)
-        assert num_slow() == (text in ("ab", "ba"))
-        assert [rows.allowed(row) for row in (1, 2)] == [alone.allowed(row) for row in (1, 2)]
-    rows.start(3, REGEX)
-    rows.start(4, hard)
-    rows.ready(3, 4)
-    assert num_slow() == 3
-    rows.guides.clear(1)
-    rows.start(1, REGEX)
-    rows.ready(1)
-    assert num_slow() == 2, "it was quick there"
-
-
-def test_what_a_worker_measures_counts_more_than_what_the_api_did(rows: Rows) -> None:
-    """A busy machine makes any grammar slow once."""
-    for is_slow in (True, False):
-        rows.start(1, Guide(REGEX.grammar, compile_s=SLOW_S))
-        rows.append(rows.ready(1), [1], ids("a"))
-        rows.ready(1)
-        assert len(rows.process.server._rows) == (not is_slow)
-        rows.guides.clear(1)
-
-
-def test_rows_that_were_quick_come_first_in_a_new_process(rows: Rows) -> None:
-    rows.start(1, REGEX)
-    for _ in "aa":
-        rows.append(rows.ready(1), [1], ids("a"))
-    rows.process.deaths.append(Death(0, signal.SIGKILL, 1))
-    rows.start(2, Guide(Grammar("regex", "a")))
-    rows.process.is_stuck = True
-    assert rows.constrain(1, 2).withheld == {0, 1}
-    server = rows.process.server
-    server.turn(0.0)
-    server.turn(0.0)
-    assert [(row.num_tokens, row.guide is None) for row in server._rows.values()] == [(1, False), (0, True)]
-
-
 def test_work_of_rows_that_left_is_dropped(rows: Rows) -> None:
     rows.start(1, REGEX, output=ids("ab" * 10))
     rows.start(2, REGEX)
@@ -413,3 +314,104 @@ def test_work_of_rows_that_left_is_dropped(rows: Rows) -> None:
         server.turn(0.0)
         turns += 1
     assert turns <= 2
+
+
+def test_rows_without_a_guide_wait_for_a_share_of_the_time(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many guides come late, and how often. Steps of only such rows wait for as long as a token takes."""
+    now_s, waits = time.monotonic(), list[float]()
+
+    def waiting(self: InlineGuideProcess, timeout_s: float) -> None:
+        nonlocal now_s
+        waits.append(timeout_s)
+        now_s += timeout_s
+
+    rows.start(1, REGEX)
+    rows.start(2, OTHER)
+    rows.ready(1, 2)
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr("pypto_serving.worker.guides.time", clock)
+    monkeypatch.setattr(InlineGuideProcess, "receive", waiting)
+    for row in (1, 2):
+        rows.guides._rows[row].choice = None
+    began_s = now_s
+    for _ in range(1000):
+        assert rows.constrain(0, 1, 2).withheld == {1, 2}
+        now_s += 0.02
+    assert PATIENCE_S < sum(waits) < PATIENCE_S + WAIT_SHARE * (now_s - began_s) and max(waits) <= PATIENCE_S
+    waits.clear()
+    assert rows.constrain(1, 2).withheld == {0, 1}
+    assert sum(waits) == pytest.approx(TOKEN_S)
+
+
+class SlowCompiler:
+    """Compiles nothing, until it is told to go on."""
+
+    num_words = 10
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+
+    def compile(self, grammar: Grammar) -> Matcher:
+        assert self.go_on.wait(60.0)
+        raise GrammarError("slow")
+
+
+def test_tokens_are_followed_while_a_grammar_compiles(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is ended when it takes too long; meanwhile all growth of memory counts as its own."""
+    rows.start(1, REGEX)
+    rows.ready(1)
+    compiler, server = SlowCompiler(), rows.process.server
+    load, ended = server._load, list[int]()
+    monkeypatch.setattr(server, "_load", lambda eos_ids: (compiler, load(eos_ids)[1]))
+    monkeypatch.setattr(signal, "raise_signal", ended.append)
+    rows.start(2, OTHER)
+    for text in "abab":
+        rows.append(rows.ready(1), [1], ids(text))
+        rows.process.memory.num_bytes += 1000
+    assert rows.constrain(1, 2).withheld == {1}
+    assert rows.process.shared.at_work[1].tolist() == [rows.guides._rows[2].life, key_of(OTHER)]
+    assert server._compiling.row is not None and not ended
+    monkeypatch.setattr(CompileThread, "used_s", lambda self: 2 * CPU_S)
+    server.turn(0.0)
+    assert ended == [COMPILES_TOO_LONG]
+    monkeypatch.setattr(CompileThread, "used_s", lambda self: 0.0)
+    held_bytes = server._held_bytes
+    compiler.go_on.set()
+    assert rows.ready(1, 2).faults.keys() == {1}
+    assert server._held_bytes == held_bytes and not rows.process.shared.at_work.any()
+
+
+def test_grammars_compile_in_turns_with_tokens(rows: Rows) -> None:
+    """And of the client that used the least time first."""
+    server, compiled = rows.process.server, list[str]()
+    start = server._start_compiling
+
+    def starting(row: FollowedRow) -> None:
+        compiled.append(row.source.guide.client)
+        start(row)
+
+    server._start_compiling = starting  # type: ignore[method-assign]
+    for row, client in enumerate("aaab"):
+        rows.start(row, Guide(REGEX.grammar, client=client), output=ids("abab"))
+    server.turn(0.0)
+    server._newcomers.charge("a", 1.0)
+    server._owed_s = 1.0
+    server.turn(0.0)
+    assert compiled == ["a"], "the first row has its turn before"
+    rows.ready(0, 1, 2, 3)
+    assert compiled == ["a", "b", "a", "a"]
+
+
+def test_a_process_is_idle_without_rows(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead_s = 0.0
+    monkeypatch.setattr("pypto_serving.worker.guiding.server.time", clock_of(lambda: ahead_s))
+    rows.start(1, REGEX)
+    rows.ready(1)
+    server = rows.process.server
+    ahead_s = 2 * IDLE_S
+    assert not server.has_been_idle(IDLE_S), "its row may have tokens any time"
+    rows.guides.clear(1)
+    server.turn(0.0)
+    assert not server.has_been_idle(IDLE_S)
+    ahead_s = 4 * IDLE_S
+    assert server.has_been_idle(IDLE_S)

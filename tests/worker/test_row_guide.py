@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -71,8 +70,8 @@ def allowed(guide: RowGuide) -> set[int]:
 
 def opened(compiler: Compiler, guide: Guide, jumps: bool = False, output: Sequence[int] = ()) -> RowGuide:
     grammar = guide.grammar
-    compile = None if grammar is None else lambda: compiler.compile(grammar)
-    made = RowGuide(guide, (END,), compile, np.zeros(compiler.num_words, np.uint32), jumps, TokenTexts(compiler.tokens))
+    matcher = None if grammar is None else compiler.compile(grammar)
+    made = RowGuide(guide, (END,), matcher, np.zeros(compiler.num_words, np.uint32), jumps, TokenTexts(compiler.tokens))
     made.open()
     for token in output:
         made.append(token)
@@ -192,7 +191,7 @@ def test_content_begins_with_a_token(compiler: Compiler, code: Bytes) -> None:
     grammar, texts = GUIDES["after"].grammar, TokenTexts([*compiler.tokens[:-1], b"c\n"])
     assert grammar is not None
     bits = np.zeros(compiler.num_words, np.uint32)
-    guide = RowGuide(GUIDES["after"], (END,), partial(compiler.compile, grammar), bits, False, texts)
+    guide = RowGuide(GUIDES["after"], (END,), compiler.compile(grammar), bits, False, texts)
     guide.open()
     guide.append(code.ids("b")[0])
     assert allowed(guide) == set(range(VOCAB_SIZE - 1)) - {END}

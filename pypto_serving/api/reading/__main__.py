@@ -6,11 +6,7 @@ and the next one starts in milliseconds. So it must have no threads.
 
 from __future__ import annotations
 
-import gc
-import logging
 import resource
-import select
-import signal
 import socket
 import sys
 import time
@@ -24,13 +20,9 @@ import msgspec
 from pypto_serving import limits
 from pypto_serving.api.reading.wire import (
     ANSWER,
-    END,
     JOB,
     KINDS,
-    NO_COPY,
-    NOT_PREPARED,
     READY,
-    START,
     Compiles,
     JobKind,
     ReaderFault,
@@ -39,7 +31,7 @@ from pypto_serving.api.reading.wire import (
 )
 from pypto_serving.errors import EXIT_OK, PyptoError
 from pypto_serving.logs import configure as configure_logs
-from pypto_serving.processes import Copy, Parent, close_all_but
+from pypto_serving.processes import Parent, serve_copies
 from pypto_serving.types.guide import Grammar
 from pypto_serving.util import format_size
 
@@ -51,7 +43,6 @@ WARMING = Grammar("json_schema", '{"type": "object", "properties": {"a": {"type"
 MAX_KEPT_BYTES = 512 << 20
 """A copy that took more memory ends after its job."""
 Job = Callable[[bytes], msgspec.Struct]
-logger = logging.getLogger("pypto_serving.api")
 
 
 class Jobs:
@@ -59,6 +50,11 @@ class Jobs:
 
     def __init__(self, start: ReaderStart) -> None:
         self._start = start
+
+    def prepare(self, purpose: bytes) -> Callable[[socket.socket], None]:
+        """Load what a copy needs whose first job is of the kind `purpose`; return what it does."""
+        self.prepared(KINDS[purpose[0]])
+        return partial(answer_all, self)
 
     def prepared(self, kind: JobKind) -> Job:
         """Load what jobs of a kind need; return what does one."""
@@ -70,15 +66,12 @@ class Jobs:
         from pypto_serving.guidance import GrammarError
 
         def compile(raw: bytes) -> Compiles | Refusal:
-            grammar, started_s = msgspec.msgpack.decode(raw, type=Grammar), time.thread_time()
+            grammar = msgspec.msgpack.decode(raw, type=Grammar)
             try:
                 checked = schema_errors.checked(grammar)
             except GrammarError as error:
                 return Refusal(error.status, str(error), error.error_code, None)
-            used_s = (
-                time.thread_time() - started_s
-            )  # the clock of the process stands still between ticks while it is limited
-            return Compiles(None if checked == grammar else checked, used_s)
+            return Compiles(None if checked == grammar else checked)
 
         schema_errors.checked(WARMING)
         return compile
@@ -100,58 +93,7 @@ class Jobs:
         return read
 
 
-def serve(control: socket.socket, jobs: Jobs) -> None:
-    """Start the copies that are asked for on `control`, until the other side closes it; say there how each ended."""
-    poller, copies = select.poll(), dict[int, tuple[socket.socket, int, Copy]]()
-    poller.register(control, select.POLLIN)
-    while True:
-        for fd, _ in poller.poll():
-            if fd != control.fileno():
-                ended, number, copy = copies.pop(fd)
-                poller.unregister(fd)
-                ended.close()
-                before_s = used_by_copies_s()
-                code = copy.wait()
-                control.send(END.pack(number, code, used_by_copies_s() - before_s))
-                continue
-            head, fds, _, _ = socket.recv_fds(control, START.size, 1)
-            if not head:
-                return
-            number, kind = START.unpack(head)
-            try:
-                ended, copy = start_copy(fds, jobs, KINDS[kind])
-            except OSError:
-                control.send(END.pack(number, NO_COPY, 0.0))
-            except Exception:
-                logger.exception("the reader cannot load what it needs")
-                control.send(END.pack(number, NOT_PREPARED, 0.0))
-            else:
-                copies[ended.fileno()] = ended, number, copy
-                poller.register(ended, select.POLLHUP)
-
-
-def start_copy(fds: list[int], jobs: Jobs, kind: JobKind) -> tuple[socket.socket, Copy]:
-    """Start a copy that takes jobs; return it and a socket whose other end is closed when it ends. Raises OSError."""
-    if not fds:
-        raise OSError("the socket of the copy did not arrive: there are too many files")
-    with socket.socket(fileno=fds[0]) as end:
-        jobs.prepared(kind)
-        ours, theirs = socket.socketpair()
-
-        def work() -> None:
-            gc.freeze()  # else a collection would copy all pages of this process
-            close_all_but({end.fileno(), theirs.fileno()})
-            answer_all(end, jobs)
-
-        with theirs:
-            try:
-                return ours, Copy(work)
-            except OSError:
-                ours.close()
-                raise
-
-
-def answer_all(end: socket.socket, jobs: Jobs) -> None:
+def answer_all(jobs: Jobs, end: socket.socket) -> None:
     """Do the jobs that come on `end`, one after the other. SIGPROF ends this process if one takes too long."""
     with end.makefile("rwb") as channel:
         channel.write(READY)
@@ -180,19 +122,12 @@ def guarded(job: Job, raw: bytes) -> tuple[msgspec.Struct, bool]:
         return ReaderFault(traceback.format_exc()), True
 
 
-def used_by_copies_s() -> float:
-    """Return the CPU time of all copies that ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
 def main() -> int:
     start = Parent.of_module(ReaderStart, watches=False).start
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent may have had it ignored: then no copy could be waited for
     configure_logs("reader", "error", start.config.log_format)  # the server says the rest
     limits.limit_memory()
     with socket.socket(fileno=start.control) as control:
-        serve(control, Jobs(start))
+        serve_copies(control, Jobs(start).prepare)
     return EXIT_OK
 
 

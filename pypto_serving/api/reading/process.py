@@ -16,13 +16,9 @@ import msgspec
 from pypto_serving.api.common.body import Answered, ReadBody
 from pypto_serving.api.reading.wire import (
     ANSWER,
-    END,
     JOB,
     KINDS,
-    NO_COPY,
-    NOT_PREPARED,
     READY,
-    START,
     Compiles,
     JobKind,
     ReaderFault,
@@ -33,18 +29,14 @@ from pypto_serving.api.reading.wire import (
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import QueueFullError, RequestError, RequestFailedError, UnavailableError
 from pypto_serving.fair_queue import FairQueue
-from pypto_serving.limits import cpu_limit_s
-from pypto_serving.processes import Child, start_module
+from pypto_serving.limits import IDLE_S, STUCK_S, cpu_limit_s
+from pypto_serving.processes import COPY_END, COPY_NUMBER, NO_COPY, NOT_PREPARED, Child, start_module
 from pypto_serving.types.config import EngineConfig
 
 logger = logging.getLogger("pypto_serving.api")
 
-START_S = 60.0
-"""How long a copy may take to start, with the process and what it loads."""
-IDLE_S = 300.0
-"""How long the reader stays without a job."""
-PATIENCE, PATIENCE_S = 6, 10.0
-"""The real time of a job may be this multiple of its CPU time, and so much more: other processes use the CPUs too."""
+PATIENCE = 10
+"""The real time of a job may be this multiple of its CPU time: other processes use the CPUs too."""
 RETRY_S = 5
 NOT_STARTED = "the process that reads requests did not start; try again later"
 PIECE_BYTES = 1 << 18
@@ -191,7 +183,7 @@ class Reader:
     async def _run(self, queue: ReaderQueue, kind: JobKind, raw: bytes | bytearray) -> tuple[bytes, int, float]:
         """Have the copy of a queue do a job; return what it said, its exit code if it ended, and the CPU time."""
         allowed_s = cpu_limit_s(len(raw))
-        real_s = PATIENCE_S + PATIENCE * allowed_s
+        real_s = PATIENCE * allowed_s
         copy = queue.copy or await self._start_copy(kind)
         if isinstance(copy, int):
             return b"", copy, 0.0
@@ -222,10 +214,10 @@ class Reader:
         control, number = self._ensure(), next(self._numbers)
         self._ends[number] = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout(START_S):
+            async with asyncio.timeout(STUCK_S):
                 ours, theirs = socket.socketpair()
                 with theirs, suppress(OSError):  # the reader is gone: the copy ends with it
-                    socket.send_fds(control, [START.pack(number, KINDS.index(kind))], [theirs.fileno()])
+                    socket.send_fds(control, [COPY_NUMBER.pack(number), bytes([KINDS.index(kind)])], [theirs.fileno()])
                 reading, writing = await asyncio.open_unix_connection(sock=ours)
                 with suppress(OSError):
                     if await reading.read(1) == READY:
@@ -271,7 +263,7 @@ class Reader:
         assert self._control is not None
         with suppress(BlockingIOError):
             while end := _receive(self._control):
-                number, code, used_s = END.unpack(end)
+                number, code, used_s = COPY_END.unpack(end)
                 self._take_end(number, code, used_s)
             if (child := self._detach()) is not None:
                 self._burying = asyncio.ensure_future(self._bury(child, self._take_jobs()))
@@ -334,7 +326,7 @@ class Reader:
 
 def _receive(control: socket.socket) -> bytes:
     try:
-        return control.recv(END.size)
+        return control.recv(COPY_END.size)
     except ConnectionResetError:
         return b""
 

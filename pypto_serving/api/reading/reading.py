@@ -26,9 +26,9 @@ from pypto_serving.api.common.respond import until_disconnect
 from pypto_serving.api.prompting.jinja import TooManyStepsError, steps_limited
 from pypto_serving.api.reading.body_reader import BodyReader
 from pypto_serving.api.reading.process import QueueName, Reader, TooLargeError, TooSlowError
-from pypto_serving.api.reading.verdicts import Verdicts
 from pypto_serving.api.reading.wire import Compiles, Refusal, RefusedError
 from pypto_serving.errors import RequestError
+from pypto_serving.guidance import KnownGrammars, content_key
 from pypto_serving.limits import CPU_S, cpu_limit_s
 from pypto_serving.types.guide import Grammar, Guide
 
@@ -73,7 +73,7 @@ class Reading:
         self._require_admission = require_admission
         self._warn_ignored = warn_ignored
         self._reader = Reader(reader.prompter.config, reader.serving)
-        self._verdicts = Verdicts()
+        self._known = KnownGrammars[Compiles | Refusal]()
 
     async def read(self, request: Request, endpoint: Generating, prepare: Prepare | None = None) -> ReadBody:
         """Return what the body says, once `prepare` changed it.
@@ -145,17 +145,19 @@ class Reading:
         grammar = guide.grammar
         if grammar is None:
             return guide
-        if (verdict := self._verdicts.find(grammar)) is None:
-            verdict = await self._reader.at_turn("grammars", host, partial(self._judge, grammar, host))
+        key = content_key(grammar)
+        if (verdict := self._known.find(key)) is None:
+            verdict = await self._reader.at_turn("grammars", host, partial(self._judge, grammar, key, host))
         if isinstance(verdict, Refusal):
             raise RequestError(f"{guide.field}: {verdict.message}", param=guide.field, code=verdict.code)
-        return msgspec.structs.replace(guide, grammar=verdict.grammar or grammar, compile_s=verdict.compile_s)
+        return msgspec.structs.replace(guide, grammar=verdict.grammar or grammar, client=host)
 
-    async def _judge(self, grammar: Grammar, host: str) -> Compiles | Refusal:
+    async def _judge(self, grammar: Grammar, key: int, host: str) -> Compiles | Refusal:
         """Find out whether a grammar compiles, unless one before it in the queue was the same."""
-        if (verdict := self._verdicts.find(grammar)) is None:
+        if (verdict := self._known.find(key)) is None:
             verdict = await self._compile(grammar, host)
-            self._verdicts.add(grammar, verdict)
+            translated = verdict.grammar if isinstance(verdict, Compiles) else None
+            self._known.add(key, verdict, 0 if translated is None else len(translated.text))
         return verdict
 
     async def _compile(self, grammar: Grammar, host: str) -> Compiles | Refusal:

@@ -19,18 +19,12 @@ JobKind = Literal[
     "completions", "chat", "messages", "decisions", "responses", "count_tokens", "tokenize", "detokenize", "grammar"
 ]
 KINDS: tuple[JobKind, ...] = get_args(JobKind)
-START = struct.Struct("<qB")
-"""What comes with the socket of a new copy: its number, and the kind of its first job."""
 READY = b"r"
 """What a copy says first on its socket."""
 JOB = struct.Struct("<BQd")
 """What comes before a job on the socket of a copy: its kind, its bytes, and the CPU seconds that it may take."""
 ANSWER = struct.Struct("<Qd?")
 """What comes before an answer: its bytes, the CPU time that the job took, and whether the copy ends with it."""
-END = struct.Struct("<qid")
-"""How a copy ended: its number, its exit code, NO_COPY or NOT_PREPARED, and the CPU time that it took."""
-NO_COPY, NOT_PREPARED = 1 << 16, 1 << 17
-"""The machine has no process or file left for a copy; what its jobs need cannot be loaded."""
 
 
 class ReaderStart(msgspec.Struct, frozen=True):
@@ -61,10 +55,9 @@ class ReaderFault(msgspec.Struct, frozen=True, tag="fault"):
 
 
 class Compiles(msgspec.Struct, frozen=True, tag="compiles"):
-    """A grammar compiles, in `compile_s` of CPU time: `grammar` in the syntax that workers read, or None as it is."""
+    """A grammar compiles: `grammar` in the syntax that workers read, or None as it is."""
 
     grammar: Grammar | None
-    compile_s: float
 
 
 class RefusedError(RequestError):

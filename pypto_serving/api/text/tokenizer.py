@@ -14,7 +14,7 @@ from tokenizers import processors
 
 from pypto_serving.api.text.files import has_tokenizer, load_special_tokens, read_optional_json
 from pypto_serving.errors import ModelError, RequestError
-from pypto_serving.token_bytes import VocabularyBytes
+from pypto_serving.guidance import VocabularyBytes
 from pypto_serving.util import read_regular
 
 REPLACEMENT = "\ufffd"

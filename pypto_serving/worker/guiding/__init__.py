@@ -1,8 +1,6 @@
-"""Follow the grammars of rows in processes of their own, so that no grammar holds up the worker.
+"""Follow the grammars of rows in a process of its own, so that no grammar holds up the worker.
 
-- `wire`: the messages between the worker and a guide process, and the memory that they share.
-- `process`: a guide process, seen from the worker.
-- `server`: what a guide process does: follow the outputs of rows.
-- `followed_row`: one of these rows, and what its grammar costs.
-- `__main__`: the process itself.
+- `wire`: the messages between the worker and the guide process, and the memory that they share.
+- `server`: follow the outputs of rows.
+- `__main__`: the process itself, a copy of which serves.
 """

@@ -1,6 +1,7 @@
 """Run a guide process: `python -m pypto_serving.worker.guiding FD`. FD is its end of the control pipe.
 
-It is expendable: what makes it slow or large ends it, and the worker starts another.
+It loads the tokenizer. A copy of it follows rows, so that a grammar that is slow or large ends a copy alone, and the
+next one starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -8,32 +9,38 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Callable
+from functools import partial
 
 from pypto_serving.errors import EXIT_OK
 from pypto_serving.ipc import SocketChannel
-from pypto_serving.limits import ProcessMemory, limit_memory
-from pypto_serving.processes import Parent
-from pypto_serving.types.guide import MAX_MATCHER_BYTES
-from pypto_serving.worker.guiding.server import GuideServer
+from pypto_serving.limits import IDLE_S, ProcessMemory, ThreadCpuLimit, limit_memory
+from pypto_serving.processes import Parent, serve_copies
+from pypto_serving.worker.guiding.server import GuideServer, load_compiler
 from pypto_serving.worker.guiding.wire import GuideStart, SharedMasks, ToGuides
 
-IDLE_S = 10.0
-"""How long the process is silent without work."""
-BASE_BYTES = 1 << 30
-"""Memory for all but the matchers."""
+
+def follow(start: GuideStart, shared: SharedMasks, end: socket.socket) -> None:
+    """Follow the rows that come on `end`, until it is closed, or there are none for long."""
+    channel: SocketChannel[ToGuides] = SocketChannel(end, ToGuides)
+    server = GuideServer(channel, shared, start.model_dir, start.vocab_size, ProcessMemory(), ThreadCpuLimit())
+    while not channel.gone and not server.has_been_idle(IDLE_S):
+        server.turn(1.0)
 
 
 def main() -> int:
-    parent = Parent.of_module(GuideStart)
-    start = parent.start
+    start = Parent.of_module(GuideStart, watches=False).start
+    shared = SharedMasks(start.memory, start.max_rows, start.vocab_size, start.max_drafts)
+
+    def prepare(eos_ids: bytes) -> Callable[[socket.socket], None]:
+        load_compiler(start.model_dir, start.vocab_size, eos_ids)
+        return partial(follow, start, shared)
+
     if start.cpus:
         os.sched_setaffinity(0, start.cpus)
-    channel: SocketChannel[ToGuides] = SocketChannel(socket.socket(fileno=start.channel), ToGuides)
-    shared = SharedMasks(start.memory, start.max_rows, start.vocab_size, start.max_drafts)
-    limit_memory(MAX_MATCHER_BYTES + BASE_BYTES)
-    following = GuideServer(channel, shared, start.model_dir, start.vocab_size, ProcessMemory())
-    while not channel.gone:
-        following.turn(IDLE_S)
+    limit_memory()
+    with socket.socket(fileno=start.control) as control:
+        serve_copies(control, prepare, ends_idle=True)
     return EXIT_OK
 
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import math
+import signal
+import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import TypeVar
 
 import numpy as np
 
 from pypto_serving.errors import RequestError, RequestFailedError, UnavailableError
 from pypto_serving.fair_queue import FairQueue
-from pypto_serving.guidance import Compiler, GrammarError
+from pypto_serving.guidance import Compiler, GrammarError, Matcher, content_key
 from pypto_serving.ipc import Channel
-from pypto_serving.limits import ProcessMemory, limit_cpu
+from pypto_serving.limits import CPU_S, MAX_MATCHER_BYTES, TOKEN_S, ProcessMemory
 from pypto_serving.types.arrays import id_list, unpack_ids
-from pypto_serving.types.guide import MAX_MATCHER_BYTES, Guide
+from pypto_serving.types.guide import Grammar
 from pypto_serving.types.sampler import MaskArray
 from pypto_serving.util import format_size
-from pypto_serving.worker.guiding.followed_row import FollowedRow, GrammarCost
 from pypto_serving.worker.guiding.wire import (
     AppendTokens,
     DraftTokens,
@@ -33,37 +38,96 @@ from pypto_serving.worker.guiding.wire import (
 from pypto_serving.worker.reasoning import TokenTexts
 from pypto_serving.worker.row_guide import RowGuide
 
-OPEN_S, TOKEN_S = 4.0, 1.0
-"""CPU time to compile a grammar with its first mask, and to follow a token. More of it ends the process.
+T = TypeVar("T")
 
-The API's reader compiles within 2 s, without the tokenizer.
-"""
-ROW_S, ROW_TOKEN_S = 3.0, 0.01
-"""CPU time that a row may take in all to follow its output, and more of it for each of its tokens."""
 WAIT_S = 10.0
 """How long a row waits for memory before it ends."""
 ROW_BYTES = MAX_MATCHER_BYTES // 4
-"""Memory that one row may take."""
-TRIM_BYTES = 8 << 20
-"""When a row that took this much leaves, memory is given back to the system."""
+"""Memory that one row may take. When a row that took an eighth of it leaves, it is given back to the system."""
 ANSWER_S = 0.002
-"""How long answers are collected while quick rows are followed."""
-MAX_COSTS = 4096
-"""Grammars whose cost is remembered."""
+"""How long answers are collected while rows are followed, and how often to look after a grammar that compiles."""
+DECAY = 0.9
+"""What a token took decays by this factor with each later one of its row."""
+COMPILES_TOO_LONG = signal.SIGVTALRM
+"""Ends the process when a grammar takes too long to compile. SIGPROF ends it when a token takes too long."""
+NO_ROW = 0, 0
 HELD = (
     f"other grammars take the memory that there is to follow grammars, and none ended in {WAIT_S:g} s; try again later"
 )
+TOO_LARGE = f"the grammar takes more than {format_size(ROW_BYTES)} of memory to follow; simplify it"
+
+
+@lru_cache(maxsize=1)
+def load_compiler(model_dir: str, vocab_size: int, eos_ids: bytes) -> tuple[Compiler, TokenTexts]:
+    """Prepare the tokenizer of a checkpoint for outputs that end with one of `eos_ids`. The last one is kept."""
+    compiler = Compiler.of(model_dir, vocab_size, id_list(eos_ids))
+    return compiler, TokenTexts(compiler.tokens)
+
+
+@dataclass(eq=False)
+class FollowedRow:
+    """A row that a guide process follows.
+
+    - `guide`: None until its grammar is compiled and its first choice is known.
+    - `num_tokens`: how many tokens the guide has; `todo`: those that it has yet to append; `drafts`: to be verified
+      after all of them.
+    - `num_answered`: how many tokens it had when its last choice was sent.
+    - `num_bytes`: memory that its guide took.
+    - `token_s`: CPU time of its slowest token lately, by exponential decay.
+    """
+
+    source: OpenRow
+    todo: deque[int]
+    key: int
+    since_s: float
+    matcher: Matcher | None = None
+    guide: RowGuide | None = None
+    is_queued: bool = False
+    num_tokens: int = 0
+    drafts: tuple[int, ...] = ()
+    num_answered: int = -1
+    num_bytes: int = 0
+    token_s: float = 0.0
+
+
+class CompileThread:
+    """Compiles grammars in a thread, one at a time: llguidance releases the interpreter's lock meanwhile.
+
+    `row`: whose grammar is compiled, or None; `outcome`: its matcher, once that is done.
+    """
+
+    def __init__(self) -> None:
+        self.row: FollowedRow | None = None
+        self.outcome: Future[Matcher] = Future()
+        self._pool = ThreadPoolExecutor(1)
+        self._clock, self._began_s = time.CLOCK_THREAD_CPUTIME_ID, math.inf
+
+    def start(self, row: FollowedRow, grammar: Grammar, compiler: Compiler) -> None:
+        """Compile the grammar of a row, and its first mask, which takes long as well."""
+        self.row, self._began_s = row, math.inf
+        self.outcome = self._pool.submit(self._run, grammar, compiler)
+
+    def _run(self, grammar: Grammar, compiler: Compiler) -> Matcher:
+        self._clock, self._began_s = time.pthread_getcpuclockid(threading.get_ident()), time.thread_time()
+        matcher = compiler.compile(grammar)
+        matcher.fill(np.zeros(compiler.num_words, np.uint32))
+        return matcher
+
+    def used_s(self) -> float:
+        """Return the CPU time that it took for the last grammar; less than 0 if it has not begun."""
+        return time.clock_gettime(self._clock) - self._began_s
 
 
 class GuideServer:
     """Owns the guides of rows in a guide process. Each has matchers of its own, so no row depends on others.
 
-    Turns: rows with something to do share the CPU time by weighted fair queueing. A row that has not proven quick goes
-    after the quick ones that begin now.
+    Turns: rows with tokens to follow share the CPU time by weighted fair queueing. A token that takes more than TOKEN_S
+    of it ends the process. New grammars are compiled one at a time, in a thread; their clients share its time in the
+    same way. Rows wait for it by TOKEN_S at most, and it ends the process if it takes more than CPU_S.
 
-    Memory: while all matchers together take more than half of what they may, rows that are not open yet wait for others
-    to leave, for WAIT_S at most. A row that takes more than ROW_BYTES ends. If all take more than
-    they may, the newest row with at least an equal share ends.
+    Memory: while all matchers together take more than half of what they may, no grammar is compiled until others leave,
+    for WAIT_S at most. A row that takes more than ROW_BYTES ends. If all take more than they may, the one that takes
+    the most ends. While a grammar compiles beside other work, all growth counts as its own.
     """
 
     def __init__(
@@ -73,48 +137,57 @@ class GuideServer:
         model_dir: str,
         vocab_size: int,
         memory: ProcessMemory,
-        limit_cpu: Callable[[float], None] = limit_cpu,
+        limit_cpu: Callable[[float], None],
     ) -> None:
         self._channel = channel
         self._shared = shared
         self._memory = memory
         self._limit_cpu = limit_cpu
-        self._model_dir = model_dir
-        self._vocab_size = vocab_size
-        self._prepared: tuple[bytes, Compiler, MaskArray, TokenTexts] | None = None
+        self._load = partial(load_compiler, model_dir, vocab_size)
+        self._bits: MaskArray = np.zeros(0, np.uint32)
         self._rows: dict[int, FollowedRow] = {}
-        self._turns = FairQueue[FollowedRow, FollowedRow](lambda row: row.expected_s)
-        self._costs: OrderedDict[int, GrammarCost] = OrderedDict()
-        self._waiting: list[FollowedRow] = []
+        self._turns = FairQueue[int, FollowedRow](lambda row: row.token_s)
+        self._newcomers = FairQueue[str, FollowedRow]()
+        self._compiling = CompileThread()
+        self._owed_s = 0.0
+        """How long rows may work before the next grammar compiles: as long as they waited for the last one."""
         self._resident_bytes = 0
         self._held_bytes = 0
         self._answers = GuideAnswers([], [], [])
-        self._answered_s = 0.0
+        self._answered_s = self._worked_s = time.monotonic()
 
     @property
     def is_busy(self) -> bool:
         """Return whether a row has something to do."""
-        return bool(self._turns)
+        return bool(self._turns or self._compiling.row or (self._newcomers and not self._is_full))
+
+    @property
+    def _is_full(self) -> bool:
+        """Return whether new grammars have to wait for memory."""
+        return self._held_bytes > MAX_MATCHER_BYTES // 2
+
+    def has_been_idle(self, seconds: float) -> bool:
+        """Return whether there has been no row for so long."""
+        return not self._rows and time.monotonic() - self._worked_s >= seconds
 
     def turn(self, wait_s: float) -> None:
         """Take what arrived, work for one row, and answer. Without work, wait at most `wait_s` for some."""
         self._shared.num_heartbeats[0] += 1
-        message = self._channel.receive(0.0 if self._turns else min(wait_s, WAIT_S) if self._waiting else wait_s)
+        if self.is_busy:
+            wait_s = 0.0 if self._turns or self._compiling.row is None else ANSWER_S
+        message = self._channel.receive(min(wait_s, WAIT_S) if self._newcomers else wait_s)
         while message is not None:
             self._take(message)
             message = self._channel.receive()
-        if self._waiting:
-            now_s = time.monotonic()
-            for late in [each for each in self._waiting if now_s - each.waits_since_s > WAIT_S]:
-                self._refuse(late, UnavailableError(HELD))
+        self._compile()
         if (row := self._turns.pop()) is not None:
-            if not row.is_quick:
-                self._answer()
+            row.is_queued = False
             self._work(row)
         if not self._turns or time.monotonic() - self._answered_s > ANSWER_S:
             self._answer()
 
     def _take(self, message: ToGuides) -> None:
+        self._worked_s = time.monotonic()
         if isinstance(message, AppendTokens | DraftTokens):
             token_ids, start = unpack_ids(message.token_ids).tolist(), 0
             for life, count in zip(message.lives, message.counts, strict=True):
@@ -122,27 +195,21 @@ class GuideServer:
                     self._add(row, token_ids[start : start + count], isinstance(message, DraftTokens))
                 start += count
         elif isinstance(message, OpenRow):
-            cost, output = self.cost(message.guide), deque(unpack_ids(message.output).tolist())
-            if message.is_quick and cost.token_s is None:
-                cost.token_s = 0.0
-            row = self._rows[message.life] = FollowedRow(message, cost, output)
-            self._add_turn(row)
+            grammar, output = message.guide.grammar, deque(unpack_ids(message.output).tolist())
+            key = 0 if grammar is None else content_key(grammar)
+            row = self._rows[message.life] = FollowedRow(message, output, key, self._worked_s)
+            if grammar is None:
+                self._add_turn(row)
+            else:
+                self._newcomers.push(message.guide.client, row)
         elif (row := self._rows.get(message.life)) is not None:
             self._forget(row)
 
-    def cost(self, guide: Guide) -> GrammarCost:
-        """Return what following a grammar has cost, to be added to."""
-        key = hash(guide.grammar)
-        found = self._costs.setdefault(key, GrammarCost(guide.compile_s))
-        self._costs.move_to_end(key)
-        if len(self._costs) > MAX_COSTS:
-            self._costs.popitem(last=False)
-        return found
-
     def _add_turn(self, row: FollowedRow) -> None:
         """Give a row a turn if it has none."""
-        if row not in self._turns:
-            self._turns.push(row, row)
+        if not row.is_queued:
+            row.is_queued = True
+            self._turns.push(row.source.life, row)
 
     def _add(self, row: FollowedRow, token_ids: list[int], are_drafts: bool) -> None:
         """Give a row tokens to follow, after which earlier drafts mean nothing, or new drafts."""
@@ -151,86 +218,107 @@ class GuideServer:
         else:
             row.todo.extend(token_ids)
             row.drafts = ()
-        self._add_turn(row)
+        if row.guide is not None:
+            self._add_turn(row)
 
-    def _work(self, row: FollowedRow) -> None:
-        """Compile the grammar of a row, or follow one of its tokens; then answer, or give it another turn."""
-        if row.guide is None and self._held_bytes > MAX_MATCHER_BYTES // 2:
-            row.waits_since_s = row.waits_since_s or time.monotonic()
-            self._waiting.append(row)
-            return
-        try:
-            self._prepare(row.source.eos_ids)  # no row's fault if it ends the process
-            self._shared.at_work[0] = row.source.life
-            self._step(row)
-        except RequestError as error:
-            self._refuse(row, error)
-        except MemoryError:
-            self._refuse(row, too_large())
-        except BaseException as error:  # such as a panic of llguidance: the row ends, with its matcher
-            self._refuse(row, RequestFailedError(f"the grammar could not be followed: {str(error)[:200]}"))
-        else:
-            self._answer_choice(row)
-        self._shared.at_work[0] = 0
+    def _compile(self) -> None:
+        """Compile the next grammar, or take the outcome of the last one. One that takes too long ends the process."""
+        thread = self._compiling
+        if thread.row is None:
+            if self._is_full:
+                late_s = time.monotonic() - WAIT_S
+                for late in [each for each in self._rows.values() if each.guide is None and each.since_s < late_s]:
+                    self._refuse(late, UnavailableError(HELD))
+            elif not (self._turns and self._owed_s > 0.0) and (row := self._newcomers.pop()) is not None:
+                self._start_compiling(row)
+        if thread.row is not None:
+            if thread.outcome.done():
+                self._end_compiling(thread.row, thread.outcome)
+            elif thread.used_s() > CPU_S:
+                signal.raise_signal(COMPILES_TOO_LONG)
+
+    def _start_compiling(self, row: FollowedRow) -> None:
+        """Start to compile the grammar of a row; other rows wait a little, since most grammars take less than that."""
+        grammar, (compiler, _) = row.source.guide.grammar, self._prepare(row)
+        assert grammar is not None
+        self._answer()
+        started_s = time.monotonic()
+        self._shared.at_work[1] = row.source.life, row.key
+        self._compiling.start(row, grammar, compiler)
+        wait([self._compiling.outcome], TOKEN_S)
+        self._owed_s = time.monotonic() - started_s
+
+    def _end_compiling(self, row: FollowedRow, outcome: Future[Matcher]) -> None:
+        """Take the outcome of a compilation: the row has its first turn, or ends."""
+        self._compiling.row = None
+        self._newcomers.charge(row.source.guide.client, self._compiling.used_s())
+        self._shared.at_work[1] = NO_ROW
+        if row.source.life in self._rows:
+            if (error := outcome.exception()) is not None:
+                self._fail(row, error)
+            else:
+                row.matcher = outcome.result()
+                self._add_turn(row)
+        self._compiling.outcome = Future()
         self._measure(row)
 
-    def _step(self, row: FollowedRow) -> None:
-        """Compile the grammar of a row, or follow one of its tokens, or all drafts, within the limits."""
+    def _prepare(self, row: FollowedRow) -> tuple[Compiler, TokenTexts]:
+        """Return what a new row needs. It is no row's fault if loading it ends the process."""
+        compiler, texts = self._load(row.source.eos_ids)
+        if len(self._bits) != compiler.num_words:
+            self._bits = np.zeros(compiler.num_words, np.uint32)
+            self._resident_bytes = self._memory.resident_bytes()
+        return compiler, texts
+
+    def _work(self, row: FollowedRow) -> None:
+        """Follow one token of a row, or all its drafts; then answer, or give it another turn."""
+        _, texts = self._prepare(row)
+        self._shared.at_work[0] = row.source.life, row.key
+        try:
+            self._follow(row, texts)
+        except BaseException as error:  # a panic of llguidance, too: the row ends, with its matcher
+            self._fail(row, error)
+        else:
+            self._answer_choice(row)
+        self._shared.at_work[0] = NO_ROW
+        if self._compiling.row is None:
+            self._measure(row)
+
+    def _follow(self, row: FollowedRow, texts: TokenTexts) -> None:
         if row.guide is None:
-            compiler, bits, texts = self._prepare(row.source.eos_ids)
-            grammar = row.source.guide.grammar
-            compile = None if grammar is None else partial(compiler.compile, grammar)
-            eos_ids = id_list(row.source.eos_ids)
-            guide = RowGuide(row.source.guide, eos_ids, compile, bits, row.source.jumps, texts)
-            self._within(row, guide.open, compiles=True)
-            row.guide = guide
+            source, eos_ids = row.source, id_list(row.source.eos_ids)
+            guide = RowGuide(source.guide, eos_ids, row.matcher, self._bits, source.jumps, texts)
+            self._within_limit(row, guide.open)
+            row.guide, row.matcher = guide, None
         elif row.todo:
             row.num_tokens += 1
-            append = partial(row.guide.append, row.todo.popleft())
-            self._within(row, append, compiles=row.guide.may_compile)
-            if row.used_s > ROW_S + ROW_TOKEN_S * row.num_tokens:
-                raise GrammarError("the grammar takes too long to follow; simplify it, or make it less ambiguous")
+            self._within_limit(row, partial(row.guide.append, row.todo.popleft()))
         elif row.drafts:
             self._look_ahead(row, row.guide)
 
     def _look_ahead(self, row: FollowedRow, guide: RowGuide) -> None:
-        """Write the masks after the drafts of a row, as far as they match."""
+        """Write the masks after the drafts of a row, as far as they match and take no longer than a token may."""
         drafts, row.drafts = row.drafts, ()
-        masks, found = self._shared.masks[row.source.row], 0
-
-        def look() -> None:
-            nonlocal found
-            found = guide.look_ahead(drafts[: len(masks) - 1], masks)
-
-        before_s = row.used_s
-        self._within(row, look, compiles=False, count=len(drafts))
-        row.used_s = before_s  # what its own tokens may take depends on no drafts
+        masks, found, started_s = self._shared.masks[row.source.row], 0, time.thread_time()
+        counts = guide.look_ahead(drafts[: len(masks) - 1], masks)
+        while (count := self._within_limit(row, partial(next, counts, None))) is not None:
+            found = count
+            if time.thread_time() - started_s > TOKEN_S:
+                break
         self._answers.aheads.append(RowAhead(row.source.life, row.num_tokens, found))
 
-    def _within(self, row: FollowedRow, work: Callable[[], None], compiles: bool, count: int = 1) -> None:
-        """Do `work` for a row, for `count` tokens if it compiles nothing, and count its CPU time.
-
-        More than it may take ends the process.
-        """
-        started_s = time.process_time()
-        self._limit_cpu(OPEN_S if compiles else TOKEN_S)
+    def _within_limit(self, row: FollowedRow, work: Callable[[], T]) -> T:
+        """Do `work` for a token of a row and charge its CPU time. More than TOKEN_S ends the process."""
+        started_s = time.thread_time()
+        self._limit_cpu(TOKEN_S)
         try:
-            work()
+            return work()
         finally:
             self._limit_cpu(0.0)
-            used_s = time.process_time() - started_s
-            row.used_s += 0.0 if compiles else used_s
-            if row.guide is not None:
-                self._turns.charge(row, used_s)
-            row.cost.add(used_s / count, is_token=not compiles)
-
-    def _prepare(self, eos_ids: bytes) -> tuple[Compiler, MaskArray, TokenTexts]:
-        """Return the compiler for outputs that end with one of `eos_ids`, masks to write, and texts of tokens."""
-        if self._prepared is None or self._prepared[0] != eos_ids:
-            compiler = Compiler.of(self._model_dir, self._vocab_size, id_list(eos_ids))
-            self._prepared = eos_ids, compiler, np.zeros(compiler.num_words, np.uint32), TokenTexts(compiler.tokens)
-            self._resident_bytes = self._memory.resident_bytes()
-        return self._prepared[1:]
+            used_s = time.thread_time() - started_s
+            self._owed_s -= used_s
+            row.token_s = max(used_s, DECAY * row.token_s)
+            self._turns.charge(row.source.life, used_s)
 
     def _answer_choice(self, row: FollowedRow) -> None:
         assert row.guide is not None
@@ -243,11 +331,23 @@ class GuideServer:
         if choice.mask is not None:
             mask = self._shared.masks[row.source.row, 0]
             mask[:] = choice.mask[: len(mask)]
-        is_masked, pace = choice.mask is not None, row.cost.pace
         said = RowChoice(
-            row.source.life, row.num_tokens, choice.forced, is_masked, pace, choice.is_done, choice.expected
+            row.source.life,
+            row.num_tokens,
+            choice.forced,
+            choice.mask is not None,
+            choice.is_done,
+            choice.expected,
         )
         self._answers.choices.append(said)
+
+    def _fail(self, row: FollowedRow, error: BaseException) -> None:
+        """End a row because of an error in its work."""
+        if isinstance(error, MemoryError):
+            error = GrammarError(TOO_LARGE)
+        elif not isinstance(error, RequestError):
+            error = RequestFailedError(f"the grammar could not be followed: {str(error)[:200]}")
+        self._refuse(row, error)
 
     def _refuse(self, row: FollowedRow, error: RequestError) -> None:
         refusal = RowRefusal(row.source.life, error.status, error.error_code, str(error))
@@ -256,17 +356,14 @@ class GuideServer:
 
     def _forget(self, row: FollowedRow) -> None:
         """Drop a row, whatever it has yet to do, and all that its matcher learned."""
-        row.guide = None
+        row.guide = row.matcher = None
         self._rows.pop(row.source.life, None)
-        self._turns.forget(row)
+        self._turns.remove(row.source.life, row)
+        self._newcomers.remove(row.source.guide.client, row)
         self._held_bytes -= row.num_bytes
-        if row.num_bytes > TRIM_BYTES:
+        if row.num_bytes > ROW_BYTES // 8:
             self._memory.trim()
             self._resident_bytes = self._memory.resident_bytes()
-        waiting, self._waiting = self._waiting, []
-        for each in waiting:
-            if each is not row:
-                self._add_turn(each)
 
     def _measure(self, row: FollowedRow) -> None:
         """Count the memory that a row took; end it if that is too much, or another one if there is too little."""
@@ -278,11 +375,10 @@ class GuideServer:
         row.num_bytes += grown_bytes
         self._held_bytes += grown_bytes
         if row.num_bytes > ROW_BYTES:
-            self._refuse(row, too_large())
+            self._refuse(row, GrammarError(TOO_LARGE))
         elif self._held_bytes > MAX_MATCHER_BYTES:
-            share = self._held_bytes / len(self._rows)
-            newest = max(each.source.life for each in self._rows.values() if each.num_bytes >= share)
-            self._refuse(self._rows[newest], UnavailableError(HELD))
+            largest = max(self._rows.values(), key=lambda each: (each.num_bytes, each.source.life))
+            self._refuse(largest, UnavailableError(HELD))
 
     def _answer(self) -> None:
         """Send what is new since the last answer."""
@@ -290,7 +386,3 @@ class GuideServer:
             self._channel.send(self._answers)
             self._answers = GuideAnswers([], [], [])
         self._answered_s = time.monotonic()
-
-
-def too_large() -> GrammarError:
-    return GrammarError(f"the grammar takes more than {format_size(ROW_BYTES)} of memory to follow; simplify it")

@@ -1,9 +1,8 @@
-"""Messages between a worker and a guide process, and the memory that they share."""
+"""Messages between a worker and its guide process, and the memory that they share."""
 
 from __future__ import annotations
 
 import mmap
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -14,17 +13,14 @@ from pypto_serving.types.sampler import MaskArray
 
 HEAD_BYTES = 64
 
-Pace = Literal["new", "quick", "slow"]
-"""How much CPU time compiling a grammar, and following tokens, took lately; new until a token was followed."""
-
 
 class GuideStart(msgspec.Struct, frozen=True):
     """What a guide process needs to start.
 
-    `channel` and `memory` are inherited file descriptors. `cpus`: where it may run; () for the CPUs of its parent.
+    `control` and `memory` are inherited file descriptors. `cpus`: where it may run; () for the CPUs of its parent.
     """
 
-    channel: int
+    control: int
     memory: int
     model_dir: str
     vocab_size: int
@@ -34,10 +30,7 @@ class GuideStart(msgspec.Struct, frozen=True):
 
 
 class OpenRow(msgspec.Struct, frozen=True, array_like=True, tag="open"):
-    """Follow a row from its first output token on; it has `output` already. `life` names it, `row` is its mask.
-
-    `is_quick`: whether another process found its grammar quick before it died.
-    """
+    """Follow a row from its first output token on; it has `output` already. `life` names it, `row` is its mask."""
 
     life: int
     row: int
@@ -45,7 +38,6 @@ class OpenRow(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     eos_ids: bytes
     jumps: bool
     output: bytes
-    is_quick: bool
 
 
 class AppendTokens(msgspec.Struct, frozen=True, array_like=True, tag="append", gc=False):
@@ -73,14 +65,13 @@ class DropRow(msgspec.Struct, frozen=True, array_like=True, tag="drop", gc=False
 class RowChoice(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a row of `num_tokens` output tokens may append next: see NextTokens, also for `forced` and `expected`.
 
-    `is_masked`: whether its mask is in the shared memory; `pace`: of its grammar.
+    `is_masked`: whether its mask is in the shared memory.
     """
 
     life: int
     num_tokens: int
     forced: tuple[int, ...]
     is_masked: bool
-    pace: Pace
     is_done: bool
     expected: tuple[int, ...] = ()
 
@@ -117,19 +108,20 @@ ToGuides = OpenRow | AppendTokens | DraftTokens | DropRow
 
 
 class SharedMasks:
-    """Memory that a worker and a guide process share.
+    """Memory that a worker and its guide process share.
 
     - `masks` [R, 1 + D, words]: what each row may choose next, and after each of D drafts. Written by the process
       before it answers, then read by the worker.
     - `num_heartbeats` [1]: how many turns the process began. It is alive while this grows.
-    - `at_work` [1]: the life of the row that the process works for; 0 for none. It is to blame if the process ends.
+    - `at_work` [2, 2]: for whom it works: life of the row, and `content_key` of its grammar; 0 for none. First the row
+      whose token it follows, then the one whose grammar it compiles.
     """
 
     def __init__(self, fd: int, max_rows: int, vocab_size: int, max_drafts: int = 0) -> None:
         shape = max_rows, 1 + max_drafts, -(-vocab_size // 32)
         memory = mmap.mmap(fd, self.num_bytes(max_rows, vocab_size, max_drafts))
-        self.at_work: NDArray[np.int64] = np.frombuffer(memory, np.int64, 1)
-        self.num_heartbeats: NDArray[np.int64] = np.frombuffer(memory, np.int64, 1, offset=8)
+        self.at_work: NDArray[np.int64] = np.frombuffer(memory, np.int64, 4).reshape(2, 2)
+        self.num_heartbeats: NDArray[np.int64] = np.frombuffer(memory, np.int64, 1, offset=32)
         self.masks: MaskArray = np.frombuffer(memory, np.uint32, offset=HEAD_BYTES).reshape(shape)
 
     @staticmethod
