@@ -10,6 +10,8 @@ import ctypes
 import os
 import resource
 import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from pypto_serving.util import GIB
@@ -65,16 +67,19 @@ class ThreadCpuLimit:
     """Ends this process by SIGPROF when the thread that made it took too much CPU time, whatever other threads take."""
 
     def __init__(self) -> None:
-        self._libc = ctypes.CDLL(None, use_errno=True)
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._set_time, self._calls = libc.timer_settime, dict[float, Callable[[], object]]()
         self._timer = ctypes.c_void_p()
         event = _SignalEvent(None, signal.SIGPROF, 0)
-        if self._libc.timer_create(_THREAD_CPU_CLOCK, ctypes.byref(event), ctypes.byref(self._timer)):
+        if libc.timer_create(_THREAD_CPU_CLOCK, ctypes.byref(event), ctypes.byref(self._timer)):
             raise OSError(ctypes.get_errno(), "the system has no timer for the CPU time of a thread")
 
     def __call__(self, seconds: float) -> None:
         """Allow `seconds` more; 0 for no limit."""
-        spec = _TimerSpec(0, 0, int(seconds), int(seconds % 1 * 1e9))
-        self._libc.timer_settime(self._timer, 0, ctypes.byref(spec), None)
+        if (call := self._calls.get(seconds)) is None:  # each token makes two
+            spec = _TimerSpec(0, 0, int(seconds), int(seconds % 1 * 1e9))
+            call = self._calls[seconds] = partial(self._set_time, self._timer, 0, ctypes.byref(spec), None)
+        call()
 
 
 class ProcessMemory:

@@ -288,12 +288,9 @@ def test_a_panic_ends_its_row_alone(rows: Rows, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Matcher, "consume", panic)
     rows.append(constraints, [1, 2], ids("aa"))
     constraints = rows.ready(1, 2)
-    assert (
-        constraints.faults.keys() == {0}
-        and constraints.faults[0].status == 500
-        and "index out of bounds" in str(constraints.faults[0])
-    )
-    assert rows.allowed(2) == tokens("ab")
+    ((i, fault),) = constraints.faults.items()
+    assert fault.status == 500 and "index out of bounds" in str(fault)
+    assert rows.allowed(1 if i else 2) == tokens("ab")
 
 
 def test_a_grammar_that_only_the_tokenizer_refuses_is_a_fault(rows: Rows) -> None:

@@ -226,9 +226,7 @@ class GuideServer:
         thread = self._compiling
         if thread.row is None:
             if self._is_full:
-                late_s = time.monotonic() - WAIT_S
-                for late in [each for each in self._rows.values() if each.guide is None and each.since_s < late_s]:
-                    self._refuse(late, UnavailableError(HELD))
+                self._refuse_late()
             elif not (self._turns and self._owed_s > 0.0) and (row := self._newcomers.pop()) is not None:
                 self._start_compiling(row)
         if thread.row is not None:
@@ -236,6 +234,13 @@ class GuideServer:
                 self._end_compiling(thread.row, thread.outcome)
             elif thread.used_s() > CPU_S:
                 signal.raise_signal(COMPILES_TOO_LONG)
+
+    def _refuse_late(self) -> None:
+        """End rows that wait for memory for too long."""
+        late_s = time.monotonic() - WAIT_S
+        for row in [each for each in self._rows.values() if each.guide is each.matcher is None]:
+            if row.since_s < late_s:
+                self._refuse(row, UnavailableError(HELD))
 
     def _start_compiling(self, row: FollowedRow) -> None:
         """Start to compile the grammar of a row; other rows wait a little, since most grammars take less than that."""
