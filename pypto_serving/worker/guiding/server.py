@@ -238,7 +238,7 @@ class GuideServer:
     def _refuse_late(self) -> None:
         """End rows that wait for memory for too long."""
         late_s = time.monotonic() - WAIT_S
-        for row in [each for each in self._rows.values() if each.guide is each.matcher is None]:
+        for row in [each for each in self._rows.values() if each.guide is None and each.matcher is None]:
             if row.since_s < late_s:
                 self._refuse(row, UnavailableError(HELD))
 
