@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from pypto_serving.cli import main
 from pypto_serving.cli.report import summarize
 from pypto_serving.setup.host import DiskFacts
 from pypto_serving.setup.options import make_options
@@ -43,3 +44,9 @@ def test_defaults_and_what_has_no_use_here_are_not_shown(capsys: pytest.CaptureF
     decided = [each.split()[0] for each in lines["decided"].split(", ")]
     assert {"dtype", "max-model-len", "kv-memory", "kernels", "num-threads"} <= set(decided)
     assert not {"seed", "max-num-seqs", "npu-platform", "kv-disk", "activations", "api-key"} & set(decided)
+
+
+def test_an_error_of_check_comes_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--kv-memory", "1KiB"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: --kv-memory is 1 KiB, too little")
