@@ -2,77 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from pypto_serving.errors import ModelError
 from pypto_serving.model.checkpoint import (
-    ITEM_BYTES,
     Checkpoint,
-    Expected,
     StoredTensor,
     read_index,
     same_shape,
     weight_files,
 )
+from pypto_serving.model.inventory import Inventory, StoredBytes
 from pypto_serving.types.model import Contents, IndexFacts, Source, StoredForm, TensorTotals
-
-Shape = tuple[int, ...]
-STORED_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-"""The dtypes of config.json by their safetensors names."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredBytes:
-    """A tensor as a file holds it."""
-
-    dtype: str
-    shape: Shape
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredMatrix:
-    """A matrix of a linear layer: how it is stored, the number of its weights, and its tensors by name."""
-
-    scheme: str
-    num_parameters: int
-    tensors: tuple[str, ...]
-
-
-class Inventory(Protocol):
-    """The tensors of a checkpoint that its config.json implies. `mtp` includes draft layers."""
-
-    def expected(self) -> dict[str, Expected]:
-        """List every required tensor by name."""
-
-    def stored(self, dtype: str, mtp: bool) -> dict[str, StoredBytes]:
-        """Return every tensor as files hold it. Weights have `dtype`, a key of STORED_DTYPES, unless quantised."""
-
-    def matrices(self) -> Iterator[StoredMatrix]:
-        """Yield the matrices of linear layers, without draft layers."""
-
-    def num_parameters(self, mtp: bool) -> int:
-        """Count the elements of all float tensors before quantisation."""
-
-    def ignores(self, name: str) -> bool:
-        """Return True for optional tensors that nothing reads, such as draft layers."""
-
-
-def as_stored(expected: Mapping[str, Expected], dtype: str) -> dict[str, StoredBytes]:
-    """Return tensors as files hold them; those of the checkpoint's own dtype have `dtype`, a key of STORED_DTYPES."""
-
-    def usual(wanted: Expected) -> str:
-        return wanted.usual or (wanted.dtypes[0] if len(wanted.dtypes) == 1 else STORED_DTYPES[dtype])
-
-    return {name: StoredBytes(usual(wanted), wanted.shape) for name, wanted in expected.items()}
 
 
 def read_contents(

@@ -27,9 +27,9 @@ from pypto_serving.kernels import (
     zeros,
 )
 from pypto_serving.model.checkpoint import Expected, Progress, StoredTensor, StoredTensors, bfloat16, require_ids
-from pypto_serving.model.contents import Shape
 from pypto_serving.model.formats.schemes import PLAIN, Coded, Int8, Plain, Scheme
 from pypto_serving.model.formats.values import MatrixTensors
+from pypto_serving.model.inventory import Shape
 from pypto_serving.model.packed_weights_file import PackedFile
 from pypto_serving.model.products import Gated
 from pypto_serving.types.arrays import Int32Array

@@ -14,10 +14,11 @@ import msgspec
 
 from pypto_serving.errors import ModelError
 from pypto_serving.model.checkpoint import UNFINISHED_FILE, StoredTensor
-from pypto_serving.model.contents import STORED_DTYPES, Inventory, read_contents, read_headers
+from pypto_serving.model.contents import read_contents, read_headers
 from pypto_serving.model.fields import Fields, read_json_file
 from pypto_serving.model.formats.quantization import SECTION
 from pypto_serving.model.formats.section import read_section_file, section_file
+from pypto_serving.model.inventory import STORED_DTYPES, Inventory
 from pypto_serving.types.kv import DEFAULT_BLOCK_SIZE, KVCacheGroupSpec
 from pypto_serving.types.model import SERVING_DTYPES, Contents, ModelSpec
 from pypto_serving.util import brief, one_of

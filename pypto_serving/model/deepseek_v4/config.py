@@ -10,17 +10,16 @@ Every layer has a sliding window. There are three kinds of layers:
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, cast
 
 from pypto_serving.errors import ModelError
-from pypto_serving.model.checkpoint import FLOATS, INT64, Expected
-from pypto_serving.model.contents import Shape
+from pypto_serving.model.checkpoint import FLOATS
 from pypto_serving.model.fields import MOST_EXPERTS, MOST_LAYERS, Fields
 from pypto_serving.model.formats import compressed_tensors
 from pypto_serving.model.formats.quantization import SECTION, require
 from pypto_serving.model.formats.schemes import DEEPSEEK_FP4, E8M0, PLAIN, Fp8, Int8, Scheme
+from pypto_serving.model.inventory import Role
 from pypto_serving.model.rope import Rope
 
 LayerKind = Literal["swa", "csa", "hca"]
@@ -174,29 +173,7 @@ def read_experts(config: Fields, num_layers: int) -> DeepseekV4Experts:
     )
 
 
-Role = Literal["plain", "precise", "float", "ids", "latent", "linear", "expert"]
-"""What a tensor is.
-
-`plain` and `precise` ones are of the checkpoint's dtype, bfloat16 in releases, and the latter are used in float32;
-`float` ones are float32 everywhere, `ids` int64. The others are matrices: a latent's, one of the large ones, an
-expert's.
-"""
-
-MATRICES: tuple[Role, ...] = ("latent", "linear", "expert")
 _BLOCK = (128, 128)
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """A tensor of the model: its logical shape and what it is."""
-
-    shape: Shape
-    role: Role = "plain"
-
-    @property
-    def count(self) -> int:
-        """Count the elements."""
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,13 +219,6 @@ class Storage:
         return (*dict(self.schemes).get(role, ()), PLAIN)
 
 
-def expected_plain(tensor: Tensor) -> Expected:
-    """Return the expected form of a tensor that is no matrix."""
-    if tensor.role == "ids":
-        return Expected(tensor.shape, (INT64,))
-    return Expected(tensor.shape, usual="F32" if tensor.role == "float" else "")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekV4Config:
     """The values of config.json that programs need. `indexer` is None for a model without CSA layers.
@@ -280,6 +250,7 @@ class DeepseekV4Config:
     max_position_embeddings: int
     mtp_layers: int
     storage: Storage
+    num_kv_heads: int = 1
 
     @classmethod
     def from_json(cls, raw: dict[str, Any], source: str) -> Self:

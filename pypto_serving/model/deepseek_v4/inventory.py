@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from fractions import Fraction
-from typing import get_args
+from collections.abc import Mapping
+from typing import ClassVar
 
-from pypto_serving.kernels.constants import GATE_HALF, PANEL
-from pypto_serving.model.checkpoint import Expected, StoredTensor
-from pypto_serving.model.contents import Shape, StoredBytes, StoredMatrix, as_stored
-from pypto_serving.model.deepseek_v4.config import MATRICES, DeepseekV4Config, LayerKind, Role, Tensor, expected_plain
-from pypto_serving.model.formats.schemes import Scheme, held, packed_bytes
-from pypto_serving.parallel.topology import Split, SplitWeights
+from pypto_serving.kernels.constants import GATE_HALF
+from pypto_serving.model.checkpoint import StoredTensor
+from pypto_serving.model.deepseek_v4.config import DeepseekV4Config, LayerKind
+from pypto_serving.model.inventory import MATRICES, Inventory, Role, Tensor
+from pypto_serving.parallel.topology import Split
 
-_LAYER = re.compile(r"layers\.(\d+)\.")
 _SPLITS: Mapping[str, Split] = {
     "wq_a": "attention",
     "wq_b": "heads",
@@ -36,40 +33,27 @@ _SPLITS: Mapping[str, Split] = {
 
 Projections of attention's input are split as one; that each is by itself gives about the same bytes.
 """
-_UNITS = {"gate": 4, "w1": GATE_HALF, "w3": GATE_HALF}
-"""Outputs that stay together, where they are not a panel."""
 
 
-class DeepseekV4Inventory:
-    """The tensors of a checkpoint: `model` and `drafts` by upstream name. Implements Inventory.
+class DeepseekV4Inventory(Inventory):
+    """The tensors of a DeepSeek V4 checkpoint, by upstream name."""
 
-    `drafts` are the tensors of draft (MTP) layers that are not read. `headers`, if any, decide where config.json
-    leaves a choice.
-    """
+    layer = re.compile(r"layers\.(\d+)\.")
+    embedding = "embed.weight"
+    splits = _SPLITS
+    units: ClassVar[Mapping[str, int]] = {"gate": 4, "w1": GATE_HALF, "w3": GATE_HALF}
 
     def __init__(self, config: DeepseekV4Config, headers: Mapping[str, StoredTensor] | None = None) -> None:
-        served = range(len(config.drafts))
-        self.model = model_tensors(config) | draft_tensors(config, served)
-        self.drafts = draft_tensors(config, range(served.stop, config.mtp_layers))
-        self._config, self._headers = config, headers or {}
-        self._schemes = {role: config.storage.schemes_of(role) for role in get_args(Role)}
-
-    def scheme(self, name: str) -> Scheme:
-        """Return how the tensor `name` is stored."""
-        tensor = self.model[name] if name in self.model else self.drafts[name]
-        schemes = self._schemes[tensor.role]
-        if len(schemes) == 1 or not self._headers:
-            return schemes[0]
-        n, k = tensor.shape
-        return held(schemes, self._headers, _module(name), n, k)
-
-    def schemes(self) -> dict[str, Scheme]:
-        """Return how each matrix of the model is stored, by module."""
-        return {_module(name): self.scheme(name) for name, tensor in self.model.items() if tensor.role in MATRICES}
-
-    def sizes(self) -> dict[str, Shape]:
-        """Return [n, k] of every matrix of the model by module."""
-        return {_module(name): tensor.shape for name, tensor in self.model.items() if tensor.role in MATRICES}
+        served, by_role = range(len(config.drafts)), {role: config.storage.schemes_of(role) for role in MATRICES}
+        super().__init__(
+            config,
+            model_tensors(config) | draft_tensors(config, served),
+            lambda _, role: by_role[role],
+            headers,
+            drafts=draft_tensors(config, range(served.stop, config.mtp_layers)),
+            head="head",
+            embeds_last=bool(config.drafts),
+        )
 
     def projected(self, kind: LayerKind) -> dict[str, int]:
         """Return the width of each projection of attention's normed input, in layers of a kind that the model has."""
@@ -78,100 +62,12 @@ class DeepseekV4Inventory:
             names += ["compressor.wkv", "compressor.wgate"]
         if kind == "csa":
             names += ["indexer.compressor.wkv", "indexer.compressor.wgate", "indexer.weights_proj"]
-        prefix = f"{self._config.prefix(self._config.kinds.index(kind))}attn."
+        prefix = f"{self.config.prefix(self.config.kinds.index(kind))}attn."
         return {name: self.model[f"{prefix}{name}.weight"].shape[0] for name in names}
-
-    def expected(self, mtp: bool = False) -> dict[str, Expected]:
-        """List every required tensor by name, with draft layers if `mtp`."""
-        tensors: dict[str, Expected] = {}
-        for name, tensor in self._all(mtp).items():
-            is_matrix = tensor.role in MATRICES
-            tensors |= self._of_matrix(name, tensor) if is_matrix else {name: expected_plain(tensor)}
-        return tensors
-
-    def tensors(self) -> dict[str, Shape]:
-        """Return the shape of every required tensor by name."""
-        return {name: wanted.shape for name, wanted in self.expected().items()}
-
-    def stored(self, dtype: str = "bfloat16", mtp: bool = True) -> dict[str, StoredBytes]:
-        """List every tensor as files hold it, in `dtype` unless quantised; with draft layers if `mtp`."""
-        return as_stored(self.expected(mtp), dtype)
-
-    def matrices(self) -> Iterator[StoredMatrix]:
-        """Yield the matrices of linear layers, without draft layers."""
-        for name, tensor in self.model.items():
-            if tensor.role in MATRICES:
-                tensors = self._of_matrix(name, tensor)
-                yield StoredMatrix(self.scheme(name).name, tensor.count, tuple(tensors))
-
-    def num_parameters(self, mtp: bool = False) -> int:
-        """Count the elements of all float tensors before quantisation, with draft layers if `mtp`."""
-        return sum(tensor.count for tensor in self._all(mtp).values() if tensor.role != "ids")
-
-    def packed_bytes(self, head: Scheme | None = None) -> dict[str, int]:
-        """Count the bytes of every tensor as kernels hold it; `head` is how the output layer is held, if not as stored.
-
-        The embedding is bfloat16. Routers, vectors and what is used in float32 outside of matrices are float32.
-        """
-        sizes = {}
-        for name, tensor in self.model.items():
-            module = _module(name)
-            if name == "embed.weight":
-                sizes[name] = 2 * tensor.count
-            elif tensor.role in ("float", "ids") or len(tensor.shape) == 1 or name.endswith("ffn.gate.weight"):
-                sizes[name] = 4 * tensor.count
-            else:
-                scheme = head if head and name == "head.weight" else self.scheme(name)
-                unit, (n, k) = _UNITS.get(module.rpartition(".")[2], PANEL), tensor.shape
-                sizes[name] = packed_bytes(scheme, self._headers, module, n, k, unit)
-        return sizes
-
-    def torch_bytes(self, item_bytes: int) -> dict[str, int]:
-        """Count the bytes of every tensor in torch."""
-        sizes = {"precise": 4, "float": 4, "ids": 8}
-        return {name: tensor.count * sizes.get(tensor.role, item_bytes) for name, tensor in self.model.items()}
-
-    def token_share(self, name: str) -> Fraction:
-        """Return the part of all tensors called like `name` that a token reads: of experts, the chosen ones."""
-        tensor, experts = self.model[name], self._config.experts
-        if tensor.role == "expert":
-            return Fraction(experts.per_token, experts.count)
-        return Fraction(int(tensor.role != "ids" and name != "embed.weight"))
-
-    def split(self, name: str, num_bytes: int) -> SplitWeights:
-        """Describe how ranks split the tensor `name` of `num_bytes`."""
-        tensor, module = self.model[name], _module(name).rpartition(".")[2]
-        return SplitWeights(
-            layers=self._stages(name),
-            split="experts" if tensor.role == "expert" else _SPLITS.get(module, "whole"),
-            outputs=tensor.shape[0],
-            unit=_UNITS.get(module, PANEL),
-            num_bytes=num_bytes,
-        )
-
-    def _stages(self, name: str) -> tuple[int, ...]:
-        """Return the layers whose stages hold a tensor; draft layers are in the last one, and need the embedding."""
-        if layer := _LAYER.match(name):
-            return (int(layer[1]),)
-        last = (self._config.num_layers - 1,)
-        if name != "embed.weight":
-            return last
-        return (0, *last) if self._config.drafts else (0,)
 
     def ignores(self, name: str) -> bool:
         """Return True for tensors of draft layers, where these are not read."""
-        return name.startswith("mtp.") and not self._config.drafts
-
-    def _all(self, mtp: bool) -> dict[str, Tensor]:
-        return self.model | self.drafts if mtp else self.model
-
-    def _of_matrix(self, name: str, tensor: Tensor) -> dict[str, Expected]:
-        n, k = tensor.shape
-        return self.scheme(name).expected(_module(name), n, k)
-
-
-def _module(name: str) -> str:
-    return name.removesuffix(".weight")
+        return name.startswith("mtp.") and not self.config.drafts
 
 
 def model_tensors(model: DeepseekV4Config) -> dict[str, Tensor]:
@@ -237,7 +133,7 @@ def _compressor_tensors(model: DeepseekV4Config, prefix: str, kind: LayerKind, d
 
 def _expert_tensors(model: DeepseekV4Config, layer: int) -> dict[str, Tensor]:
     experts, hidden = model.experts, model.hidden_size
-    tensors = {"gate.weight": Tensor((experts.count, hidden), "precise")}
+    tensors = {"gate.weight": Tensor((experts.count, hidden), "router")}
     if layer in experts.hash_layers:
         tensors["gate.tid2eid"] = Tensor((model.vocab_size, experts.per_token), "ids")
     else:

@@ -358,7 +358,7 @@ class NativeDeepseekV4:
         peers: NativeCollectives | None = None,
     ) -> None:
         inventory = DeepseekV4Inventory(model, weights.headers)
-        weights.require(inventory.expected(), inventory.ignores, inventory.schemes(), inventory.sizes())
+        weights.require(inventory.expected(), inventory.ignores, inventory.schemes, inventory.sizes())
         rank, peers = rank or Rank(), peers or NativeCollectives()
         self.step = Recording(engine)
         self.draft_step = Recording(engine) if model.drafts else None

@@ -10,9 +10,10 @@ from pypto_serving.model.checkpoint import StoredTensor
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.formats.schemes import DEEPSEEK_FP4, Int8
+from pypto_serving.model.inventory import describe_model
 from pypto_serving.model.registry import ModelFamily, Serving, refused_dtype
-from pypto_serving.parallel.topology import ModelParts, TokenBytes, merged
-from pypto_serving.types.kv import DTYPE_BYTES, CompressedSpec, KVCacheGroupSpec, KVTensorSpec, StateSpec, WindowSpec
+from pypto_serving.parallel.topology import TokenBytes
+from pypto_serving.types.kv import CompressedSpec, KVCacheGroupSpec, KVTensorSpec, StateSpec, WindowSpec
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.util import ceil_div
 
@@ -84,41 +85,21 @@ def _state(name: str, layers: tuple[int, ...], width: int, period: int, overlap:
 
 def model_spec(config: DeepseekV4Config, serving: Serving, headers: Mapping[str, StoredTensor]) -> ModelSpec:
     """Describe the checkpoint to the engine. The KV groups have block sizes and dtypes of their own."""
-    inventory, quantised = DeepseekV4Inventory(config, headers), config.storage.name
-    packed = inventory.packed_bytes(Int8() if serving.head == "int8" else None)
-    in_torch = inventory.torch_bytes(DTYPE_BYTES[serving.dtype])
+    inventory = DeepseekV4Inventory(config, headers)
     option, reason = refused_dtype(serving.dtype)
-    return ModelSpec(
-        dtype=serving.dtype,
-        num_layers=config.num_layers,
-        vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_position_embeddings,
-        num_parameters=inventory.num_parameters(),
-        weight_bytes=sum((packed if quantised else in_torch).values()),
-        packed_bytes=sum(packed.values()),
-        token_bytes=int(sum(inventory.token_share(name) * size for name, size in packed.items())),
+    return describe_model(
+        config,
+        inventory,
+        serving.dtype,
+        inventory.packed_bytes(head=Int8() if serving.head == "int8" else None),
+        _token_bytes(config, inventory),
         position_bytes=sum(rope.position_bytes for rope in set(config.ropes().values())),
-        parts=_parts(config, inventory, packed),
-        torch_parts=_parts(config, inventory, in_torch),
         needs_torch=reason or _needs_torch(config),
         needs_torch_option=option,
-        quantization=quantised,
+        quantization=config.storage.name,
         choices=("activations", "head") if DEEPSEEK_FP4 in config.storage.schemes_of("expert") else ("head",),
         own_blocks=True,
         kv_groups=kv_groups(config, serving.dtype),
-    )
-
-
-def _parts(config: DeepseekV4Config, inventory: DeepseekV4Inventory, sizes: Mapping[str, int]) -> ModelParts:
-    """List what ranks split of weights of these bytes."""
-    return ModelParts(
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=1,
-        hidden_size=config.hidden_size,
-        num_experts=config.experts.count,
-        weights=merged(inventory.split(name, size) for name, size in sizes.items()),
-        token=_token_bytes(config, inventory),
     )
 
 

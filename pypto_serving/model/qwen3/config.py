@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -89,19 +88,6 @@ class Qwen3Config:
             ignored = config.section(SECTION).get("ignore")
             wanted = "a list with lm_head, which is the embedding (tie_word_embeddings)"
             config.require(False, f"{SECTION}.ignore", ignored, wanted)
-
-    def linear_layers(self) -> Iterator[str]:
-        """Yield the modules of linear layers."""
-        for layer in range(self.num_layers):
-            prefix = f"model.layers.{layer}."
-            yield from (f"{prefix}self_attn.{name}_proj" for name in "qkvo")
-            blocks = [f"{prefix}mlp."]
-            if self.experts is not None and layer in self.experts.layers:
-                yield f"{prefix}mlp.gate"
-                blocks = [f"{prefix}mlp.experts.{expert}." for expert in range(self.experts.count)]
-            yield from (f"{block}{name}_proj" for block in blocks for name in ("gate", "up", "down"))
-        if not self.tied_embeddings:
-            yield "lm_head"
 
 
 def _refuse_unsupported(config: Fields) -> None:

@@ -7,10 +7,11 @@ from collections.abc import Collection, Mapping
 from pypto_serving.kernels.constants import CODES_INPUTS, ITEM_ROWS, MAX_DIM
 from pypto_serving.model.checkpoint import StoredTensor
 from pypto_serving.model.formats.schemes import PLAIN, Int8
+from pypto_serving.model.inventory import describe_model
 from pypto_serving.model.qwen3.config import Qwen3Config
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.model.registry import ModelFamily, Serving, refused_dtype
-from pypto_serving.parallel.topology import ModelParts, TokenBytes, merged
+from pypto_serving.parallel.topology import TokenBytes
 from pypto_serving.types.kv import DTYPE_BYTES, FullSpec, KVCacheGroupSpec, KVTensorSpec
 from pypto_serving.types.model import ModelSpec
 
@@ -28,41 +29,20 @@ def kv_groups(config: Qwen3Config, dtype: str, block_size: int) -> tuple[KVCache
 def model_spec(config: Qwen3Config, serving: Serving, headers: Mapping[str, StoredTensor]) -> ModelSpec:
     """Describe the checkpoint to the engine."""
     inventory = Qwen3Inventory(config, headers)
-    choices = _choices(inventory)
+    choices, (option, reason) = _choices(inventory), _refused_option(serving)
     rounded = Int8() if serving.head == "int8" and "head" in choices else None
-    packed = inventory.packed_bytes(DTYPE_BYTES[serving.dtype], rounded)
-    in_torch = inventory.torch_bytes(DTYPE_BYTES[serving.dtype])
-    quantised, (option, reason) = inventory.quantization(), _refused_option(serving)
-    return ModelSpec(
-        dtype=serving.dtype,
-        num_layers=config.num_layers,
-        vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_position_embeddings,
-        num_parameters=inventory.num_parameters(),
-        weight_bytes=sum((packed if quantised else in_torch).values()),
-        packed_bytes=sum(packed.values()),
-        token_bytes=int(sum(inventory.token_share(name) * size for name, size in packed.items())),
+    return describe_model(
+        config,
+        inventory,
+        serving.dtype,
+        inventory.packed_bytes(DTYPE_BYTES[serving.dtype], rounded),
+        _token_bytes(config),
         position_bytes=config.rope.position_bytes,
-        parts=_parts(config, inventory, packed),
-        torch_parts=_parts(config, inventory, in_torch),
         needs_torch=reason or _needs_torch(config, inventory.inputs_of_codes()),
         needs_torch_option=option,
-        quantization=quantised,
+        quantization=inventory.quantization(),
         choices=choices,
         kv_groups=kv_groups(config, "int8" if serving.kv_dtype == "int8" else serving.dtype, serving.block_size),
-    )
-
-
-def _parts(config: Qwen3Config, inventory: Qwen3Inventory, sizes: Mapping[str, int]) -> ModelParts:
-    """List what ranks split of weights of these bytes."""
-    return ModelParts(
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        hidden_size=config.hidden_size,
-        num_experts=config.experts.count if config.experts is not None else 0,
-        weights=merged(inventory.split(name, size) for name, size in sizes.items()),
-        token=_token_bytes(config),
     )
 
 
