@@ -29,7 +29,7 @@ from random_weights import CODES, Tensor, chosen, identity, keyed, normal, ones,
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from pypto_serving.api.chat.deepseek_v4 import BOS, EOS, NEEDED_TOKENS
-from pypto_serving.model.convert.rounding import W4A16, W8A8, Mxfp4
+from pypto_serving.model.convert.rounding import mxfp4, w4a16, w8a8
 from pypto_serving.model.deepseek_v4.config import FLASH, DeepseekV4Config
 from pypto_serving.model.deepseek_v4.inventory import draft_tensors, model_tensors
 from pypto_serving.model.formats.quantization import SECTION
@@ -195,7 +195,7 @@ def quantise(config: dict[str, Any], format: str, group_size: int) -> dict[str, 
     if format == "fp8":
         routers = [module for module in Qwen3Inventory(model).schemes if module.endswith(".mlp.gate")]
         return config | {SECTION: {**FP8_SECTION, "modules_to_not_convert": ["lm_head", *routers]}}
-    encoding = {"w8a8": W8A8(), "mxfp4": Mxfp4()}.get(format, W4A16(group_size))
+    encoding = {"w8a8": w8a8(), "mxfp4": mxfp4()}.get(format, w4a16(group_size))
     return config | dict(plan_conversion(model, {}, encoding).config)
 
 

@@ -329,9 +329,9 @@ def experts(bench: Bench) -> Callable[[int], list[Result]]:
         for routing in routings:
             recording.moe_gather(routing, x, EXPERT_WIDTH, rows)
         for routing in routings:
-            recording.expert_swiglu(routing, rows, gate_up, gated)
+            recording.linear_swiglu(rows, gate_up, gated, routing=routing)
         for routing in routings:
-            recording.expert_linear(routing, gated, down, y)
+            recording.linear(gated, down, y, routing=routing)
         for routing in routings:
             recording.moe_combine(routing, y, out)
         inputs = Batch.decode(tokens).inputs(bench.rng)

@@ -65,12 +65,12 @@ def convert(
 
 def _encoding(format: Format, group_size: int | None) -> Encoding:
     """Return the encoding that options name; raises ConfigError."""
-    from pypto_serving.model.convert.rounding import W4A16, W8A8, Mxfp4
+    from pypto_serving.model.convert.rounding import mxfp4, w4a16, w8a8
 
     if format != Format.W4A16:
         if group_size is not None:
             raise ConfigError(f"--group-size is {group_size}, but only w4a16 lets it be chosen; drop it")
-        return W8A8() if format == Format.W8A8 else Mxfp4()
+        return w8a8() if format == Format.W8A8 else mxfp4()
     if group_size not in (None, *_GROUP_SIZES):
         raise ConfigError(f"--group-size is {group_size}, but must be 32, 64 or 128")
-    return W4A16(group_size or _GROUP_SIZES[0])
+    return w4a16(group_size or _GROUP_SIZES[0])

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -378,3 +378,23 @@ def runnable() -> tuple[str, ...]:
     """List the instruction sets that library and machine support, best first; empty without a library."""
     lib = library()
     return tuple(name for name in INSTRUCTION_SETS if lib is not None and lib.name(name))
+
+
+def loaded() -> KernelLibrary:
+    """Return the library, for objects that exist only where there is one."""
+    lib = library()
+    assert lib is not None
+    return lib
+
+
+class LibraryObject:
+    """Owns an object of the library, `handle`, which the function `drop` frees with it."""
+
+    drop: ClassVar[str]
+
+    def __init__(self) -> None:
+        self._lib = loaded()
+
+    def __del__(self) -> None:
+        if handle := getattr(self, "handle", None):
+            self._lib.functions[self.drop](handle)

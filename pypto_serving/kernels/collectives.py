@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.kernels.abi import library
+from pypto_serving.kernels.abi import loaded
 from pypto_serving.kernels.engine import HUGE_PAGE_BYTES, MemoryPool, ask_for_huge_pages, zeros
 from pypto_serving.kernels.links import Extent, Link, Links, Mirrored, Mirrors, RankBarrier, RanksGone, ReceiveThread
 from pypto_serving.kernels.operands import StepRows
@@ -64,9 +64,8 @@ class StepBoard:
     """Owns the memory in which a leader publishes steps to the other ranks."""
 
     def __init__(self, memory: SharedMemory) -> None:
-        lib = library()
-        assert lib is not None
-        self._lib, self.memory = lib, memory.zeros(np.uint8, lib.board_bytes())
+        self._lib = loaded()
+        self.memory = memory.zeros(np.uint8, self._lib.board_bytes())
 
     def publish(self, buffers: int, tokens: int, rows: int, logits: int) -> None:
         """Publish a step whose arrays are those of `buffers`, an index."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.kernels.abi import Handle, library, runnable
+from pypto_serving.kernels.abi import Handle, library, loaded, runnable
 from pypto_serving.kernels.constants import GATE_HALF
 from pypto_serving.kernels.forms import ElementType, Matrix
 from pypto_serving.types.arrays import Array, Int32Array, PairArray
@@ -82,8 +82,7 @@ def populate(memory: NDArray[np.uint8]) -> bool:
 
 def hashes(array: Array) -> NDArray[np.uint64]:
     """Hash each piece of `array` in this thread. Any change of its bytes changes a hash."""
-    lib = library()
-    assert lib is not None
+    lib = loaded()
     out = np.zeros(lib.pieces(array.nbytes), np.uint64)
     lib.hash(array, array.nbytes, out)
     return out
@@ -139,46 +138,23 @@ class Engine:
         k: int,
         offset: int = 0,
         compensation: Int32Array | None = None,
+        half: int | None = None,
     ) -> None:
         """Pack rows of a stored matrix [n, k], the first elements of `source`, into outputs `offset` on of `out`.
 
-        Int8 weights also fill `compensation`. Raises ValueError where the rows are not whole half panels of `out`,
-        where k is not whole pairs or quads, or where `source` is too short.
+        Or into `half` 0 (gate) or 1 (up) of each panel. Int8 weights also fill `compensation`. Raises ValueError where
+        the rows are not whole half panels of `out`, where k is not whole pairs or quads, or `source` is too short.
         """
-        if offset % GATE_HALF or offset < 0 or min(n, k) < 1 or not _has_room(out, stored, offset + n, k, compensation):
-            raise ValueError(f"[{n}, {k}] does not go into {out.size} words at output {offset}")
-        self._pack(out, source, stored, compensation, n=n, k=k, offset=offset, half=False)
-
-    def pack_gate_up(
-        self,
-        out: PairArray,
-        source: Array,
-        stored: ElementType,
-        n: int,
-        k: int,
-        half: int,
-        compensation: Int32Array | None = None,
-    ) -> None:
-        """Pack rows of a stored matrix [n, k] into half 0 (gate) or 1 (up) of each panel of `out`; see `pack`."""
-        if half not in (0, 1):
+        if half not in (None, 0, 1):
             raise ValueError(f"half is {half}, but must be 0 or 1")
-        if n % GATE_HALF or min(n, k) < 1 or not _has_room(out, stored, 2 * n, k, compensation):
-            raise ValueError(f"[{n}, {k}] does not go into half of {out.size} words")
-        self._pack(out, source, stored, compensation, n=n, k=k, offset=half * GATE_HALF, half=True)
-
-    def _pack(
-        self,
-        out: PairArray,
-        source: Array,
-        stored: ElementType,
-        compensation: Int32Array | None,
-        n: int,
-        k: int,
-        **at: int,
-    ) -> None:
+        outputs, is_whole = (offset + n, not offset % GATE_HALF) if half is None else (2 * n, not n % GATE_HALF)
+        if not is_whole or offset < 0 or min(n, k) < 1 or not _has_room(out, stored, outputs, k, compensation):
+            raise ValueError(f"[{n}, {k}] does not go into {out.size} words at output {offset}, half {half}")
         if source.nbytes < n * k * stored.bytes:
             raise ValueError(f"{source.nbytes} bytes hold no [{n}, {k}] of {stored.name}")
-        self._lib.pack(self._handle, out=out, compensation=compensation, source=source, stored=stored, n=n, k=k, **at)
+        places = {"offset": offset if half is None else half * GATE_HALF, "half": half is not None}
+        weights = {"source": source, "stored": stored, "compensation": compensation}
+        self._lib.pack(self._handle, out=out, **weights, n=n, k=k, **places)
 
     def read(self, out: Array, file: int, offset: int) -> NDArray[np.uint64]:
         """Fill `out` from `offset` on of an open file, and return its `hashes`; raises OSError."""

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from pypto_serving.kernels.abi import library
+from pypto_serving.kernels.abi import loaded
 from pypto_serving.kernels.constants import CODES_INPUTS, FP8_INPUTS, GATE_HALF, PANEL, SCALED
 from pypto_serving.types.arrays import Float32Array, Int32Array, PairArray
 from pypto_serving.types.weights import CodesForm, Fp8Form, Table
@@ -97,9 +97,7 @@ class PackedForm:
 
     def words(self, n: int, k: int, count: int = 1) -> int:
         """Count the 32-bit words of `count` packed matrices [n, k]."""
-        lib = library()
-        assert lib is not None
-        return count * ceil_div(n, PANEL) * int(lib.panel_words(k, **self.fields()))
+        return count * ceil_div(n, PANEL) * int(loaded().panel_words(k, **self.fields()))
 
     @property
     def own_words(self) -> int:
@@ -196,6 +194,15 @@ class Matrix:
     def int8(self) -> bool:
         """Return True if the weights are int8."""
         return self.form.weights is Weights.INT8
+
+    def fill_scales(self, values: Float32Array, offset: int, half: int | None) -> None:
+        """Write the scales of outputs `offset` on, or of those in half 0 or 1 of each panel."""
+        if self.scales is None:
+            raise ValueError("a matrix of codes needs scales of its outputs")
+        if half is None:
+            self.scales[offset : offset + len(values)] = values
+        else:
+            self.scales[: 2 * len(values)].reshape(-1, 2, GATE_HALF)[:, half] = values.reshape(-1, GATE_HALF)
 
     @staticmethod
     def size(n: int, k: int, count: int = 1) -> int:

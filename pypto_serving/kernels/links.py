@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pypto_serving.errors import PyptoError
-from pypto_serving.kernels.abi import Handle, library
+from pypto_serving.kernels.abi import Handle, LibraryObject, loaded
 from pypto_serving.kernels.engine import zeros
 from pypto_serving.types.arrays import Array, PairArray, UInt8Array
 
@@ -22,28 +22,27 @@ class RanksGone(PyptoError):
         super().__init__("a rank that this one waits for is gone")
 
 
-class RankBarrier:
+class RankBarrier(LibraryObject):
     """Owns one rank's end of a barrier. `counts` is memory that all ranks share, zero at first, with a count for each.
 
     To wait for the n-th time is to advance the count `own`, if any, and to wait until all counts, or those `awaited`,
     are n.
     """
 
+    drop = "drop_barrier"
+
     def __init__(self, counts: UInt8Array, own: int | None, awaited: range | None = None) -> None:
-        lib = library()
-        assert lib is not None
-        self._lib, self._counts, self._ranks = lib, counts, self.num_ranks(counts)
+        super().__init__()
+        self._counts, self._ranks = counts, self.num_ranks(counts)
         awaited = range(self._ranks) if awaited is None else awaited
         if not 0 <= (own or 0) < self._ranks or not 0 <= awaited.start <= awaited.stop <= self._ranks:
             raise ValueError(f"{self._ranks} ranks cannot wait as {own} for {awaited}")
-        self.handle: Handle = lib.barrier(counts, -1 if own is None else own, awaited.start, awaited.stop)
+        self.handle: Handle = self._lib.barrier(counts, -1 if own is None else own, awaited.start, awaited.stop)
 
     @staticmethod
     def num_bytes(ranks: int) -> int:
         """Return the size of the memory for a barrier of `ranks` ranks."""
-        lib = library()
-        assert lib is not None
-        return ranks * int(lib.count_bytes())
+        return ranks * int(loaded().count_bytes())
 
     @staticmethod
     def num_ranks(counts: UInt8Array) -> int:
@@ -57,10 +56,6 @@ class RankBarrier:
     def close(self) -> None:
         """Let all ranks that wait, now and later, return."""
         self._lib.close_counts(self._counts, self._ranks)
-
-    def __del__(self) -> None:
-        if handle := getattr(self, "handle", None):
-            self._lib.drop_barrier(handle)
 
 
 class Extent(enum.Enum):
@@ -88,53 +83,44 @@ class Mirrors:
     """Arrays that a link carries at once."""
 
     def __init__(self, arrays: Sequence[Mirrored]) -> None:
-        lib = library()
-        assert lib is not None
         self._kept = tuple(arrays)
-        self.structs = lib.structs["Mirror"].array(mirrored.fields for mirrored in arrays)
+        self.structs = loaded().structs["Mirror"].array(mirrored.fields for mirrored in arrays)
 
     def __len__(self) -> int:
         return len(self._kept)
 
 
-class Link:
+class Link(LibraryObject):
     """Owns one end of a connection, whose file descriptor it takes over. It fails if no byte moves for `patience_s`."""
 
+    drop = "unlink"
+
     def __init__(self, fd: int, patience_s: float) -> None:
-        lib = library()
-        assert lib is not None
-        self._lib = lib
-        self.handle: Handle = lib.link(fd, int(patience_s * 1000))
+        super().__init__()
+        self.handle: Handle = self._lib.link(fd, int(patience_s * 1000))
 
     def send_step(self, mirrors: Mirrors, buffers: int, tokens: int, rows: int, logits: int) -> bool:
         """Send a step to a ReceiveThread; return False if the link has failed."""
         return bool(self._lib.send_step(self.handle, mirrors.structs, len(mirrors), buffers, tokens, rows, logits))
 
-    def __del__(self) -> None:
-        if handle := getattr(self, "handle", None):
-            self._lib.unlink(handle)
 
-
-class ReceiveThread:
+class ReceiveThread(LibraryObject):
     """Owns a thread that writes what arrives on a link to the arrays `mirrors`: equally many for each of `slots` steps.
 
     It then advances all `counts` of a barrier. With `publishes`, `counts` is the memory of a board instead, on which
     it publishes the step. When nothing more can arrive, it closes the counts.
     """
 
+    drop = "end_receive_thread"
+
     def __init__(self, link: Link, mirrors: Mirrors, slots: int, counts: UInt8Array, publishes: bool = False) -> None:
-        lib = library()
-        assert lib is not None
-        self._lib, self._kept = lib, (link, mirrors, counts)
+        super().__init__()
+        self._kept = (link, mirrors, counts)
         places: dict[str, Any] = {"link": link.handle, "mirrors": mirrors.structs, "counts": counts}
         sizes = {"slots": slots, "arrays": len(mirrors) // slots}
         num_counts = 1 if publishes else RankBarrier.num_ranks(counts)
         board = counts if publishes else None
-        self.handle: Handle = lib.receive_thread(**places, **sizes, board=board, num_counts=num_counts)
-
-    def __del__(self) -> None:
-        if handle := getattr(self, "handle", None):
-            self._lib.end_receive_thread(handle)
+        self.handle: Handle = self._lib.receive_thread(**places, **sizes, board=board, num_counts=num_counts)
 
 
 @dataclass(frozen=True, slots=True)

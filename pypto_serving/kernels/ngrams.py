@@ -5,26 +5,28 @@ from __future__ import annotations
 import numpy as np
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.kernels.abi import Handle, library
+from pypto_serving.kernels.abi import Handle, LibraryObject, library
 from pypto_serving.types.arrays import Float32Array, Int32Array
 
 
-class NgramDrafter:
+class NgramDrafter(LibraryObject):
     """Owns an index of the tokens of R rows, updated when a row is asked for. Implements Drafter for any model.
 
     The longest match wins; among equals the newest. The odds come from all proposals, also from those that were not
     verified, so a row that begins or ends to repeat is noticed at no cost.
     """
 
+    drop = "drop_ngrams"
+
     def __init__(self, rows: int, shortest: int, longest: int) -> None:
         """Match at least the `shortest` number of last tokens; beyond `longest` no match is better than another.
 
         Raises ConfigError where the package was built without its kernels.
         """
-        if (lib := library()) is None:
+        if library() is None:
             raise ConfigError("the package was built without the CPU kernels, which look n-grams up")
-        self._lib = lib
-        self.handle: Handle = lib.ngrams(rows, shortest, longest)
+        super().__init__()
+        self.handle: Handle = self._lib.ngrams(rows, shortest, longest)
 
     def start_row(self, row: int) -> None:
         """Forget the tokens of `row`."""
@@ -41,7 +43,3 @@ class NgramDrafter:
         wanted = np.ascontiguousarray(rows), np.ascontiguousarray(known), np.ascontiguousarray(most)
         self._lib.propose_ngrams(self.handle, tokens, tokens.shape[1], len(rows), *wanted, counts, odds)
         return counts, odds
-
-    def __del__(self) -> None:
-        if handle := getattr(self, "handle", None):
-            self._lib.drop_ngrams(handle)

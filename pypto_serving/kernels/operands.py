@@ -160,10 +160,6 @@ def gemm_fields(x: Strips, matrix: Matrix, epilogue: Epilogue, out: Array | Stri
     return fields | {"out": start, "stride": stride, "first": 0}
 
 
-def gated_epilogue(gates: Float32Array | None) -> Epilogue:
-    return Epilogue.SWIGLU if gates is None else Epilogue.STRIPS
-
-
 def first_row(x: Array) -> tuple[Array, int]:
     """Return the first row of x [rows, width], which may be columns of an array, and the row stride in elements.
 

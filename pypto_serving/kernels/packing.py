@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from pypto_serving.kernels.abi import library
-from pypto_serving.kernels.constants import GATE_HALF, PANEL
+from pypto_serving.kernels.abi import loaded
+from pypto_serving.kernels.constants import GATE_HALF
 from pypto_serving.kernels.engine import Engine
 from pypto_serving.kernels.forms import ElementType, Matrix, packed_form
 from pypto_serving.types.arrays import Array, BFloat16Array, Float32Array, UInt8Array
@@ -46,7 +46,10 @@ def pack_quantized(
     else:
         source, span, zeros, layout = stored.codes, min(stored.form.group, k), _zeros(stored, n, k), stored.layout
         scales, zeros = _code_scales(stored, n, k)[_rows(mine)], None if zeros is None else zeros[_rows(mine)]
-        _fill_factors(room, stored.factor, len(mine), offset, half)
+        factor = np.float32(stored.factor * room.form.unit)
+        if not np.isfinite(factor):
+            raise ValueError(f"the factor of all weights is {stored.factor}")
+        room.fill_scales(np.full(len(mine), factor), offset, half)
     refused = np.zeros(1, np.int64)
     places = {"offset": offset if half is None else half * GATE_HALF, "half": half is not None}
     source = _source(source, layout, n, k, mine)
@@ -101,19 +104,6 @@ def _source(source: Array, layout: Layout, n: int, k: int, outputs: range) -> Ar
     return source.view(np.uint32).reshape(-1, n // words)[:1, outputs.start // words : outputs.stop // words]
 
 
-def _fill_factors(room: Matrix, factor: float, n: int, offset: int, half: int | None) -> None:
-    """Write what all weights are multiplied by."""
-    if room.scales is None:
-        raise ValueError("a matrix of codes needs scales of its outputs")
-    value = np.float32(factor * room.form.unit)
-    if not np.isfinite(value):
-        raise ValueError(f"the factor of all weights is {factor}")
-    if half is None:
-        room.scales[offset : offset + n] = value
-    else:
-        room.scales[: 2 * n].reshape(-1, 2, PANEL // 2)[:, half] = value
-
-
 def _code_scales(stored: StoredCodes, n: int, k: int) -> Array:
     scales, form = np.ascontiguousarray(stored.scales), stored.form
     wanted = (n, ceil_div(k, min(form.group, k)))
@@ -161,10 +151,10 @@ def round_int4(
 
     See convert/rounding.py.
     """
-    lib, (m, k) = library(), rows.shape
-    assert lib is not None and size <= MOST_INPUTS and size % 8 == 0 and k % size == 0
+    m, k = rows.shape
+    assert size <= MOST_INPUTS and size % 8 == 0 and k % size == 0
     codes, scales = np.empty((m, k // 2), np.uint8), np.empty((m, k // size), np.uint16)
-    lib.round_int4(
+    loaded().round_int4(
         instruction_set,
         rows=np.ascontiguousarray(rows),
         groups=scales.size,

@@ -37,7 +37,6 @@ from pypto_serving.kernels.operands import (
     Scoring,
     StepRows,
     first_row,
-    gated_epilogue,
     gemm_fields,
     routing_fields,
     strip_words,
@@ -110,13 +109,23 @@ class Recording:
         of = None if routing is None else routing.handle
         self._add("quantize", routing=of, x=x, k=k, **activations(out), **strip_words(out, "out", "scales"))
 
-    def linear(self, x: Strips, matrix: Matrix, out: Float32Array, rows: StepRows = StepRows.TOKENS) -> None:
-        """GEMM: out [rows, n] = x W^T + b. `out` may be columns of an array."""
-        self._linear(x, matrix, Epilogue.STORE, out, rows)
+    def linear(
+        self,
+        x: Strips,
+        matrix: Matrix,
+        out: Float32Array,
+        rows: StepRows = StepRows.TOKENS,
+        routing: Routing | None = None,
+    ) -> None:
+        """GEMM: out [rows, n] = x W^T + b. `out` may be columns of an array.
+
+        With `routing`, a grouped GEMM: out [entries, n] = x W_e^T, with the matrix of each entry's expert e.
+        """
+        self._linear(x, matrix, Epilogue.STORE, out, rows, routing)
 
     def linear_add(self, x: Strips, matrix: Matrix, out: Float32Array) -> None:
         """GEMM with residual: out [tokens, n] += x W^T + b. `out` may be columns of an array."""
-        self._linear(x, matrix, Epilogue.ADD, out, StepRows.TOKENS)
+        self._linear(x, matrix, Epilogue.ADD, out)
 
     def linear_swiglu(
         self,
@@ -125,13 +134,15 @@ class Recording:
         out: PairArray | StripColumns,
         limit: float = math.inf,
         gates: Float32Array | None = None,
+        routing: Routing | None = None,
     ) -> None:
         """GEMM with SwiGLU (arXiv:2002.05202): silu(x G^T) * (x U^T) into strips.
 
-        `matrix` is packed from gate G and up U with `pack_gate_up`. With `gates`, x G^T [tokens, n], it is U alone.
-        x G^T is clamped to at most `limit`, x U^T to [-limit, limit].
+        `matrix` is packed from the halves gate G and up U. With `gates`, x G^T [tokens, n], it is U alone.
+        x G^T is clamped to at most `limit`, x U^T to [-limit, limit]. `routing` is that of `linear`.
         """
-        self._linear(x, matrix, gated_epilogue(gates), out, StepRows.TOKENS, limit=limit, gates=gates)
+        epilogue = Epilogue.SWIGLU if gates is None else Epilogue.STRIPS
+        self._linear(x, matrix, epilogue, out, routing=routing, limit=limit, gates=gates)
 
     def linear_groups(self, x: PairArray, matrix: Matrix, group: int, out: PairArray | StripColumns) -> None:
         """Grouped GEMM: x_g W_g^T for each `group` of columns of `out`, into strips.
@@ -140,7 +151,7 @@ class Recording:
         """
         if group % PANEL or (isinstance(out, StripColumns) and out.first % PANEL):
             raise ValueError(f"groups of {group} outputs are not whole panels")
-        self._linear(x, matrix, Epilogue.STRIPS, out, StepRows.TOKENS, group=group)
+        self._linear(x, matrix, Epilogue.STRIPS, out, group=group)
 
     def _linear(
         self,
@@ -148,13 +159,18 @@ class Recording:
         matrix: Matrix,
         epilogue: Epilogue,
         out: Array | StripColumns,
-        rows: StepRows,
+        rows: StepRows = StepRows.TOKENS,
+        routing: Routing | None = None,
         group: int = UNGROUPED,
         limit: float = math.inf,
         gates: Float32Array | None = None,
     ) -> None:
         sizes = {"group": group, "limit": limit, "rows": rows}
-        self._add("linear", **gemm_fields(x, matrix, epilogue, out), bias=matrix.bias, gates=gates, **sizes)
+        fields = gemm_fields(x, matrix, epilogue, out) | sizes | {"gates": gates}
+        if routing is None:
+            self._add("linear", **fields, bias=matrix.bias)
+        else:
+            self._add("expert_linear", **fields, bias=None, routing=routing.handle, places=matrix.places)
 
     def qk_norm_rope(
         self,
@@ -208,36 +224,6 @@ class Recording:
             raise ValueError("activations and expert inputs must be of one form")
         parts = {**strip_words(x, "x", "scales"), **strip_words(out, "out", "out_scales")}
         self._add("moe_gather", routing=routing.handle, words=row_words(x, k), **parts)
-
-    def expert_linear(self, routing: Routing, x: Strips, matrix: Matrix, out: Float32Array) -> None:
-        """Grouped GEMM: out [entries, n] = x W_e^T, with the matrix of each entry's expert e."""
-        self._expert_linear(routing, x, matrix, math.inf, Epilogue.STORE, out, None)
-
-    def expert_swiglu(
-        self,
-        routing: Routing,
-        x: Strips,
-        matrix: Matrix,
-        out: PairArray | StripColumns,
-        limit: float = math.inf,
-        gates: Float32Array | None = None,
-    ) -> None:
-        """As `linear_swiglu`, with the matrix of each entry's expert."""
-        self._expert_linear(routing, x, matrix, limit, gated_epilogue(gates), out, gates)
-
-    def _expert_linear(
-        self,
-        routing: Routing,
-        x: Strips,
-        matrix: Matrix,
-        limit: float,
-        epilogue: Epilogue,
-        out: Array | StripColumns,
-        gates: Float32Array | None,
-    ) -> None:
-        of = {"routing": routing.handle, "places": matrix.places}
-        sizes = {"group": UNGROUPED, "limit": limit, "rows": StepRows.TOKENS}
-        self._add("expert_linear", **of, **gemm_fields(x, matrix, epilogue, out), bias=None, gates=gates, **sizes)
 
     def moe_combine(self, routing: Routing, y: Float32Array, x: Float32Array) -> None:
         """Add the expert outputs y [entries, width] to x [tokens, width], weighted, in top-k order.

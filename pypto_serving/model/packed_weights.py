@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from pypto_serving.errors import ModelError
 from pypto_serving.kernels import (
     BF16,
+    GATE_HALF,
     INT8,
-    PANEL,
     ElementType,
     Engine,
     Matrix,
@@ -31,92 +31,83 @@ from pypto_serving.model.formats.schemes import PLAIN, Coded, Int8, Plain, Schem
 from pypto_serving.model.formats.values import MatrixTensors
 from pypto_serving.model.inventory import Shape
 from pypto_serving.model.packed_weights_file import PackedFile
-from pypto_serving.model.products import Gated
+from pypto_serving.model.products import Gated, expert_outputs
+from pypto_serving.parallel.topology import Rank
 from pypto_serving.types.arrays import Int32Array
 from pypto_serving.util import ceil_div
 
 _STORED = {"BF16": ElementType.BF16, "F32": ElementType.F32, "F16": ElementType.F16}
 
 
-class MatrixPart(Protocol):
-    """`outputs` of a stored matrix [n, k]: its tensors, and the form in which they are packed."""
+class MatrixPart:
+    """`outputs` of a stored matrix [n, k], by default all: its tensors, and the form in which they are packed."""
 
-    n: int
-    k: int
-    outputs: range
-    tensors: list[StoredTensor]
-    form: PackedForm
+    def __init__(
+        self,
+        stored: StoredTensors,
+        module: str,
+        shape: Sequence[int],
+        outputs: range | None,
+        tensors: list[StoredTensor],
+        form: PackedForm,
+    ) -> None:
+        self.stored, self.module, (self.n, self.k) = stored, module, shape
+        self.outputs = range(self.n) if outputs is None else outputs
+        self.tensors, self.form = tensors, form
 
     def pack(self, engine: Engine, room: Matrix, offset: int, half: int | None) -> None:
         """Pack into outputs `offset` on of `room`, or into half 0 (gate) or 1 (up) of each panel."""
+        raise NotImplementedError
 
 
-class PlainPart:
-    """bfloat16, float16 or float32, packed in bfloat16."""
+class FloatPart(MatrixPart):
+    """bfloat16, float16 or float32, packed in bfloat16, or `rounded` to int8 with a scale per output."""
 
-    def __init__(self, stored: StoredTensors, module: str, outputs: range | None) -> None:
-        self._stored, tensor = stored, stored[f"{module}.weight"]
-        (self.n, self.k), self.tensors, self.form = tensor.shape, [tensor], BF16
-        self.outputs = range(self.n) if outputs is None else outputs
-
-    def pack(self, engine: Engine, room: Matrix, offset: int, half: int | None) -> None:
-        stored = _STORED[self.tensors[0].dtype]
-        _pack(engine, room, self._stored, self.tensors[0], stored, self.outputs, offset, half)
-
-
-class RoundedPart(PlainPart):
-    """bfloat16, float16 or float32, packed in int8 with a scale per output."""
-
-    def __init__(self, stored: StoredTensors, module: str, outputs: range | None) -> None:
-        super().__init__(stored, module, outputs)
-        self.form = INT8
+    def __init__(self, stored: StoredTensors, module: str, outputs: range | None, rounded: bool = False) -> None:
+        tensor = stored[f"{module}.weight"]
+        super().__init__(stored, module, tensor.shape, outputs, [tensor], INT8 if rounded else BF16)
 
     def pack(self, engine: Engine, room: Matrix, offset: int, half: int | None) -> None:
         tensor = self.tensors[0]
-        source = self._stored.view(tensor)[self.outputs.start : self.outputs.stop]
-        pack_rounded(engine, room, source, _STORED[tensor.dtype], len(self.outputs))
+        if self.form == BF16:
+            _pack_elements(self, engine, room, _STORED[tensor.dtype], offset, half)
+        else:
+            source = self.stored.view(tensor)[self.outputs.start : self.outputs.stop]
+            pack_rounded(engine, room, source, _STORED[tensor.dtype], len(self.outputs))
 
 
-class Int8Part:
+class Int8Part(MatrixPart):
     """int8 with a scale per output."""
 
     def __init__(self, stored: StoredTensors, module: str, scheme: Int8, outputs: range | None) -> None:
-        self._stored, tensor = stored, stored[f"{module}.weight"]
-        (self.n, self.k), self.form = tensor.shape, INT8
-        self.outputs = range(self.n) if outputs is None else outputs
-        self.tensors = [tensor, stored[f"{module}.{scheme.scale}"]]
+        tensors = [stored[f"{module}.weight"], stored[f"{module}.{scheme.scale}"]]
+        super().__init__(stored, module, tensors[0].shape, outputs, tensors, INT8)
         self._scales = MatrixTensors(stored, module).float32(scheme.scale).ravel()
 
     def pack(self, engine: Engine, room: Matrix, offset: int, half: int | None) -> None:
-        _pack(engine, room, self._stored, self.tensors[0], ElementType.I8, self.outputs, offset, half)
-        values = self._scales[self.outputs.start : self.outputs.stop]
-        assert room.scales is not None
-        if half is None:
-            room.scales[offset : offset + len(values)] = values
-        else:
-            room.scales[: 2 * len(values)].reshape(-1, 2, PANEL // 2)[:, half] = values.reshape(-1, PANEL // 2)
+        _pack_elements(self, engine, room, ElementType.I8, offset, half)
+        room.fill_scales(self._scales[self.outputs.start : self.outputs.stop], offset, half)
 
 
-class CodedPart:
+class CodedPart(MatrixPart):
     """Codes of 4 bits or FP8."""
 
     def __init__(
-        self, stored: StoredTensors, module: str, scheme: Coded, n: int, k: int, outputs: range | None
+        self, stored: StoredTensors, module: str, scheme: Coded, shape: Sequence[int], outputs: range | None
     ) -> None:
-        self._module, self.n, self.k = module, n, k
-        self.outputs = range(n) if outputs is None else outputs
-        self.tensors = [stored[name] for name in scheme.expected(module, n, k)]
+        n, k = shape
         self._matrix = scheme.read(MatrixTensors(stored, module), n, k)
         try:
-            self.form = packed_form(self._matrix.form, n, k)
+            form = packed_form(self._matrix.form, n, k)
         except ValueError as error:
             raise ModelError(f"{module}: {error}") from None
+        super().__init__(stored, module, shape, outputs, [stored[name] for name in scheme.expected(module, n, k)], form)
 
     def pack(self, engine: Engine, room: Matrix, offset: int, half: int | None) -> None:
         try:
             pack_quantized(engine, room, self._matrix, self.n, offset, half, self.outputs)
         except ValueError as error:
-            raise ModelError(f"{self.tensors[0].file}: {self._module}: {error}") from None
+            raise ModelError(f"{self.tensors[0].file}: {self.module}: {error}") from None
 
 
 def part_of(
@@ -125,29 +116,20 @@ def part_of(
     """Return `outputs`, by default all, of the matrix of a module [n, k] that is stored by `scheme`."""
     match scheme:
         case Plain():
-            return PlainPart(stored, module, outputs)
+            return FloatPart(stored, module, outputs)
         case Int8():
             return Int8Part(stored, module, scheme, outputs)
-    return CodedPart(stored, module, cast("Coded", scheme), shape[0], shape[1], outputs)
+    return CodedPart(stored, module, cast("Coded", scheme), shape, outputs)
 
 
-def _pack(
-    engine: Engine,
-    room: Matrix,
-    stored: StoredTensors,
-    tensor: StoredTensor,
-    of: ElementType,
-    outputs: range,
-    offset: int,
-    half: int | None,
+def _pack_elements(
+    part: MatrixPart, engine: Engine, room: Matrix, of: ElementType, offset: int, half: int | None
 ) -> None:
-    n, k = len(outputs), tensor.shape[1]
-    begin = tensor.begin + outputs.start * k * of.bytes
-    source = np.frombuffer(stored.map(tensor), np.uint8, n * k * of.bytes, begin)
-    if half is None:
-        engine.pack(room.words, source, of, n, k, offset, room.compensation)
-    else:
-        engine.pack_gate_up(room.words, source, of, n, k, half, room.compensation)
+    """Pack stored elements as they are."""
+    n, tensor = len(part.outputs), part.tensors[0]
+    begin = tensor.begin + part.outputs.start * part.k * of.bytes
+    source = np.frombuffer(part.stored.map(tensor), np.uint8, n * part.k * of.bytes, begin)
+    engine.pack(room.words, source, of, n, part.k, offset, room.compensation, half)
 
 
 TABLE_PIECE = 1 << 20
@@ -246,7 +228,7 @@ class PackedWeights:
         """Pack the named matrix of floats in int8, with a scale per output. Raises ModelError for others."""
         if (scheme := self._schemes.get(name, PLAIN)) != PLAIN:
             raise ModelError(f"{name} is stored as {scheme.name}, and is not rounded to int8; drop the option head")
-        part = RoundedPart(self._tensors, name, outputs)
+        part = FloatPart(self._tensors, name, outputs, rounded=True)
         if not part.outputs:
             return []
         return [self._matrices("rounded", [part], len(part.outputs), 1, lambda room: self._pack(part, room))]
@@ -274,6 +256,15 @@ class PackedWeights:
         """Pack matrices [n, k] of experts, those of one form one after the other."""
         parts = [part for _, part in self._parts(names, outputs)]
         return [self._stacked(some, places) for places, some in _sets(parts, [part.form for part in parts])]
+
+    def experts(
+        self, rank: Rank, names: tuple[Sequence[str], Sequence[str], Sequence[str]], width: int, hidden: int
+    ) -> tuple[list[Gated], list[Matrix]]:
+        """Pack the rank's part of experts with `width` inner outputs: gate and up, then down; `names` are of these."""
+        (gates, ups, downs), count = names, len(names[0])
+        inner, outer = rank.expert_columns(width, GATE_HALF), rank.expert_columns(hidden)
+        gate_up = self.gate_up(gates, ups, expert_outputs(rank, count, inner))
+        return gate_up, self.several(downs, expert_outputs(rank, count, outer))
 
     def _stacked(self, parts: Sequence[MatrixPart], places: Int32Array | None) -> Matrix:
         def fill(room: Matrix) -> None:

@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 
 from pypto_serving.kernels import (
+    GATE_HALF,
     Int8Strips,
     Matrix,
     NativeCollectives,
@@ -65,6 +66,16 @@ class Feed:
         return strips
 
 
+class ExpertBuffers:
+    """Owns the activations of experts with `width` inner outputs, for the entries of the largest step."""
+
+    def __init__(self, entries: int, hidden: int, width: int, peers: NativeCollectives) -> None:
+        self.width = width
+        self.rows = zeros(np.uint32, entries * hidden // 2)
+        self.gated = peers.zeros(np.uint32, entries * width // 2)
+        self.out = peers.zeros(np.float32, entries, hidden)
+
+
 class Products:
     """Records products and what feeds them. Owns the memory of int8 activations, and of gates apart from up.
 
@@ -111,36 +122,50 @@ class Products:
         for matrix, columns in _columns(matrices, out):
             self._step.linear_add(x.record_for(matrix), matrix, columns)
 
-    def swiglu(self, x: Feed, sets: Sequence[Gated], out: StripColumns, limit: float = math.inf) -> None:
-        """Record a GEMM with SwiGLU, into strips; see Recording.linear_swiglu."""
-        self._swiglu(self._step.linear, self._step.linear_swiglu, x, sets, out, limit)
-
-    def expert_swiglu(
-        self, routing: Routing, x: Feed, sets: Sequence[Gated], out: StripColumns, limit: float = math.inf
-    ) -> None:
-        """Record `swiglu` with the matrices of each entry's expert. Each of `sets` is of some experts."""
-        linear, swiglu = (partial(each, routing) for each in (self._step.expert_linear, self._step.expert_swiglu))
-        self._swiglu(linear, swiglu, x, sets, out, limit)
-
-    def _swiglu(
+    def swiglu(
         self,
-        linear: Callable[..., None],
-        swiglu: Callable[..., None],
         x: Feed,
         sets: Sequence[Gated],
         out: StripColumns,
-        limit: float,
+        limit: float = math.inf,
+        routing: Routing | None = None,
     ) -> None:
+        """Record a GEMM with SwiGLU, into strips; see Recording.linear_swiglu. Each set may be of some experts."""
         for *apart, last in sets:
             gates = None
             for gate in apart:
-                linear(x.record_for(gate), gate, gates := self._gates_for(out.rows, gate.n))
-            swiglu(x.record_for(last), last, out, limit, gates)
+                strips, gates = x.record_for(gate), self._gates_for(out.rows, gate.n)
+                self._step.linear(strips, gate, gates, routing=routing)
+            self._step.linear_swiglu(x.record_for(last), last, out, limit, gates, routing)
 
-    def expert_linear(self, routing: Routing, x: Feed, matrices: Sequence[Matrix], out: Float32Array) -> None:
-        """Record a grouped GEMM: out [entries, n] = x W_e^T. Each of `matrices` is of some experts."""
-        for matrix in matrices:
-            self._step.expert_linear(routing, x.record_for(matrix), matrix, out)
+    def experts(
+        self,
+        routing: Routing,
+        x: Feed,
+        packed: tuple[Sequence[Gated], Sequence[Matrix]],
+        buffers: ExpertBuffers,
+        rank: Rank,
+        peers: NativeCollectives,
+        out: Float32Array,
+        limit: float = math.inf,
+    ) -> None:
+        """Record out [tokens, own columns] += the weighted sum of what the chosen experts make of x.
+
+        `packed` are gate and up, then down, of the rank's experts. An expert of one rank needs no barrier inside.
+        """
+        (gate_up, down), b = packed, buffers
+        inner, outer = rank.expert_columns(b.width, GATE_HALF), rank.expert_columns(b.out.shape[1])
+        rows = self.gathered(routing, x, b.rows)
+        self.swiglu(rows, gate_up, StripColumns(b.gated, b.width, inner.start), limit, routing)
+        if rank.topology.tensor > rank.topology.expert:
+            peers.barrier(self._step, b.gated)
+        gated, part = self.strips(b.gated, routing), columns_of(b.out, outer)
+        for matrix in down:
+            self._step.linear(gated.record_for(matrix), matrix, part, routing=routing)
+        if rank.topology.expert > 1:  # else the columns that a rank adds to `out` are its own
+            peers.barrier(self._step, b.out)
+        if mine := rank.columns(b.out.shape[1]):
+            self._step.moe_combine(routing, columns_of(b.out, mine), out)
 
     def _gates_for(self, rows: int, n: int) -> Float32Array:
         if (rows, n) not in self._gates:

@@ -129,9 +129,11 @@ def expert_outputs(engine: Engine, computed: range, inner: range, outer: range) 
     stage.record.moe_gather(routing, stage.strips(x), K, rows)
     mine, i, o = slice(computed.start, computed.stop), slice(inner.start, inner.stop), slice(outer.start, outer.stop)
     both = [interleaved(g, u) for g, u in zip(gate[mine, i], up[mine, i], strict=True)]
-    stage.record.expert_swiglu(routing, rows, packed_experts(np.stack(both)), StripColumns(gated, 48, inner.start))
+    stage.record.linear_swiglu(
+        rows, packed_experts(np.stack(both)), StripColumns(gated, 48, inner.start), routing=routing
+    )
     whole = stage.copy(np.zeros(entries * 24, np.uint32))
-    stage.record.expert_linear(routing, whole, packed_experts(down[mine, o]), y[:, o])
+    stage.record.linear(whole, packed_experts(down[mine, o]), y[:, o], routing=routing)
     stage.record.moe_combine(routing, np.ones_like(y)[:, o], out[:, o])
     stage.play(TOKENS)
     return gated, np.concatenate([y.ravel(), out.ravel()])

@@ -249,9 +249,9 @@ def test_experts(engine: Engine, tokens: int) -> None:
         routing = stage.record.route(logits, per_token, Scoring.RENORMALIZED)
         stage.record.moe_gather(routing, quantize(stage, x), width, rows)
         gate_up = matrix_of([gate.interleaved(up) for gate, up in zip(gates, ups, strict=True)])
-        stage.record.expert_swiglu(routing, rows, gate_up, gated)
+        stage.record.linear_swiglu(rows, gate_up, gated, routing=routing)
         stage.record.quantize(gated, inner, narrow, routing)
-        stage.record.expert_linear(routing, narrow, matrix_of(downs), y)
+        stage.record.linear(narrow, matrix_of(downs), y, routing=routing)
         stage.play(tokens)
         chosen = np.argsort(-logits, axis=-1, kind="stable")[:, :per_token].ravel()
         begin = 0
@@ -285,7 +285,7 @@ def test_packing_gate_and_up(engine: Engine, n: int, k: int) -> None:
     whole = gate.interleaved(up).matrix()
     words, compensation = np.zeros_like(whole.words), np.zeros(2 * n, np.int32)
     for half, weights in enumerate((gate, up)):
-        engine.pack_gate_up(words, weights.values, ElementType.I8, n, k, half, compensation)
+        engine.pack(words, weights.values, ElementType.I8, n, k, 0, compensation, half)
     assert np.array_equal(words, whole.words) and np.array_equal(compensation, whole.compensation)
 
 

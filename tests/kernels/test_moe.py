@@ -76,8 +76,8 @@ def record_layer(stage: Stage, layer: Layer, x: Array, logits: Array, out: Array
     scoring = Scoring.RENORMALIZED if layer.normalize else Scoring.SOFTMAX
     routing = stage.record.route(logits, layer.per_token, scoring)
     stage.record.moe_gather(routing, x, width, rows)
-    stage.record.expert_swiglu(routing, rows, packed_gates(layer), gated)
-    stage.record.expert_linear(routing, gated, packed(layer.down), y)
+    stage.record.linear_swiglu(rows, packed_gates(layer), gated, routing=routing)
+    stage.record.linear(gated, packed(layer.down), y, routing=routing)
     stage.record.moe_combine(routing, y, out)
     return rows, gated, y
 
@@ -223,7 +223,7 @@ def routed(engine: Engine, tokens: int, shares: Array, **options: Any) -> Array:
     ones = np.zeros((tokens, 2), np.float32)
     ones[:, 0] = 1
     stage.record.moe_gather(routing, stage.strips(ones), 2, rows)
-    stage.record.expert_linear(routing, rows, packed(units), y)
+    stage.record.linear(rows, packed(units), y, routing=routing)
     stage.record.moe_combine(routing, y, out)
     stage.play(tokens, token_ids=np.arange(tokens) % 7)
     return out[:, :experts]
@@ -265,11 +265,11 @@ def test_matrices_of_some_experts(engine: Engine, tokens: int) -> None:
         places[members] = np.arange(len(members))
         some = replace(layer, gate=layer.gate[members], up=layer.up[members])
         if len(members) == 2:
-            stage.record.expert_linear(routing, rows, replace(packed(some.gate), places=places), gates)
+            stage.record.linear(rows, replace(packed(some.gate), places=places), gates, routing=routing)
             up = replace(packed(some.up), places=places)
-            stage.record.expert_swiglu(routing, rows, up, found, gates=gates)
+            stage.record.linear_swiglu(rows, up, found, gates=gates, routing=routing)
         else:
-            stage.record.expert_swiglu(routing, rows, replace(packed_gates(some), places=places), found)
-        stage.record.expert_linear(routing, gated, replace(packed(layer.down[members]), places=places), products)
+            stage.record.linear_swiglu(rows, replace(packed_gates(some), places=places), found, routing=routing)
+        stage.record.linear(gated, replace(packed(layer.down[members]), places=places), products, routing=routing)
     stage.play(tokens)
     assert np.array_equal(found, gated) and np.array_equal(products, y)

@@ -57,8 +57,8 @@ def test_packing_gate_and_up(engine: Engine, n: int, k: int) -> None:
     gate, up = (rng.standard_normal((n, k)).astype(np.float32) for _ in range(2))
     for (stored, *gates), (_, *ups) in zip(stored_forms(gate), stored_forms(up), strict=True):
         out = room(Matrix.size(2 * n, k))
-        engine.pack_gate_up(out, gates[0], stored, n, k, 0)
-        engine.pack_gate_up(out, ups[0], stored, n, k, 1)
+        engine.pack(out, gates[0], stored, n, k, half=0)
+        engine.pack(out, ups[0], stored, n, k, half=1)
         assert np.array_equal(out, to_panels(interleaved(gates[1], ups[1])))
 
 
@@ -107,9 +107,9 @@ def test_what_does_not_fit_is_refused(engine: Engine, n: int, k: int, offset: in
 def test_gates_that_do_not_fit_are_refused(engine: Engine, n: int, k: int, pairs: int) -> None:
     source = np.zeros(256, np.uint16)
     with pytest.raises(ValueError, match=rf"\[{n}, {k}\]"):
-        engine.pack_gate_up(room(pairs), source, ElementType.BF16, n, k, 0)
+        engine.pack(room(pairs), source, ElementType.BF16, n, k, half=0)
     with pytest.raises(ValueError, match="half is 5"):
-        engine.pack_gate_up(room(256), source, ElementType.BF16, 16, 2, 5)
+        engine.pack(room(256), source, ElementType.BF16, 16, 2, half=5)
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 4), (31, 64), (33, 8), (320, 96)])

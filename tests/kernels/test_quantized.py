@@ -320,13 +320,13 @@ def test_experts(engine: Engine, tokens: int, wide: bool) -> None:
         gated, y = stage.strip_room(entries, inner), stage.room(np.float32, entries, width)
         rows = stage.strip_room(entries, width) if wide else strips_for(stage, gate_up, entries, width)
         stage.record.moe_gather(routing, stage.strips(x) if wide else quantize(stage, x, gate_up), width, rows)
-        stage.record.expert_swiglu(routing, rows, gate_up, gated)
+        stage.record.linear_swiglu(rows, gate_up, gated, routing=routing)
         if wide:
-            stage.record.expert_linear(routing, gated, down, y)
+            stage.record.linear(gated, down, y, routing=routing)
         else:
             second = strips_for(stage, down, entries, inner)
             stage.record.quantize(gated, inner, second, routing)
-            stage.record.expert_linear(routing, second, down, y)
+            stage.record.linear(second, down, y, routing=routing)
         stage.play(tokens)
         order, begin = np.argsort(chosen := choices(logits, per_token).ravel(), kind="stable"), 0
         for expert in range(count):

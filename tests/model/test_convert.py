@@ -24,13 +24,13 @@ from pypto_serving.errors import ConfigError, ModelError, PyptoError
 from pypto_serving.kernels import runnable
 from pypto_serving.model.checkpoint import INDEX_FILE, SINGLE_FILE, UNFINISHED_FILE, Checkpoint
 from pypto_serving.model.convert.conversion import convert as convert_checkpoint
-from pypto_serving.model.convert.rounding import W8A8, Encoding
+from pypto_serving.model.convert.rounding import Encoding, w8a8
 from pypto_serving.model.registry import Serving, load_config, load_spec
 from tests.model.conftest import MakeCheckpoint
 from tests.model.sequences import Array, Sequences, load_program
 from tests.needs import needs_kernels
 
-INT8 = W8A8()
+INT8 = w8a8()
 TOKENS = np.random.default_rng(0).integers(0, 256, 50)
 
 KILLED = """
@@ -38,21 +38,21 @@ import os, signal, sys
 from pathlib import Path
 from pypto_serving.model.checkpoint import Checkpoint, INDEX_FILE, SINGLE_FILE
 from pypto_serving.model.convert.conversion import convert
-from pypto_serving.model.convert.rounding import W8A8
+from pypto_serving.model.convert.rounding import w8a8
 source, target, calls = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 def progress(*_):
     global calls
     calls -= 1
     if calls == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-convert(source, target, W8A8(), progress)
+convert(source, target, w8a8(), progress)
 """
 
 MEASURED = """
 import os, sys
 from pathlib import Path
 from pypto_serving.model.convert.conversion import convert
-from pypto_serving.model.convert.rounding import W4A16, W8A8, Mxfp4
+from pypto_serving.model.convert.rounding import w4a16, w8a8, mxfp4
 
 def kib(field):
     return int(Path("/proc/self/status").read_text().split(field + ":")[1].split()[0])
@@ -348,7 +348,7 @@ def test_outputs_without_weights(checkpoint: MakeCheckpoint, tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("encoding", ["W8A8()", "W4A16(32)", "Mxfp4()"])
+@pytest.mark.parametrize("encoding", ["w8a8()", "w4a16(32)", "mxfp4()"])
 def test_the_memory_of_a_few_tensors(checkpoint: MakeCheckpoint, tmp_path: Path, encoding: str) -> None:
     """Neither what was read nor what was written stays, however many tensors a file has."""
     source = checkpoint(dtype="bfloat16", num_hidden_layers=8, hidden_size=512, intermediate_size=4096)

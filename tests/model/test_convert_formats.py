@@ -21,13 +21,13 @@ from pypto_serving.model.checkpoint import Checkpoint
 from pypto_serving.model.convert.conversion import convert
 from pypto_serving.model.convert.rounding import (
     INT4_LEVELS,
-    W4A16,
-    W8A8,
     Encoding,
-    Mxfp4,
+    mxfp4,
     to_int4,
     to_int4_in_numpy,
     to_mxfp4,
+    w4a16,
+    w8a8,
 )
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.formats.values import E2M1, E8M0, nibbles
@@ -38,7 +38,7 @@ from tests.model.conftest import MakeCheckpoint
 from tests.model.converting import converted, tensors_of, values
 from tests.quantised import quantise, quantise_deepseek
 
-ENCODINGS: tuple[Encoding, ...] = (W4A16(32), W4A16(64), Mxfp4())
+ENCODINGS: tuple[Encoding, ...] = (w4a16(32), w4a16(64), mxfp4())
 
 
 def error(found: Float32Array, wanted: Float32Array) -> float:
@@ -138,7 +138,7 @@ def test_kernels_round_to_int4_as_numpy_does(instruction_set: str, group: int) -
 
 
 @pytest.mark.parametrize("format", ["blocks_bf16", "fp8_channel", "mxfp4", "nvfp4"])
-@pytest.mark.parametrize("encoding", [W8A8(), W4A16(32)], ids=lambda encoding: encoding.name)
+@pytest.mark.parametrize("encoding", [w8a8(), w4a16(32)], ids=lambda encoding: encoding.name)
 def test_quantised_sources(tmp_path: Path, format: str, encoding: Encoding) -> None:
     """FP8 and 4-bit floats are converted from what they mean; the result is that of a plain checkpoint of that."""
     path = make_checkpoint(tmp_path / "source", tie_word_embeddings=False)
@@ -161,7 +161,7 @@ def test_scales_that_are_too_large(tmp_path: Path) -> None:
     save_file(tensors, path / "model.safetensors")
     with warnings.catch_warnings(), pytest.raises(ModelError, match=rf"{name} has numbers that are not finite"):
         warnings.simplefilter("error")
-        convert(path, tmp_path / "target", W8A8(), lambda *_: None)
+        convert(path, tmp_path / "target", w8a8(), lambda *_: None)
 
 
 def test_what_cannot_be_converted(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
@@ -173,9 +173,9 @@ def test_what_cannot_be_converted(checkpoint: MakeCheckpoint, tmp_path: Path) ->
 
     path = make_checkpoint(tmp_path / "int4")
     quantise(path, "int4_g32")
-    assert "quantised already (int4 g32)" in refused(path, W8A8())
-    assert "groups of 128 do not fill" in refused(checkpoint(), W4A16(128))
-    assert "converted to w8a8 only, not to mxfp4" in refused(checkpoint("deepseek_v4_fast"), Mxfp4())
+    assert "quantised already (int4 g32)" in refused(path, w8a8())
+    assert "groups of 128 do not fill" in refused(checkpoint(), w4a16(128))
+    assert "converted to w8a8 only, not to mxfp4" in refused(checkpoint("deepseek_v4_fast"), mxfp4())
 
 
 def add_drafts(path: Path, inventory: DeepseekV4Inventory) -> None:
@@ -201,7 +201,7 @@ def test_deepseek_v4_to_int8(tmp_path: Path, form: str | None) -> None:
     add_drafts(source, DeepseekV4Inventory(config))
     plain = {name.removesuffix(".weight"): tensor for name, tensor in load_file(source / "model.safetensors").items()}
     means = plain | (quantise_deepseek(source, form) if form else {})
-    target = converted(source, tmp_path / "target", W8A8())
+    target = converted(source, tmp_path / "target", w8a8())
     inventory = DeepseekV4Inventory(load_config(target)[1])
     Checkpoint.open(target).require(inventory.expected(mtp=True), lambda _: False)
     before, after = tensors_of(source), tensors_of(target)

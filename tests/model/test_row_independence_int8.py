@@ -12,7 +12,7 @@ import pytest
 
 from pypto_serving.kernels import runnable
 from pypto_serving.model.convert.conversion import convert
-from pypto_serving.model.convert.rounding import W8A8
+from pypto_serving.model.convert.rounding import w8a8
 from tests.checkpoints import make_checkpoint
 from tests.model.conftest import MakeCheckpoint
 from tests.model.neighbours import BUNDLED, OUTPUT, PROMPT, TOKENS, assert_same, run_among_others
@@ -34,7 +34,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     def converted(model: str) -> Path:
         sources = {"bundled": lambda: BUNDLED, "wide": lambda: make_checkpoint(folder / "source", "qwen3", **WIDE)}
         source = sources.get(model, lambda: make_checkpoint(folder / f"{model} source", model))()
-        convert(source, folder / model, W8A8(), lambda *_: None)
+        convert(source, folder / model, w8a8(), lambda *_: None)
         return folder / model
 
     @functools.cache
@@ -84,7 +84,7 @@ def test_other_instruction_sets(programs: Programs, model: str, kernels: str) ->
 @pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
 def test_packed_weights_from_a_file(checkpoint: MakeCheckpoint, tmp_path: Path, model: str) -> None:
     """They hold scales and offsets as well."""
-    convert(checkpoint(model), tmp_path / "model", W8A8(), lambda *_: None)
+    convert(checkpoint(model), tmp_path / "model", w8a8(), lambda *_: None)
     cache = tmp_path / "cache"
 
     def load() -> Any:

@@ -7,9 +7,9 @@ even one in the low half.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,107 +121,87 @@ def _round_mxfp4(weights: Float32Array, exponents: NDArray[np.int32]) -> tuple[U
     return codes, biased.astype(np.uint8), np.multiply(errors, errors, out=errors).sum(axis=0)
 
 
-class Encoding(Protocol):
-    """Writes a matrix as `scheme`. `name` is for people.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoding:
+    """Writes a matrix as `scheme`. `name` is for people, `format` the one of compressed-tensors.
 
     dtypes: stored dtypes of tensors by last component, where the scheme allows several.
+    weights, inputs: what the group of config.json says of weights, and of activations.
+    encode: encode finite rows [m, k]; return rows of every tensor by last component.
     """
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def scheme(self) -> Scheme: ...
-    @property
-    def dtypes(self) -> Mapping[str, str]: ...
-    @property
-    def format(self) -> str: ...
-
-    def group(self) -> dict[str, Any]:
-        """Return the group of config.json."""
-
-    def encode(self, rows: Float32Array) -> dict[str, Array]:
-        """Encode finite rows [m, k]; return rows of every tensor by last component."""
+    name: str
+    format: str
+    scheme: Scheme
+    dtypes: Mapping[str, str]
+    weights: Mapping[str, Any]
+    inputs: Mapping[str, Any] | None = None
+    encode: Callable[[Float32Array], dict[str, Array]]
 
 
-INT8_ROWS = Int8()
-_INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+def w8a8(scale: str = "weight_scale") -> Encoding:
+    """Return int8 with a scale per output, a tensor called `scale`: the largest magnitude of each becomes 127."""
+    int8 = {"num_bits": 8, "type": "int", "symmetric": True}
 
-
-@dataclass(frozen=True, slots=True)
-class W8A8:
-    """int8 with a scale per output: the largest magnitude of each becomes 127."""
-
-    scheme: Int8 = INT8_ROWS
-
-    name = "w8a8"
-    format = "int-quantized"
-
-    @property
-    def dtypes(self) -> Mapping[str, str]:
-        return {self.scheme.scale: "F32"}
-
-    def group(self) -> dict[str, Any]:
-        inputs = {**_INT8, "strategy": "token", "dynamic": True}
-        return {"weights": {**_INT8, "strategy": "channel", "dynamic": False}, "input_activations": inputs}
-
-    def encode(self, rows: Float32Array) -> dict[str, Array]:
+    def encode(rows: Float32Array) -> dict[str, Array]:
         codes, scales = to_int8(rows)
-        return {"weight": codes, self.scheme.scale: scales}
+        return {"weight": codes, scale: scales}
+
+    return Encoding(
+        name="w8a8",
+        format="int-quantized",
+        scheme=Int8(scale),
+        dtypes={scale: "F32"},
+        weights={**int8, "strategy": "channel", "dynamic": False},
+        inputs={**int8, "strategy": "token", "dynamic": True},
+        encode=encode,
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class W4A16:
-    """int4 with a bfloat16 scale per group of inputs."""
+def w4a16(size: int) -> Encoding:
+    """Return int4 with a bfloat16 scale per group of `size` inputs."""
+    int4_groups = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": size}
 
-    size: int
-
-    format = "pack-quantized"
-    dtypes: ClassVar[Mapping[str, str]] = {"weight_scale": "BF16", "weight_shape": "I64"}
-
-    @property
-    def name(self) -> str:
-        return f"w4a16 g{self.size}"
-
-    @property
-    def scheme(self) -> Scheme:
-        return int4(self.size, zeros=False)
-
-    def group(self) -> dict[str, Any]:
-        weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": self.size}
-        return {"weights": {**weights, "dynamic": False}, "input_activations": None}
-
-    def encode(self, rows: Float32Array) -> dict[str, Array]:
-        codes, scales = to_int4(rows, self.size)
+    def encode(rows: Float32Array) -> dict[str, Array]:
+        codes, scales = to_int4(rows, size)
         return {"weight_packed": codes.view("<i4"), "weight_scale": scales}
 
+    return Encoding(
+        name=f"w4a16 g{size}",
+        format="pack-quantized",
+        scheme=int4(size, zeros=False),
+        dtypes={"weight_scale": "BF16", "weight_shape": "I64"},
+        weights={**int4_groups, "dynamic": False},
+        encode=encode,
+    )
 
-@dataclass(frozen=True, slots=True)
-class Mxfp4:
-    """4-bit floats with a power of two per 32 inputs."""
 
-    name = "mxfp4"
-    format = "mxfp4-pack-quantized"
-    dtypes: ClassVar[Mapping[str, str]] = {"weight_scale": "U8"}
-    scheme = MXFP4
+def mxfp4() -> Encoding:
+    """Return 4-bit floats with a power of two per 32 inputs."""
+    fp4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": MXFP4.group}
 
-    def group(self) -> dict[str, Any]:
-        weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": MXFP4.group}
-        scales = {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
-        return {"weights": {**weights, "dynamic": False, **scales}, "input_activations": None}
-
-    def encode(self, rows: Float32Array) -> dict[str, Array]:
+    def encode(rows: Float32Array) -> dict[str, Array]:
         codes, scales = to_mxfp4(rows)
         return {"weight_packed": codes, "weight_scale": scales}
+
+    return Encoding(
+        name="mxfp4",
+        format="mxfp4-pack-quantized",
+        scheme=MXFP4,
+        dtypes={"weight_scale": "U8"},
+        weights={**fp4, "dynamic": False, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"},
+        encode=encode,
+    )
 
 
 def section(encoding: Encoding, ignore: list[str]) -> dict[str, Any]:
     """Return `quantization_config` for all linear layers but those of `ignore`."""
-    group = {"targets": ["Linear"], **encoding.group(), "output_activations": None}
+    group = {"targets": ["Linear"], "weights": encoding.weights, "input_activations": encoding.inputs}
     return {
         "quant_method": "compressed-tensors",
         "format": encoding.format,
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
+        "config_groups": {"group_0": {**group, "output_activations": None}},
         "ignore": ignore,
         "kv_cache_scheme": None,
     }

@@ -9,7 +9,7 @@ import numpy as np
 from pypto_serving.kernels import INDEXER_TOKENS, PANEL, NativeCollectives, PagedRows, Recording, zeros
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config, LayerKind
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
-from pypto_serving.model.products import AttentionShare, Products
+from pypto_serving.model.products import AttentionShare, ExpertBuffers, Products
 from pypto_serving.types.arrays import Float32Array
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import KVCacheGroupSpec, Spans
@@ -92,9 +92,7 @@ class DeepseekV4Buffers:
         self.out_latent = attention.peers.zeros(np.uint32, tokens * model.o_groups * model.o_lora_rank // 2)
         self.router_logits = peers.zeros(np.float32, tokens, experts.count)
         self.gated = peers.zeros(np.uint32, tokens * experts.intermediate_size // 2)
-        self.expert_rows = zeros(np.uint32, entries * hidden // 2)
-        self.expert_gated = peers.zeros(np.uint32, entries * experts.intermediate_size // 2)
-        self.expert_out = peers.zeros(np.float32, entries, hidden)
+        self.experts = ExpertBuffers(entries, hidden, experts.intermediate_size, peers)
         self.logits = peers.zeros(np.float32, rows, model.vocab_size)
         widest = max(hidden, model.q_lora_rank, model.o_groups * model.o_lora_rank, experts.intermediate_size)
         streams = tokens * model.hyper.streams if model.drafts else 0

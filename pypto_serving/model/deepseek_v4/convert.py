@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from pypto_serving.errors import ModelError
 from pypto_serving.model.checkpoint import StoredTensor
 from pypto_serving.model.convert.conversion import Plan, Weight
-from pypto_serving.model.convert.rounding import W8A8, Encoding, section
+from pypto_serving.model.convert.rounding import Encoding, section, w8a8
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.formats.quantization import SECTION
-from pypto_serving.model.formats.schemes import Int8
 
 _ENCODED = ("linear", "expert")
 _IGNORED = ["head", r"re:.*\.(wq_a|wkv|wo_a|wgate|weights_proj|gate)$"]
@@ -22,9 +21,9 @@ _IGNORED = ["head", r"re:.*\.(wq_a|wkv|wo_a|wgate|weights_proj|gate)$"]
 
 def plan_conversion(model: DeepseekV4Config, headers: Mapping[str, StoredTensor], encoding: Encoding) -> Plan:
     """Plan the conversion of a checkpoint with these headers. Raises ModelError for formats but W8A8."""
-    if not isinstance(encoding, W8A8):
+    if encoding.name != "w8a8":
         raise ModelError(f"DeepSeek V4 is converted to w8a8 only, not to {encoding.name}")
-    encoding = W8A8(Int8("scale"))
+    encoding = w8a8("scale")
     inventory, drafts = DeepseekV4Inventory(model, headers), any(name.startswith("mtp.") for name in headers)
     weights = {}
     for name, tensor in (inventory.model | inventory.drafts if drafts else inventory.model).items():

@@ -27,7 +27,7 @@ from pypto_serving.model.deepseek_v4.buffers import Arenas, DeepseekV4Buffers, l
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config, LayerKind
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.packed_weights import PackedWeights
-from pypto_serving.model.products import AttentionShare, Feed, columns_of, cut, expert_outputs, rows_of
+from pypto_serving.model.products import AttentionShare, Feed, columns_of, cut, rows_of
 from pypto_serving.model.rope import rope_tables
 from pypto_serving.parallel.topology import Rank
 from pypto_serving.types.arrays import Float32Array
@@ -271,7 +271,8 @@ class LayerRecorder:
     def _record_experts(self, layer: int) -> None:
         """Record y = shared expert + weighted sum of the routed experts."""
         b, products, rank, hidden = self._buffers, self._products, self._rank, self._model.hidden_size
-        width, limit = self._model.experts.intermediate_size, self._model.experts.limit
+        experts, limit = self._model.experts, self._model.experts.limit
+        width = experts.intermediate_size
         norm = self._weights.exact(f"{self._model.prefix(layer)}ffn_norm.weight")
         prefix, inner, mine = f"{self._model.prefix(layer)}ffn.", rank.columns(width, GATE_HALF), rank.columns(hidden)
         self._record_router(prefix, norm)
@@ -282,11 +283,9 @@ class LayerRecorder:
         y = b.y[:, : len(mine)]
         products.linear(products.strips(b.gated), self._matrix(f"{prefix}shared_experts.w2", mine), y)
         routing = self._route(layer)
-        self._record_routed(prefix, routing, normed)
-        if rank.topology.expert > 1:  # else the columns that a rank adds to y are its own
-            self._peers.barrier(self.step, b.expert_out)
-        if mine:
-            self.step.moe_combine(routing, columns_of(b.expert_out, mine), y)
+        w1, w2, w3 = ([f"{prefix}experts.{e}.{part}" for e in range(experts.count)] for part in ("w1", "w2", "w3"))
+        packed = self._weights.experts(rank, (w1, w3, w2), width, hidden)
+        products.experts(routing, normed, packed, b.experts, rank, self._peers, y, limit)
 
     def _record_router(self, prefix: str, norm: Float32Array) -> None:
         b, mine = self._buffers, self._rank.columns(self._model.experts.count, _ROUTER_UNIT)
@@ -304,24 +303,6 @@ class LayerRecorder:
             bias = self._weights.exact(f"{prefix}bias")
         logits, scoring, mine = self._buffers.router_logits, Scoring.SQRT_SOFTPLUS, self._rank.experts(experts.count)
         return self.step.route(logits, experts.per_token, scoring, experts.scale, bias, tid2eid, mine)
-
-    def _record_routed(self, prefix: str, routing: Routing, normed: Feed) -> None:
-        """Record the outputs of the routed experts, by entry."""
-        b, products, rank, experts = self._buffers, self._products, self._rank, self._model.experts
-        inner, outer = (
-            rank.expert_columns(experts.intermediate_size, GATE_HALF),
-            rank.expert_columns(self._model.hidden_size),
-        )
-        w1, w2, w3 = ([f"{prefix}experts.{e}.{part}" for e in range(experts.count)] for part in ("w1", "w2", "w3"))
-        rows = products.gathered(routing, normed, b.expert_rows)
-        gate_up = self._weights.gate_up(w1, w3, expert_outputs(rank, experts.count, inner))
-        out = StripColumns(b.expert_gated, experts.intermediate_size, inner.start)
-        products.expert_swiglu(routing, rows, gate_up, out, experts.limit)
-        if rank.topology.tensor > rank.topology.expert:  # else an expert has one rank
-            self._peers.barrier(self.step, b.expert_gated)
-        down = self._weights.several(w2, expert_outputs(rank, experts.count, outer))
-        gated = products.strips(b.expert_gated, routing)
-        products.expert_linear(routing, gated, down, columns_of(b.expert_out, outer))
 
 
 class NativeDeepseekV4:

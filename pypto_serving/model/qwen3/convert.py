@@ -11,7 +11,7 @@ from typing import Any
 
 from pypto_serving.model.checkpoint import StoredTensor
 from pypto_serving.model.convert.conversion import Plan, Weight
-from pypto_serving.model.convert.rounding import W8A8, Encoding, section
+from pypto_serving.model.convert.rounding import Encoding, section
 from pypto_serving.model.formats.quantization import SECTION
 from pypto_serving.model.formats.schemes import PLAIN
 from pypto_serving.model.qwen3.config import Qwen3Config
@@ -28,7 +28,7 @@ def plan_conversion(model: Qwen3Config, headers: Mapping[str, StoredTensor], enc
     int8 covers the output layer, a quarter of the bytes of a 0.6B model; a tied one becomes a tensor of its own, since
     embeddings are looked up, not multiplied. With 4 bits it stays, since its errors reach the logits undamped.
     """
-    inventory, whole = Qwen3Inventory(model, headers), isinstance(encoding, W8A8)
+    inventory, whole = Qwen3Inventory(model, headers), encoding.name == "w8a8"
     shapes, weights = inventory.weights(), {}
     sources = {name: name for name in shapes}
     if whole and model.tied_embeddings:

@@ -20,7 +20,7 @@ from pypto_serving.kernels import (
     zeros,
 )
 from pypto_serving.model.packed_weights import PackedWeights
-from pypto_serving.model.products import AttentionShare, Feed, Products, columns_of, expert_outputs, rows_of
+from pypto_serving.model.products import AttentionShare, ExpertBuffers, Feed, Products, columns_of, rows_of
 from pypto_serving.model.qwen3.config import Qwen3Config, Qwen3Experts
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.parallel.topology import Rank
@@ -168,28 +168,17 @@ class NativeQwen3:
         self._add_to(b.x, self._rank, self._peers, b.gated, f"{prefix}mlp.down_proj")
 
     def _record_experts(self, normed: Feed, prefix: str, experts: Qwen3Experts) -> None:
-        b, rank, width, hidden = self._buffers, self._rank, experts.intermediate_size, self.model.hidden_size
-        names = {part: [f"{prefix}experts.{e}.{part}_proj" for e in range(experts.count)] for part in _PARTS}
+        b, rank, count, hidden = self._buffers, self._rank, experts.count, self.model.hidden_size
+        gates, ups, downs = (
+            [f"{prefix}experts.{e}.{part}_proj" for e in range(count)] for part in ("gate", "up", "down")
+        )
         self._products.linear(normed, self._weights.matrix([f"{prefix}gate"]), b.router_logits)
         scoring = Scoring.RENORMALIZED if experts.normalize else Scoring.SOFTMAX
-        routing = self.step.route(b.router_logits, experts.per_token, scoring, computed=rank.experts(experts.count))
-        rows = self._products.gathered(routing, normed, b.expert_rows)
-        inner, outer = rank.expert_columns(width, GATE_HALF), rank.expert_columns(hidden)
-        gate_up = self._weights.gate_up(names["gate"], names["up"], expert_outputs(rank, experts.count, inner))
-        self._products.expert_swiglu(routing, rows, gate_up, StripColumns(b.expert_gated, width, inner.start))
-        if rank.topology.tensor > rank.topology.expert:  # else an expert has one rank
-            self._peers.barrier(self.step, b.expert_gated)
-        down = self._weights.several(names["down"], expert_outputs(rank, experts.count, outer))
-        gated = self._products.strips(b.expert_gated, routing)
-        self._products.expert_linear(routing, gated, down, columns_of(b.expert_out, outer))
-        if rank.topology.expert > 1:  # else the columns that a rank adds to x are its own
-            self._peers.barrier(self.step, b.expert_out)
-        if mine := rank.columns(hidden):
-            self.step.moe_combine(routing, columns_of(b.expert_out, mine), columns_of(b.x, mine))
+        routing = self.step.route(b.router_logits, experts.per_token, scoring, computed=rank.experts(count))
+        packed = self._weights.experts(rank, (gates, ups, downs), experts.intermediate_size, hidden)
+        out = columns_of(b.x, rank.columns(hidden))
+        self._products.experts(routing, normed, packed, b.experts, rank, self._peers, out)
         self._peers.barrier(self.step, b.x)
-
-
-_PARTS = ("gate", "up", "down")
 
 
 def _heads(model: Qwen3Config, rank: Rank) -> tuple[range, range]:
@@ -218,9 +207,7 @@ class Qwen3Buffers:
         if experts := model.experts:
             entries = tokens * experts.per_token
             self.router_logits = zeros(np.float32, tokens, experts.count)
-            self.expert_rows = zeros(np.uint32, entries * model.hidden_size // 2)
-            self.expert_gated = peers.zeros(np.uint32, entries * experts.intermediate_size // 2)
-            self.expert_out = peers.zeros(np.float32, entries, model.hidden_size)
+            self.experts = ExpertBuffers(entries, model.hidden_size, experts.intermediate_size, peers)
             self._sizes += [entries, max(model.hidden_size, experts.intermediate_size)]
 
     def products(self, step: Recording, exact: bool) -> Products:

@@ -14,7 +14,7 @@ from pypto_serving.errors import ModelError
 from pypto_serving.model.checkpoint import StoredTensors
 from pypto_serving.model.contract import of_role
 from pypto_serving.model.convert.conversion import convert
-from pypto_serving.model.convert.rounding import W8A8
+from pypto_serving.model.convert.rounding import w8a8
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.deepseek_v4.pypto.arguments import stages
@@ -42,7 +42,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def converted(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("w8a8") / "model"
-    convert(plain, path, W8A8(), lambda *_: None)
+    convert(plain, path, w8a8(), lambda *_: None)
     return path
 
 

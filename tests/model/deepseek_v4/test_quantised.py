@@ -18,7 +18,7 @@ from pypto_serving.errors import ModelError
 from pypto_serving.kernels import runnable
 from pypto_serving.model.checkpoint import Checkpoint
 from pypto_serving.model.convert.conversion import convert
-from pypto_serving.model.convert.rounding import W8A8
+from pypto_serving.model.convert.rounding import w8a8
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.registry import load_config, load_spec, read_config
 from tests.checkpoints import make_checkpoint
@@ -70,7 +70,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Make:
         folder = tmp_path_factory.mktemp(form)
         if form == "converted":
             source, path = make("released"), folder / "w8a8"
-            convert(source.path, path, W8A8(), lambda *_: None)
+            convert(source.path, path, w8a8(), lambda *_: None)
             return Made(path, meaning(source.plain, folder / "plain", int8_means(path)))
         path = make_checkpoint(folder / form, "deepseek_v4_fast", "bfloat16", **WIDE)
         plain = shutil.copytree(path, folder / "copy")

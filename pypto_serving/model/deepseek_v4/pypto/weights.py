@@ -19,10 +19,21 @@ from pypto_serving.types.arrays import Array, BFloat16Array, Float32Array
 
 Pieces = Iterable[Array]
 
+
+def _compressor(prefix: str, module: str) -> dict[str, tuple[str, str]]:
+    return {
+        f"{prefix}_wkv": ("bfloat16", f"{module}.wkv.weight"),
+        f"{prefix}_wgate": ("bfloat16", f"{module}.wgate.weight"),
+        f"{prefix}_ape": ("float", f"{module}.ape"),
+        f"{prefix}_norm_w": ("bfloat16", f"{module}.norm.weight"),
+    }
+
+
+_MIXES = [f"hc_{block}_{part}" for block in ("attn", "ffn") for part in ("fn", "scale", "base")]
 _EVERY_LAYER = {
-    "hc_attn_fn": ("float", "hc_attn_fn"),
-    "hc_attn_scale": ("float", "hc_attn_scale"),
-    "hc_attn_base": ("float", "hc_attn_base"),
+    **{name: ("float", name) for name in _MIXES},
+    **{f"shared_{name}": ("codes", f"ffn.shared_experts.{name}.weight") for name in ("w1", "w2", "w3")},
+    **{f"shared_{name}_scale": ("float", f"ffn.shared_experts.{name}.scale") for name in ("w1", "w2", "w3")},
     "attn_norm_w": ("bfloat16", "attn_norm.weight"),
     "wq_a": ("transposed", "attn.wq_a.weight"),
     "wq_b": ("codes_transposed", "attn.wq_b.weight"),
@@ -34,39 +45,19 @@ _EVERY_LAYER = {
     "wo_a": ("grouped", "attn.wo_a.weight"),
     "wo_b": ("codes", "attn.wo_b.weight"),
     "wo_b_scale": ("float", "attn.wo_b.scale"),
-    "hc_ffn_fn": ("float", "hc_ffn_fn"),
-    "hc_ffn_scale": ("float", "hc_ffn_scale"),
-    "hc_ffn_base": ("float", "hc_ffn_base"),
     "norm_w": ("bfloat16", "ffn_norm.weight"),
     "gate_w": ("float", "ffn.gate.weight"),
     "gate_bias": ("bias", "ffn.gate.bias"),
     "tid2eid": ("ids", "ffn.gate.tid2eid"),
-    "shared_w1": ("codes", "ffn.shared_experts.w1.weight"),
-    "shared_w1_scale": ("float", "ffn.shared_experts.w1.scale"),
-    "shared_w3": ("codes", "ffn.shared_experts.w3.weight"),
-    "shared_w3_scale": ("float", "ffn.shared_experts.w3.scale"),
-    "shared_w2": ("codes", "ffn.shared_experts.w2.weight"),
-    "shared_w2_scale": ("float", "ffn.shared_experts.w2.scale"),
 }
 """How each argument is made, and of which tensor of a layer."""
-_HCA = {
-    "hca_cmp_wkv": ("bfloat16", "attn.compressor.wkv.weight"),
-    "hca_cmp_wgate": ("bfloat16", "attn.compressor.wgate.weight"),
-    "hca_cmp_ape": ("float", "attn.compressor.ape"),
-    "hca_cmp_norm_w": ("bfloat16", "attn.compressor.norm.weight"),
-}
+_HCA = _compressor("hca_cmp", "attn.compressor")
 _CSA = {
-    "csa_cmp_wkv": ("bfloat16", "attn.compressor.wkv.weight"),
-    "csa_cmp_wgate": ("bfloat16", "attn.compressor.wgate.weight"),
-    "csa_cmp_ape": ("float", "attn.compressor.ape"),
-    "csa_cmp_norm_w": ("bfloat16", "attn.compressor.norm.weight"),
+    **_compressor("csa_cmp", "attn.compressor"),
+    **_compressor("csa_inner", "attn.indexer.compressor"),
     "csa_idx_wq_b": ("codes_transposed", "attn.indexer.wq_b.weight"),
     "csa_idx_wq_b_scale": ("float", "attn.indexer.wq_b.scale"),
     "csa_weights_proj": ("transposed", "attn.indexer.weights_proj.weight"),
-    "csa_inner_wkv": ("bfloat16", "attn.indexer.compressor.wkv.weight"),
-    "csa_inner_wgate": ("bfloat16", "attn.indexer.compressor.wgate.weight"),
-    "csa_inner_ape": ("float", "attn.indexer.compressor.ape"),
-    "csa_inner_norm_w": ("bfloat16", "attn.indexer.compressor.norm.weight"),
 }
 _HEAD_MIX = {f"hc_head_{name}": ("float", f"hc_head_{name}") for name in ("fn", "scale", "base")}
 _DRAFT = {
