@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from pypto_serving.kernels.abi import loaded
 from pypto_serving.kernels.constants import GATE_HALF
@@ -18,7 +21,7 @@ MOST_ZERO = 16
 MOST_INPUTS = 128
 """Most inputs of a group that are rounded to int4 together."""
 
-_NAN_E8M0 = 0xFF
+_NAN_E8M0, _NAN_E4M3, _BF16_EXPONENT = 0xFF, 0x7F, 0x7F80
 _SCALE_DTYPES = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32, "F8_E8M0": np.uint8}
 
 
@@ -104,18 +107,24 @@ def _source(source: Array, layout: Layout, n: int, k: int, outputs: range) -> Ar
     return source.view(np.uint32).reshape(-1, n // words)[:1, outputs.start // words : outputs.stop // words]
 
 
+def are_finite(values: NDArray[Any], dtype: str) -> bool:
+    """Return True if all stored numbers of `dtype` are finite, from their bits."""
+    match dtype:
+        case "BF16":
+            return bool(((values & _BF16_EXPONENT) != _BF16_EXPONENT).all())
+        case "F8_E8M0" | "U8":
+            return bool((values != _NAN_E8M0).all())
+        case "F8_E4M3":
+            return bool(((values & _NAN_E4M3) != _NAN_E4M3).all())
+    return bool(np.isfinite(values).all())
+
+
 def _code_scales(stored: StoredCodes, n: int, k: int) -> Array:
     scales, form = np.ascontiguousarray(stored.scales), stored.form
     wanted = (n, ceil_div(k, min(form.group, k)))
     if scales.shape != wanted or scales.dtype != _SCALE_DTYPES[form.scale_dtype]:
         raise ValueError(f"scales must be {form.scale_dtype} {list(wanted)}, not {scales.dtype} {list(scales.shape)}")
-    if form.scale_dtype == "F8_E8M0":
-        finite = bool((scales != _NAN_E8M0).all())
-    elif form.scale_dtype == "BF16":
-        finite = bool(((scales & 0x7F80) != 0x7F80).all())
-    else:
-        finite = bool(np.isfinite(scales).all())
-    if not finite:
+    if not are_finite(scales, form.scale_dtype):
         raise ValueError("a scale is not finite")
     return scales
 

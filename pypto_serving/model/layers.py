@@ -10,6 +10,7 @@ Ranks have some of the outputs of each matrix, or some of the experts.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from pypto_serving.kernels.constants import GATE_HALF
 from pypto_serving.model.collectives import TorchCollectives
+
+logger = logging.getLogger(__name__)
 
 ROW_FLOORS = (4, 8, 16, 32, 64)
 _PROBE_ROWS = 128
@@ -119,16 +122,21 @@ class Embedding:
         return self._comm.sum(found)
 
 
-def settle_rows(linears: Iterable[Linear]) -> tuple[int, bool]:
-    """Settle the rows of each of `linears`. Return the largest, and True if no result depends on the row count."""
+def settle_rows(linears: Iterable[Linear], comm: TorchCollectives, least: int = 1, stable: bool = True) -> int:
+    """Settle the rows of each of `linears`, and return the largest of all ranks, at least `least`.
+
+    Warn if some result depends on the row count, or if others are not `stable`.
+    """
     settled: dict[tuple[int, int, torch.dtype], tuple[int, bool]] = {}
     for linear in linears:
         shape = (linear.in_features, linear.out_features, linear.dtype)
         if shape not in settled:
-            stable = linear.settle_rows()
-            settled[shape] = (linear.rows, stable)
+            same = linear.settle_rows()
+            settled[shape] = (linear.rows, same)
         linear.rows = settled[shape][0]
-    return max(rows for rows, _ in settled.values()), all(stable for _, stable in settled.values())
+    if not (stable and all(same for _, same in settled.values())):
+        logger.warning("matrix products on this machine depend on the row count: outputs may vary with the batch")
+    return comm.largest(max(least, *(rows for rows, _ in settled.values())))
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -22,24 +22,6 @@ from pypto_serving.model.inventory import STORED_DTYPES, Inventory
 from pypto_serving.types.kv import DEFAULT_BLOCK_SIZE, KVCacheGroupSpec
 from pypto_serving.types.model import SERVING_DTYPES, Contents, ModelSpec
 from pypto_serving.util import brief, one_of
-
-
-class ParseConfig(Protocol):
-    """Parse the object in config.json at `source`. Raises ModelError naming an unsupported key and value."""
-
-    def __call__(self, raw: dict[str, Any], source: str) -> Any: ...
-
-
-class TakeInventory(Protocol):
-    """List the tensors that a configuration needs; `headers`, if any, settle what the configuration leaves open."""
-
-    def __call__(self, config: Any, headers: Mapping[str, StoredTensor] = ..., /) -> Inventory: ...
-
-
-class MakeGroups(Protocol):
-    """List the KV groups of a configuration in `dtype` with blocks of `block_size` tokens."""
-
-    def __call__(self, config: Any, /, dtype: str, block_size: int) -> tuple[KVCacheGroupSpec, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,26 +45,22 @@ class Serving:
 DEFAULT_SERVING = Serving()
 
 
-class MakeSpec(Protocol):
-    """Describe a checkpoint to the engine, but for its path and names; the dtype is not `auto`.
-
-    `headers`, if any, settle what the configuration leaves open.
-    """
-
-    def __call__(self, config: Any, serving: Serving, headers: Mapping[str, StoredTensor], /) -> ModelSpec: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
     """The parts of one model family. Programs are named `module:name` and imported on first use.
 
+    parse(raw, source): parse the object in config.json at `source`. Raises ModelError naming an unsupported key.
+    inventory(config, headers): list the tensors that a configuration needs.
+    kv_groups(config, dtype, block_size): list the KV groups of a configuration.
+    spec(config, serving, headers): describe a checkpoint to the engine, but for its path and names; the dtype is not
+        `auto`. `headers`, if any, settle what the configuration leaves open, here and in `inventory`.
     with_drafts: returns a configuration with its draft layers, or raises ModelError; None for a family without any.
     """
 
-    parse: ParseConfig
-    inventory: TakeInventory
-    kv_groups: MakeGroups
-    spec: MakeSpec
+    parse: Callable[[dict[str, Any], str], Any]
+    inventory: Callable[..., Inventory]
+    kv_groups: Callable[..., tuple[KVCacheGroupSpec, ...]]
+    spec: Callable[[Any, Serving, Mapping[str, StoredTensor]], ModelSpec]
     torch_program: str
     kernel_program: str
     conversion: str

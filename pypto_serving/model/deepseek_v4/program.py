@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from torch import Tensor
 
@@ -110,9 +108,6 @@ class DraftLayer:
         return [*self.layer.linears(), self.token, self.stream, self.hc_head.fn]
 
 
-logger = logging.getLogger(__name__)
-
-
 class DeepseekV4Program:
     """Owns weights and cache pages of a DeepSeek V4 model, or a rank's part. `rows` is the fewest rows of a step.
 
@@ -147,17 +142,10 @@ class DeepseekV4Program:
             kind: (torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device))
             for kind, (cos, sin) in rope_tables(model.ropes(), config.limits.max_model_len).items()
         }
-        self.rows = self._settle_rows()
-
-    def _settle_rows(self) -> int:
-        """Find the fewest rows per call from which results do not depend on the row count. Warn if there are none."""
         linears = [self.head, self.hc_head.fn, *(linear for layer in self.layers for linear in layer.linears())]
         if self.drafting is not None:
             linears += self.drafting.linears()
-        rows, stable = settle_rows(linears)
-        if not stable:
-            logger.warning("matrix products on this machine depend on the row count: outputs may vary with the batch")
-        return self._comm.largest(max(rows, MIN_ROWS))
+        self.rows = settle_rows(linears, self._comm, MIN_ROWS)
 
     def forward(self, step: StepTensors) -> Tensor:
         """Write the cache rows of a step's tokens, then return logits of `step.logits_rows`, float32 [s, vocab]."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -27,12 +28,11 @@ from pypto_serving.model.formats.quantization import (
 from pypto_serving.model.formats.schemes import (
     BLOCK,
     MXFP4,
-    MXFP4_GROUP,
     NVFP4,
-    NVFP4_GROUP,
     PLAIN,
     Fp8,
     Int8,
+    RowCodes,
     Scheme,
     int4,
     int4_bytes,
@@ -142,24 +142,15 @@ def _float_quantized(group: Fields, path: str) -> Scheme:
     return Fp8((int(sizes[0]), int(sizes[1])))
 
 
-def _mxfp4(group: Fields, path: str) -> Scheme:
-    _require_fp4(group, path, MXFP4_GROUP, "group")
-    return MXFP4
-
-
-def _nvfp4(group: Fields, path: str) -> Scheme:
-    _require_fp4(group, path, NVFP4_GROUP, "tensor_group")
-    return NVFP4
-
-
-def _require_fp4(group: Fields, path: str, size: int, strategy: str) -> None:
+def _fp4(scheme: RowCodes, strategy: str, group: Fields, path: str) -> Scheme:
     weights, where = group.section("weights"), f"{path}weights."
     require(weights, "num_bits", (4,), where)
     _require_static(weights, where, "float", (True, None))
     require(weights, "strategy", (strategy,), where)
-    require(weights, "group_size", (size,), where)
+    require(weights, "group_size", (scheme.group,), where)
     refuse(weights, ("actorder", "block_structure"), where)
     _require_inputs(group, path, (4, 8))
+    return scheme
 
 
 def _require_static(weights: Fields, where: str, kind: str, symmetric: tuple[Any, ...]) -> None:
@@ -187,6 +178,6 @@ _FORMATS: dict[str, Callable[[Fields, str], Scheme]] = {
     "pack-quantized": _pack_quantized,
     "float-quantized": _float_quantized,
     "naive-quantized": _float_quantized,
-    "mxfp4-pack-quantized": _mxfp4,
-    "nvfp4-pack-quantized": _nvfp4,
+    "mxfp4-pack-quantized": partial(_fp4, MXFP4, "group"),
+    "nvfp4-pack-quantized": partial(_fp4, NVFP4, "tensor_group"),
 }

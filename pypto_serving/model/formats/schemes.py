@@ -172,7 +172,6 @@ class Fp8:
         return ceil_div(n, self.block[0] or n), ceil_div(k, self.block[1] or k)
 
 
-MXFP4_GROUP, NVFP4_GROUP = 32, 16
 _WORD, _BYTE = 8, 2
 """Codes in a stored item of 32, and of 8 bits."""
 _NO_ORDER = -1
@@ -284,14 +283,14 @@ def int4_bytes(group: int) -> RowCodes:
     )
 
 
-MXFP4 = RowCodes(name="mxfp4", table=Table.E2M1, group=MXFP4_GROUP, scale_dtypes=E8M0_DTYPES)
+MXFP4 = RowCodes(name="mxfp4", table=Table.E2M1, group=32, scale_dtypes=E8M0_DTYPES)
 """compressed-tensors' mxfp4-pack-quantized."""
 DEEPSEEK_FP4 = replace(MXFP4, codes="weight", codes_dtype=INT8, scale="scale", scale_dtypes=(E8M0,), extras=())
 """The experts of DeepSeek V4."""
 NVFP4 = RowCodes(
     name="nvfp4",
     table=Table.E2M1,
-    group=NVFP4_GROUP,
+    group=16,
     scale_dtypes=(E4M3,),
     factor="weight_global_scale",
     divides=True,

@@ -26,7 +26,7 @@ from pypto_serving.model.formats.quantization import (
     names_in,
     require,
 )
-from pypto_serving.model.formats.schemes import BLOCK, E8M0, MODELOPT_NVFP4, NVFP4_GROUP, PLAIN, Fp8
+from pypto_serving.model.formats.schemes import BLOCK, E8M0, MODELOPT_NVFP4, PLAIN, Fp8
 
 SCALES = (*FLOATS, E8M0, "U8")
 
@@ -64,7 +64,7 @@ def _read_block(section: Fields) -> tuple[int, int]:
 def read_modelopt(section: Fields) -> Quantization:
     """Read the section `quantization_config`. Raises ModelError naming the field of another scheme."""
     require(section, "quant_algo", ("NVFP4",))
-    require(section, "group_size", (NVFP4_GROUP, None))
+    require(section, "group_size", (MODELOPT_NVFP4.group, None))
     left_out = by_wildcard(names_in(section, SECTION, "ignore", "exclude_modules"))
     return Quantization((SchemeRule(left_out, (PLAIN,)), SchemeRule(EVERY, (MODELOPT_NVFP4,))))
 

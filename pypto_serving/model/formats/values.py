@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.errors import ModelError
+from pypto_serving.kernels.packing import are_finite
 from pypto_serving.model.checkpoint import FLOATS, StoredTensors
 from pypto_serving.types.arrays import Array, Float32Array, UInt8Array
 from pypto_serving.types.weights import Layout, StoredCodes, StoredFp8, StoredQuantized, Table
@@ -16,11 +17,9 @@ from pypto_serving.util import one_of
 
 E2M1: Float32Array = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 """The values of 4-bit floats by code; bit 3 is the sign."""
-E8M0_NAN = 0xFF
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Outputs of the 8 codes in a word of AWQ, the lowest bits first."""
 _E4M3_NAN = 0x7F
-_BF16_EXPONENT = 0x7F80
 _WORD_CODES = 8
 
 
@@ -37,18 +36,6 @@ def _e4m3_table() -> Float32Array:
 E4M3 = _e4m3_table()
 E8M0: Float32Array = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.nan).astype(np.float32)
 """The powers of two that e8m0 scales stand for, by code."""
-
-
-def are_finite(values: NDArray[Any], dtype: str) -> bool:
-    """Return True if all stored numbers of `dtype` are finite, from their bits."""
-    match dtype:
-        case "BF16":
-            return bool(((values & _BF16_EXPONENT) != _BF16_EXPONENT).all())
-        case "F8_E8M0" | "U8":
-            return bool((values != E8M0_NAN).all())
-        case "F8_E4M3":
-            return bool(((values & _E4M3_NAN) != _E4M3_NAN).all())
-    return bool(np.isfinite(values).all())
 
 
 def as_float32(values: NDArray[Any], dtype: str) -> Float32Array:

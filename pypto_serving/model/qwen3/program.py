@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import torch
@@ -27,8 +26,6 @@ from pypto_serving.model.products import rows_of
 from pypto_serving.model.qwen3.config import Qwen3Config
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.types.config import EngineConfig
-
-logger = logging.getLogger(__name__)
 
 
 class Qwen3Layer:
@@ -110,17 +107,10 @@ class Qwen3Program:
         device = self.norm.device
         cos, sin = (torch.from_numpy(table).to(device) for table in model.rope.tables(config.limits.max_model_len))
         self._cos, self._sin = torch.cat([cos, cos], dim=1)[:, None], torch.cat([-sin, sin], dim=1)[:, None]
-        self.rows = self._settle_rows()
-
-    def _settle_rows(self) -> int:
-        """Find the fewest rows per call from which results do not depend on the row count. Warn if there are none."""
-        linears = [self.lm_head, *(linear for layer in self.layers for linear in layer.linears())]
-        rows, stable = settle_rows(linears)
-        queries = settle_query_rows(self.model.head_dim, self.norm.dtype)
+        queries = settle_query_rows(model.head_dim, self.norm.dtype)
         self.arena.query_rows = queries or self.arena.query_rows
-        if queries is None or not stable:
-            logger.warning("matrix products on this machine depend on the row count: outputs may vary with the batch")
-        return self._comm.largest(rows)
+        linears = [self.lm_head, *(linear for layer in self.layers for linear in layer.linears())]
+        self.rows = settle_rows(linears, self._comm, stable=queries is not None)
 
     def forward(self, step: StepTensors) -> Tensor:
         """Write the K/V of a step's tokens, then return logits of `step.logits_rows`, float32 [s, vocab]."""
