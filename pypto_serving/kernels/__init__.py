@@ -2,86 +2,49 @@
 
 from __future__ import annotations
 
-from pypto_serving.kernels.abi import runnable
-from pypto_serving.kernels.collectives import NativeCollectives, SharedMemory, StepBoard
-from pypto_serving.kernels.constants import GATE_HALF, INDEXER_TOKENS, PANEL
-from pypto_serving.kernels.engine import Engine, hashes, populate, zeros
-from pypto_serving.kernels.forms import (
-    BF16,
-    INT8,
-    ElementType,
-    GroupStrips,
-    Int8Strips,
-    Matrix,
-    PackedForm,
-    StripColumns,
-    Strips,
-    activations,
-    most_int8_words,
-    packed_form,
-    planned_form,
-    strips_for,
-)
-from pypto_serving.kernels.links import Extent, Link, Links, Mirrored, Mirrors, RankBarrier, RanksGone, ReceiveThread
-from pypto_serving.kernels.ngrams import NgramDrafter
-from pypto_serving.kernels.operands import (
-    KVCacheLayer,
-    MlaSizes,
-    NormRopeParams,
-    PagedRows,
-    Routing,
-    Scoring,
-    StepRows,
-)
-from pypto_serving.kernels.packing import pack_quantized, pack_rounded, round_int4
-from pypto_serving.kernels.recording import Recording
-from pypto_serving.kernels.sampling import NativeSampler
-
-__all__ = [
-    "BF16",
-    "GATE_HALF",
-    "INDEXER_TOKENS",
-    "INT8",
-    "PANEL",
-    "ElementType",
-    "Engine",
-    "Extent",
-    "GroupStrips",
-    "Int8Strips",
-    "KVCacheLayer",
-    "Link",
-    "Links",
-    "Matrix",
-    "Mirrored",
-    "Mirrors",
-    "MlaSizes",
-    "NativeCollectives",
-    "NativeSampler",
-    "NgramDrafter",
-    "NormRopeParams",
-    "PackedForm",
-    "PagedRows",
-    "RankBarrier",
-    "RanksGone",
-    "ReceiveThread",
-    "Recording",
-    "Routing",
-    "Scoring",
-    "SharedMemory",
-    "StepBoard",
-    "StepRows",
-    "StripColumns",
-    "Strips",
-    "activations",
-    "hashes",
-    "most_int8_words",
-    "pack_quantized",
-    "pack_rounded",
-    "packed_form",
-    "planned_form",
-    "populate",
-    "round_int4",
-    "runnable",
-    "strips_for",
-    "zeros",
-]
+from pypto_serving.kernels.abi import runnable as runnable
+from pypto_serving.kernels.collectives import NativeCollectives as NativeCollectives
+from pypto_serving.kernels.collectives import SharedMemory as SharedMemory
+from pypto_serving.kernels.collectives import StepBoard as StepBoard
+from pypto_serving.kernels.constants import GATE_HALF as GATE_HALF
+from pypto_serving.kernels.constants import INDEXER_TOKENS as INDEXER_TOKENS
+from pypto_serving.kernels.constants import PANEL as PANEL
+from pypto_serving.kernels.engine import Engine as Engine
+from pypto_serving.kernels.engine import hashes as hashes
+from pypto_serving.kernels.engine import populate as populate
+from pypto_serving.kernels.engine import zeros as zeros
+from pypto_serving.kernels.forms import BF16 as BF16
+from pypto_serving.kernels.forms import INT8 as INT8
+from pypto_serving.kernels.forms import ElementType as ElementType
+from pypto_serving.kernels.forms import GroupStrips as GroupStrips
+from pypto_serving.kernels.forms import Int8Strips as Int8Strips
+from pypto_serving.kernels.forms import Matrix as Matrix
+from pypto_serving.kernels.forms import PackedForm as PackedForm
+from pypto_serving.kernels.forms import StripColumns as StripColumns
+from pypto_serving.kernels.forms import Strips as Strips
+from pypto_serving.kernels.forms import activations as activations
+from pypto_serving.kernels.forms import most_int8_words as most_int8_words
+from pypto_serving.kernels.forms import packed_form as packed_form
+from pypto_serving.kernels.forms import planned_form as planned_form
+from pypto_serving.kernels.forms import strips_for as strips_for
+from pypto_serving.kernels.links import Extent as Extent
+from pypto_serving.kernels.links import Link as Link
+from pypto_serving.kernels.links import Links as Links
+from pypto_serving.kernels.links import Mirrored as Mirrored
+from pypto_serving.kernels.links import Mirrors as Mirrors
+from pypto_serving.kernels.links import RankBarrier as RankBarrier
+from pypto_serving.kernels.links import RanksGone as RanksGone
+from pypto_serving.kernels.links import ReceiveThread as ReceiveThread
+from pypto_serving.kernels.ngrams import NgramDrafter as NgramDrafter
+from pypto_serving.kernels.operands import KVCacheLayer as KVCacheLayer
+from pypto_serving.kernels.operands import MlaSizes as MlaSizes
+from pypto_serving.kernels.operands import NormRopeParams as NormRopeParams
+from pypto_serving.kernels.operands import PagedRows as PagedRows
+from pypto_serving.kernels.operands import Routing as Routing
+from pypto_serving.kernels.operands import Scoring as Scoring
+from pypto_serving.kernels.operands import StepRows as StepRows
+from pypto_serving.kernels.packing import pack_quantized as pack_quantized
+from pypto_serving.kernels.packing import pack_rounded as pack_rounded
+from pypto_serving.kernels.packing import round_int4 as round_int4
+from pypto_serving.kernels.recording import Recording as Recording
+from pypto_serving.kernels.sampling import NativeSampler as NativeSampler

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from pypto_serving.kernels.abi import loaded
 from pypto_serving.kernels.engine import HUGE_PAGE_BYTES, MemoryPool, ask_for_huge_pages, zeros
 from pypto_serving.kernels.links import Extent, Link, Links, Mirrored, Mirrors, RankBarrier, RanksGone, ReceiveThread
 from pypto_serving.kernels.operands import StepRows
-from pypto_serving.kernels.recording import Recording, StepArrays
+from pypto_serving.kernels.recording import Recording
 from pypto_serving.parallel.topology import Rank
 from pypto_serving.types.arrays import Array, Float32Array
 from pypto_serving.util import ceil_div
@@ -74,15 +73,6 @@ class StepBoard:
     def close(self) -> None:
         """Let the other ranks return."""
         self._lib.close_counts(self.memory, 1)
-
-    def replay_published(
-        self, step: Recording, buffers: Sequence[StepArrays], drafting: Recording | None = None
-    ) -> None:
-        """Replay `step` for every step that is published, until a barrier or the board is closed.
-
-        With `drafting`, that is replayed for steps in the last of `buffers`.
-        """
-        step.replay_published(self.memory, buffers, drafting)
 
 
 class NativeCollectives:

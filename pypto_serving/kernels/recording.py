@@ -467,7 +467,10 @@ class Recording:
     def replay_published(
         self, board: UInt8Array, buffers: Sequence[StepArrays], drafting: Recording | None = None
     ) -> None:
-        """Implement `StepBoard.replay_published`. The arrays of a step begin those of one of `buffers`."""
+        """Replay every step that is published on a StepBoard of this memory, until a barrier or the board is closed.
+
+        The arrays of a step begin those of one of `buffers`. `drafting`, if any, is replayed for steps in the last one.
+        """
         groups = [self._tables(slots, tables) for *_, slots, tables in buffers]
         fields = [(*arrays[:5], tables) for arrays, tables in zip(buffers, groups, strict=True)]
         other = None if drafting is None else drafting._handle

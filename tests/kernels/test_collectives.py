@@ -109,7 +109,7 @@ class Leader:
 
     def replay_published(self, chain: Chain) -> None:
         arrays = [(*b[:5], (b[5],), (b[5].reshape(1, 8),)) for b in self._buffers]
-        StepBoard(SharedMemory(self._memory.fd)).replay_published(chain.step, arrays)
+        chain.step.replay_published(StepBoard(SharedMemory(self._memory.fd)).memory, arrays)
 
     def lead(self, steps: Sequence[np.ndarray]) -> None:
         for number, token_ids in enumerate(steps):
@@ -165,7 +165,7 @@ def test_a_step_ends_when_its_barrier_is_closed(memory: SharedMemory) -> None:
 def test_followers_return_when_the_board_is_closed(memory: SharedMemory) -> None:
     board, same = StepBoard(memory), StepBoard(SharedMemory(memory.fd))
     with ThreadPoolExecutor(1) as pool:
-        following = pool.submit(board.replay_published, Recording(engine_of(runnable()[0])), [step_arrays(IDS)])
+        following = pool.submit(Recording(engine_of(runnable()[0])).replay_published, board.memory, [step_arrays(IDS)])
         same.close()
         assert not following.result()
 

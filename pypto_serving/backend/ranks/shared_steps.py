@@ -76,7 +76,7 @@ class SharedSteps(SharedBuffers):
 
     def replay_published(self, step: Recording, drafting: Recording | None) -> None:
         """Replay `step` for every step that the leader publishes, and `drafting` for steps of the draft layers."""
-        self._board.replay_published(step, [step_arrays(each) for each in self.buffers], drafting)
+        step.replay_published(self._board.memory, [step_arrays(each) for each in self.buffers], drafting)
 
 
 def step_arrays(step: StepBuffers | StepInputs) -> StepArrays:

@@ -35,7 +35,7 @@ from pypto_serving.model.formats.quantization import (
     refuse,
     require,
 )
-from pypto_serving.model.formats.schemes import PLAIN, Scheme, groups_in
+from pypto_serving.model.formats.schemes import PLAIN, Scheme, groups_in, int4_name
 from pypto_serving.model.formats.values import AWQ_ORDER, MatrixTensors, nibbles
 from pypto_serving.types.arrays import UInt8Array
 from pypto_serving.types.weights import CodesForm, Layout, StoredCodes, Table
@@ -68,8 +68,7 @@ class ColumnCodes:
 
     @property
     def name(self) -> str:
-        name = f"int4 g{self.group}" if self.group else "int4 per output"
-        return f"{name} with zero points" if self.zeros else name
+        return int4_name(self.group, self.zeros)
 
     @property
     def extras(self) -> tuple[str, ...]:

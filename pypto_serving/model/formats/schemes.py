@@ -255,11 +255,16 @@ class RowCodes:
         return float(np.float32(1) / value[0] if self.divides else value[0])
 
 
+def int4_name(group: int, zeros: bool) -> str:
+    """Name a scheme of int4 with a scale per group of inputs, 0 for all, for people."""
+    name = f"int4 g{group}" if group else "int4 per output"
+    return f"{name} with zero points" if zeros else name
+
+
 def int4(group: int, zeros: bool) -> RowCodes:
     """Return compressed-tensors' pack-quantized int4."""
-    name = f"int4 g{group}" if group else "int4 per output"
     return RowCodes(
-        name=f"{name} with zero points" if zeros else name,
+        name=int4_name(group, zeros),
         table=Table.INT4,
         group=group,
         codes_dtype="I32",
@@ -271,9 +276,8 @@ def int4(group: int, zeros: bool) -> RowCodes:
 
 def int4_bytes(group: int) -> RowCodes:
     """Return compressed-tensors' int-quantized int4 (W4A8): one weight in a byte."""
-    name = f"int4 g{group}" if group else "int4 per output"
     return RowCodes(
-        name=name,
+        name=int4_name(group, zeros=False),
         table=Table.INT4,
         group=group,
         codes="weight",
