@@ -23,12 +23,12 @@ import pypto_serving.model.openmp  # noqa: F401
 import roofline_report as report
 import rounds
 from roofline_kernels import Bench, Result, groups
+from roofline_limits import BandwidthMemory
 from roofline_report import Ceilings, Rated
 from roofline_steps import Steps, batches
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.kernels import Engine
-from pypto_serving.kernels.engine import BandwidthMemory
 from pypto_serving.setup.host import read_host_facts
 from pypto_serving.types.config import Head
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import roofline_work as work
 from numpy.typing import NDArray
+from roofline_limits import BandwidthMemory, peak
 from roofline_work import BLOCK, Batch, Work
 
 from pypto_serving.backend.base import StepInputs
@@ -31,7 +32,6 @@ from pypto_serving.kernels import (
     zeros,
 )
 from pypto_serving.kernels.constants import PANEL
-from pypto_serving.kernels.engine import BandwidthMemory, peak
 from pypto_serving.model.formats.schemes import Int8
 from pypto_serving.types.weights import CodesForm, Fp8Form, Layout, StoredCodes, StoredFp8, StoredQuantized, Table
 

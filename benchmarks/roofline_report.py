@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from roofline_kernels import Result
+from roofline_limits import BandwidthMemory, peak
 from roofline_steps import REST, STEP
 
 from pypto_serving.kernels import Engine
-from pypto_serving.kernels.engine import BandwidthMemory, peak
 
 
 @dataclass

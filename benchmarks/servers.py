@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
+from roofline_limits import BandwidthMemory
 
 from pypto_serving.bench.client import ApiClient, find_model
 from pypto_serving.bench.datasets import Prompt
@@ -30,7 +31,6 @@ from pypto_serving.bench.options import Target
 from pypto_serving.bench.runner import send_all
 from pypto_serving.errors import PyptoError
 from pypto_serving.kernels import Engine
-from pypto_serving.kernels.engine import BandwidthMemory
 from pypto_serving.worker.loop import PREFAULT_TOKENS
 
 PROGRAM = [sys.executable, "-m", "pypto_serving"]

@@ -11,12 +11,12 @@ import pytest
 import roofline_kernels
 import roofline_work as work
 from roofline_kernels import QUANTIZED, Bench, Product, Result, Rounds
+from roofline_limits import BandwidthMemory, peak
 from roofline_report import Ceilings, Rated, kernel_table, speed_table, step_table
 from roofline_steps import REST, STEP, Steps
 from roofline_work import Batch, Work
 
 from pypto_serving.kernels import Engine, runnable
-from pypto_serving.kernels.engine import BandwidthMemory, peak
 from pypto_serving.types.config import Head
 from tests.checkpoints import make_checkpoint
 from tests.needs import needs_kernels

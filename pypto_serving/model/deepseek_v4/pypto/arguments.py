@@ -30,7 +30,6 @@ _OUTPUTS = {"pre_hc_hidden_out", "hidden_out", "logits", "sampled_ids", "mtp_acc
 _OUTPUTS |= {"mtp_input_ids", "mtp_hidden_out", "mtp_next_pre_hc_hidden", "mtp_logits", "mtp_sampled_ids"}
 _STATES = {"mtp_tail_token_ids", "mtp_tail_positions", "mtp_tail_pre_hc_pool", "mtp_state_tokens", "mtp_state_meta"}
 """What MTP keeps on the device between steps."""
-_MTP_INPUTS = {"mtp_tail_slot_ids", "mtp_state_generations", "mtp_logit_row_indices", "mtp_num_tokens"}
 
 
 def stages(model: DeepseekV4Config, ranks: int, tensor: int) -> dict[FlashStage, tuple[Argument, ...]]:
