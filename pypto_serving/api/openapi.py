@@ -180,22 +180,22 @@ def _schemas() -> dict[str, dict[str, Any]]:
 
 def event(kind: type[Answer]) -> dict[str, Any]:
     """Describe each event of a stream of OpenAI's API."""
-    parts = {"contentMediaType": "application/json", "contentSchema": {"anyOf": [reference(kind), reference(Error)]}}
-    data = {"type": "string", "anyOf": [parts, {"const": "[DONE]"}]}
-    text = "A server-sent event; an Error may be the last one before [DONE]."
-    return {"description": text, "type": "object", "properties": {"data": data}, "required": ["data"]}
+    data = {"type": "string", "anyOf": [_content([kind, Error]), {"const": "[DONE]"}]}
+    return _event("A server-sent event; an Error may be the last one before [DONE].", data=data)
 
 
 def named_event(kinds: Any) -> dict[str, Any]:
     """Describe each event of a stream of Anthropic's API, or of a response: one of `kinds`, a union."""
-    parts = {
-        "type": "string",
-        "contentMediaType": "application/json",
-        "contentSchema": {"anyOf": [reference(kind) for kind in get_args(kinds)]},
-    }
-    text = "A server-sent event, named by the type of its data."
-    properties = {"event": {"type": "string"}, "data": parts}
-    return {"description": text, "type": "object", "properties": properties, "required": ["event", "data"]}
+    data = {"type": "string", **_content(get_args(kinds))}
+    return _event("A server-sent event, named by the type of its data.", event={"type": "string"}, data=data)
+
+
+def _content(kinds: Iterable[type[Answer]]) -> dict[str, Any]:
+    return {"contentMediaType": "application/json", "contentSchema": {"anyOf": [*map(reference, kinds)]}}
+
+
+def _event(text: str, **properties: dict[str, Any]) -> dict[str, Any]:
+    return {"description": text, "type": "object", "properties": properties, "required": [*properties]}
 
 
 def _json(kind: type[Answer] | type[Body]) -> dict[str, Any]:

@@ -165,6 +165,7 @@ async def serve(app: Starlette, server: ServerConfig, on_bound: OnBound) -> None
         loop.add_signal_handler(number, handler)
     try:
         await running.run(on_bound)
+        logger.info("stopped")
     finally:
         for number in handlers:
             loop.remove_signal_handler(number)

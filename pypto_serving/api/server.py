@@ -10,7 +10,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match
-from starlette.types import Receive, Scope, Send
 
 from pypto_serving.api.batch.batches import Batches
 from pypto_serving.api.batch.running import Direct
@@ -18,13 +17,11 @@ from pypto_serving.api.common.body import IGNORED_HEADER, TRUNCATED_HEADER
 from pypto_serving.api.common.respond import nobody_listens
 from pypto_serving.api.http.errors import ApiError, describe
 from pypto_serving.api.http.middleware import (
-    SERVER_SEND,
     ApiKeyGuard,
     FaultHandler,
     OriginGuard,
     Paths,
     RequestScope,
-    Traced,
 )
 from pypto_serving.api.reading.body_reader import BodyReader
 from pypto_serving.api.reading.reading import Reading
@@ -40,20 +37,12 @@ from pypto_serving.setup.kv_shares import MemoryPlan
 from pypto_serving.util import one_of
 
 
-class Application(Starlette):
-    """Pass the server's own `send` to handlers, in their scope."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[SERVER_SEND] = send
-        await super().__call__(scope, receive, send)
-
-
-def create_app(engine: EngineClient, serving: ServingConfig, memory: MemoryPlan | None = None) -> Application:
+def create_app(engine: EngineClient, serving: ServingConfig, memory: MemoryPlan | None = None) -> Starlette:
     """Make the application; start nothing. `app.state.service` and `app.state.reading` are for all handlers.
 
     The dashboard shows the plan of a replica's `memory`.
     """
-    app = Application(routes=list(ROUTES))
+    app = Starlette(routes=list(ROUTES))
     service = Service(engine, serving)
     app.state.service = service
     app.state.memory = memory
@@ -81,14 +70,13 @@ def create_app(engine: EngineClient, serving: ServingConfig, memory: MemoryPlan 
             allow_headers=("*",),
             expose_headers=("x-request-id", IGNORED_HEADER, TRUNCATED_HEADER),
         )
-    if service.tracing is not None:
-        app.add_middleware(Traced, tracing=service.tracing)
     paths = Paths(route.path_format for route in (*ROUTES, *BATCH_ROUTES))
     app.add_middleware(
         RequestScope,
         count=service.metrics.count_response,
         paths=paths,
         access_log=serving.access_log,
+        tracing=service.tracing,
     )
     return app
 

@@ -1,15 +1,15 @@
-"""Serve what operators, probes and load balancers ask: health, readiness, load, and what this server is."""
+"""Serve what operators, probes, load balancers and clients ask: health, load, models, and what this server is."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from pypto_serving import __version__
 from pypto_serving.api.common.described import Answer
+from pypto_serving.api.common.respond import answer_json
 from pypto_serving.api.service import Service
 from pypto_serving.engine.metrics import CONTENT_TYPE
 from pypto_serving.errors import RequestError
@@ -37,10 +37,6 @@ class KVGroupInfo(Answer):
     num_blocks: int
 
 
-KVGroupInfo.__name__ = "KVGroup"
-"""Its name in /openapi.json."""
-
-
 class ServerInfo(Answer):
     version: str
     served_model_names: list[str]
@@ -61,6 +57,24 @@ class Version(Answer):
     version: str
 
 
+class Model(Answer):
+    """OpenAI's object, with context length, vocabulary and sampling defaults added."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+    vocab_size: int
+    default_sampling: dict[str, float]
+
+
+class ModelList(Answer):
+    object: Literal["list"]
+    data: list[Model]
+
+
 PROBES = frozenset({"/health", "/ready", "/ping"})
 """Paths that need no API key."""
 
@@ -70,7 +84,7 @@ async def health(request: Request) -> Response:
     service: Service = request.app.state.service
     state = service.health()
     body = {"status": state.status, "detail": state.detail, "last_step_age_s": round(state.age_s, 3)}
-    return _json(body, 200 if state.ok else 503)
+    return answer_json(body, 200 if state.ok else 503)
 
 
 async def ready(request: Request) -> Response:
@@ -91,7 +105,7 @@ async def load(request: Request) -> Response:
         num_waiting=sum(one.num_waiting for one in stats),
         kv_usage=max((usage for one in stats for usage in one.kv_usage), default=0.0),
     )
-    return _json(answer)
+    return answer_json(answer)
 
 
 async def server_info(request: Request) -> Response:
@@ -114,12 +128,38 @@ async def server_info(request: Request) -> Response:
         max_queued_requests=config.scheduler.max_queued_requests,
         kv_groups=[KVGroupInfo(group.name, group.block_size, num_blocks) for group, num_blocks in groups],
     )
-    return _json(answer)
+    return answer_json(answer)
+
+
+async def list_models(request: Request) -> Response:
+    """List every name of the served model."""
+    service: Service = request.app.state.service
+    return answer_json(ModelList("list", [_model(service, name) for name in service.serving.served_model_names]))
+
+
+async def retrieve_model(request: Request) -> Response:
+    """Describe the model under one of its names. Raises UnknownModelError for any other name."""
+    service: Service = request.app.state.service
+    return answer_json(_model(service, service.serving.resolve_model(request.path_params["model_id"])))
+
+
+def _model(service: Service, name: str) -> Model:
+    config, serving = service.engine.config, service.serving
+    return Model(
+        id=name,
+        object="model",
+        created=service.created,
+        owned_by="pypto-serving",
+        root=serving.model_dir,
+        max_model_len=config.limits.max_model_len,
+        vocab_size=config.model.vocab_size,
+        default_sampling=serving.default_sampling.effective(),
+    )
 
 
 async def show_version(request: Request) -> Response:
     """Answer with the version of this server."""
-    return _json(Version(__version__))
+    return answer_json(Version(__version__))
 
 
 async def reset_prefix_cache(request: Request) -> Response:
@@ -137,7 +177,3 @@ async def metrics(request: Request) -> Response:
     """Answer with the metrics in Prometheus' text format."""
     service: Service = request.app.state.service
     return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")

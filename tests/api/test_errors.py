@@ -330,7 +330,7 @@ def test_no_bytes_make_the_server_fail(server: RunningServer, raw: bytes) -> Non
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("part", "stream"),
-    [("openai.event_format.EventFormat.__init__", False), ("common.respond.EventStream.init_headers", True)],
+    [("openai.chat.EventFormat.__init__", False), ("common.respond.EventStream.init_headers", True)],
 )
 def test_a_defect_before_the_answer_leaves_nothing_registered(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, path: str, part: str, stream: bool

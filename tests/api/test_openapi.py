@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from pypto_serving.api.common.described import Error
-from pypto_serving.api.openai.answers import Model, ModelList
-from pypto_serving.api.status import HealthState, Load, ServerInfo, Version
+from pypto_serving.api.status import HealthState, Load, Model, ModelList, ServerInfo, Version
 from tests.api.bad_bodies import BAD_CHATS, BAD_COMPLETIONS, HELLO
 from tests.api.documented import schema_of
 from tests.api.running import RunningServer

@@ -15,7 +15,7 @@ from tests.api.running import CHAT, RunningServer
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = str(ROOT / "pypto_serving")
-MAX_FILES = 30
+MAX_FILES = 25
 TESTED_UVICORN = ("0.32", "0.55")
 """The first minor release that the connections are tested with, and the first that they are not."""
 

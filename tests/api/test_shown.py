@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pypto_serving.api.generation import prompt_logprobs as collected_logprobs
+from pypto_serving.api.generation import logprobs as collected_logprobs
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.types.arrays import unpack_ids
 from pypto_serving.types.request import EngineRequest

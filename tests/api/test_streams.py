@@ -14,7 +14,7 @@ from starlette.types import Message
 
 from pypto_serving.api import run
 from pypto_serving.api.common import respond
-from pypto_serving.api.common.respond import PING, begun, pinging
+from pypto_serving.api.common.respond import pinging, send_part
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.types.request import RequestFault
 from tests.api.checkpoint import TEXT
@@ -22,6 +22,7 @@ from tests.api.running import RunningServer
 from tests.api.scripted_engine import WAIT_S, Script
 
 PATH = "/v1/completions"
+PING = b": ping\n\n"
 NUM_TOKENS = 6000
 """Many times what fits between a server and a client that does not read."""
 
@@ -78,16 +79,16 @@ def test_a_client_that_stalls_loses_nothing_and_gets_the_rest_at_once(
 def test_tokens_of_a_client_that_keeps_up_cost_no_message(
     server: RunningServer, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their chunks are written at once; HTTP/1.0, and streams with pings, get the same parts as messages."""
+    """Their chunks are written at once, also between pings."""
     sent: list[object] = []
-    monkeypatch.setattr(respond, "begun", lambda work: sent.append(work) or begun(work))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(respond, "send_part", lambda *part: sent.append(part) or send_part(*part))  # type: ignore[func-returns-value]
     monkeypatch.setattr(server.engine, "largest_portion", 1)
     server.engine.script = lambda request: Script((tokenizer.encode(TEXT) * 9)[:300])
     body, texts = {"prompt": "hello", "max_tokens": 300}, []
     for more in ({}, {"sse_ping_interval": 60}):
         events = server.events(PATH, body | more)
         texts.append("".join(event["choices"][0]["text"] for event in events))
-        assert len(events) > 20 and bool(sent) == bool(more)
+        assert len(events) > 20 and not sent
     assert texts[0] == texts[1]
 
 
@@ -162,10 +163,11 @@ def test_pings_fill_silences_only() -> None:
             if message["body"] == PING:
                 pinged.set()
 
-        async with pinging(write, lambda: PING, 0.05) as noted_write:
+        async with pinging(write, lambda: PING, 0.05) as note_write:
             await pinged.wait()
             pinged.clear()
-            await noted_write({"type": "http.response.body", "body": b"token"})
+            note_write()
+            await send_part(write, b"token")
             await pinged.wait()
         assert written == [PING, b"token", PING]
 
@@ -188,52 +190,3 @@ def test_events_have_one_line_each(start: Callable[..., RunningServer], chat: bo
     assert done == "data: [DONE]" and len(lines) == response.text.count("data: ") - 1
     choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
     assert "".join(c["delta"].get("content", "") if chat else c["text"] for c in choices) == said
-
-
-def test_what_was_begun_by_hand_is_ended_by_a_task() -> None:
-    async def main() -> None:
-        gates, log = [asyncio.Event(), asyncio.Event()], []
-
-        async def write() -> None:
-            for number, gate in enumerate(gates):
-                log.append(number)
-                await gate.wait()
-            log.append(2)
-
-        rest = begun(write())
-        assert log == [0]
-        assert rest is not None
-        task = asyncio.create_task(rest)
-        for gate in gates:
-            gate.set()
-        await task
-        assert log == [0, 1, 2]
-        assert begun(write()) is None
-        assert log == [0, 1, 2] * 2
-
-    asyncio.run(main())
-
-
-def test_what_was_begun_and_is_not_ended_is_closed() -> None:
-    async def main() -> None:
-        gate, closed = asyncio.Event(), []
-
-        async def write() -> None:
-            try:
-                await gate.wait()
-            finally:
-                closed.append(True)
-
-        rest = begun(write())
-        assert rest is not None
-        rest.close()
-        del rest
-        assert closed == [True]
-        task = asyncio.ensure_future(begun(write()) or asyncio.sleep(0))
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert closed == [True, True]
-
-    asyncio.run(main())

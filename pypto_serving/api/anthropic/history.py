@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from pypto_serving.api.chat.tools import MAX_DEPTH, MAX_TOOLS, ToolUse, check_names, is_shallow, refuse, string_in
+from pypto_serving.api.chat.tools import (
+    MAX_DEPTH,
+    ToolUse,
+    check_function,
+    check_names,
+    is_shallow,
+    list_of_tools,
+    refuse,
+    string_in,
+)
 from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
 
@@ -142,7 +151,8 @@ CHOICES = ("auto", "any", "tool", "none")
 
 def read_tool_use(tools: Any, tool_choice: Any) -> ToolUse:
     """Read `tools` and `tool_choice`."""
-    functions = _functions(tools)
+    listed = list_of_tools(tools, "tools", "{'name': ..., 'input_schema': {...}}")
+    functions = [_function(tool, f"tools[{i}]") for i, tool in enumerate(listed)]
     names = check_names(functions, "tools", "name")
     choice = {"type": "auto"} if tool_choice is None else tool_choice
     kind = choice.get("type") if isinstance(choice, Mapping) else None
@@ -165,30 +175,15 @@ def read_tool_use(tools: Any, tool_choice: Any) -> ToolUse:
     return ToolUse(functions, (name,), False)
 
 
-def _functions(tools: Any) -> list[Mapping[str, Any]]:
-    """Return OpenAI's function objects, which templates take."""
-    if not isinstance(tools, list | None):
-        refuse("tools", f"is {brief(tools)}, but must be a list of {{'name': ..., 'input_schema': {{...}}}}")
-    if tools and len(tools) > MAX_TOOLS:
-        refuse("tools", f"has {len(tools)} tools, but must have at most {MAX_TOOLS}")
-    return [_function(tool, f"tools[{i}]") for i, tool in enumerate(tools or ())]
-
-
 def _function(tool: Any, where: str) -> Mapping[str, Any]:
+    """Return OpenAI's function object, which templates take."""
     if not isinstance(tool, Mapping):
         refuse(where, f"is {brief(tool)}, but must be an object with name and input_schema")
     if tool.get("type") not in (None, "custom"):
         refuse(f"{where}.type", f"is {brief(tool['type'])}, but this server has no tools of its own; describe the tool")
-    name, description, schema, strict = (tool.get(key) for key in ("name", "description", "input_schema", "strict"))
-    if not isinstance(name, str):
-        refuse(f"{where}.name", f"is {brief(name)}, but must be a string")
-    if not isinstance(description, str | None):
-        refuse(f"{where}.description", f"is {brief(description)}, but must be a string")
-    if not isinstance(schema, dict):
-        refuse(f"{where}.input_schema", f"is {brief(schema)}, but must be a JSON schema, which is an object")
-    if not is_shallow(schema, MAX_DEPTH):
-        refuse(f"{where}.input_schema", f"has more than {MAX_DEPTH} levels; nest less")
-    if not isinstance(strict, bool | None):
-        refuse(f"{where}.strict", f"is {brief(strict)}, but must be true or false")
-    function = {"name": name, "description": description, "parameters": schema, "strict": strict}
+    if not isinstance(tool.get("name"), str):
+        refuse(f"{where}.name", f"is {brief(tool.get('name'))}, but must be a string")
+    check_function(tool, where, "input_schema", needs_schema=True)
+    function = {name: tool.get(name) for name in ("name", "description", "strict")}
+    function["parameters"] = tool["input_schema"]
     return {key: value for key, value in function.items() if value is not None}

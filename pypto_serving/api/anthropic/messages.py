@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import uuid
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -29,51 +26,47 @@ from pypto_serving.api.anthropic.answers import (
 )
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.parsers.scanner import OutputPart, TextPart, ToolCallStart
-from pypto_serving.api.common.body import BodySource, answer_read
-from pypto_serving.api.common.respond import encode, named, one_line, respond
+from pypto_serving.api.chat.tools import object_in
+from pypto_serving.api.common.body import ReadBody, answer_read
+from pypto_serving.api.common.respond import AnswerFormat, encode, generate, named, one_line
 from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage
-from pypto_serving.api.http.errors import ANTHROPIC_ID_HEADER, ApiError
-
-PING_S = 10.0
-"""A stream that is silent for so long sends `ping`."""
+from pypto_serving.api.generation.request import GenerationRequest
+from pypto_serving.api.http.errors import ApiError
 
 
 async def create_message(request: Request) -> Response:
     """Answer a conversation."""
-    reading: BodySource = request.app.state.reading
-    body = await reading.read(request, "messages")
-    wanted = body.generation(f"msg_{uuid.uuid4().hex}")
-    cut = wanted.prompts[0].max_tokens != body.params.max_tokens
-    form = MessageFormat(wanted.id, body.model, body.new_parser, request.state.request_id, cut)
-    headers = body.headers() | {ANTHROPIC_ID_HEADER: request.state.request_id}
-    return await respond(request, wanted, form, stream=body.stream, headers=headers, ping_s=PING_S)
+
+    def new_format(body: ReadBody, wanted: GenerationRequest) -> AnswerFormat:
+        return MessageFormat(body, wanted, request.state.request_id)
+
+    return await generate(request, "messages", "msg_", new_format)
 
 
 async def count_tokens(request: Request) -> Response:
     """Count the tokens of the prompt that a conversation would have."""
-    answer = await answer_read(request, "count_tokens")
-    answer.headers[ANTHROPIC_ID_HEADER] = request.state.request_id
-    return answer
+    return await answer_read(request, "count_tokens")
 
 
 _FIELDS = {"text": b'"text_delta","text"', "thinking": b'"thinking_delta","thinking"'}
 _CALL_FIELDS = b'"input_json_delta","partial_json"'
 
 
-class MessageFormat:
-    """Write the answer of one request. See AnswerFormat.
+class MessageFormat(AnswerFormat):
+    """Write one message.
 
-    A message is a list of blocks: text, thinking and calls, in the order of the output. A part of the output adds to
-    the last block, or begins the next one. `cut` tells that the context ends before the client's max_tokens.
+    It is a list of blocks: text, thinking and calls, in the order of the output. A part of the output adds to
+    the last block, or begins the next one.
     """
 
-    def __init__(self, message_id: str, model: str, form: OutputFormat | None, request_id: str, cut: bool) -> None:
-        self._id = message_id
-        self._model = model
-        self._form = form or OutputFormat()
+    def __init__(self, body: ReadBody, wanted: GenerationRequest, request_id: str) -> None:
+        self._id = wanted.id
+        self._model = body.model
+        self._form = body.new_parser or OutputFormat()
         self._parser = self._form()
         self._request_id = request_id
-        self._cut = cut
+        self._cut = wanted.prompts[0].max_tokens != body.params.max_tokens
+        """The context ends before the client's max_tokens."""
         self._opened = False
         self._index = -1
         self._kind = ""
@@ -82,7 +75,6 @@ class MessageFormat:
         self._stop_sequence: str | None = None
 
     def response(self, outputs: list[ChoiceOutput], usage: TokenUsage) -> Message:
-        """Write the whole message."""
         (output,) = outputs
         content: list[ContentBlock] = []
         texts: list[list[str]] = []
@@ -100,7 +92,8 @@ class MessageFormat:
                 case ThinkingBlock():
                     block.thinking, block.signature = text, self._id
                 case ToolUseBlock():
-                    block.input = _object(text)
+                    given = object_in(text)
+                    block.input = given if isinstance(given, dict) else {"arguments": given}
         self._finish(output.finish_reason, output.stop_reason)
         return self._message(content, usage)
 
@@ -115,21 +108,15 @@ class MessageFormat:
         """Write `ping`, after `message_start`, with which every stream begins."""
         return self.opening(usage) + named(Ping())
 
-    @property
-    def writer(self) -> Callable[[Delta], bytes]:
-        return self._write
-
     def closing(self, usage: TokenUsage) -> bytes:
-        """Write `message_delta` and `message_stop`."""
         assert self._stop_reason is not None
         end = MessageEnd(self._stop_reason, self._stop_sequence)
         return named(MessageDelta(end, usage_object(usage))) + named(MessageStop())
 
     def failure(self, error: ApiError) -> bytes:
-        """Write `error`, which ends the stream."""
         return b"event: error\ndata: " + one_line(error.anthropic_payload(self._request_id)) + b"\n\n"
 
-    def _write(self, delta: Delta) -> bytes:
+    def event(self, delta: Delta) -> bytes:
         ends = delta.finish_reason is not None
         written = b"".join(map(self._part_events, self._parts((delta.text,), ends)))
         if ends:
@@ -215,12 +202,3 @@ def _kind(part: OutputPart) -> str:
     if isinstance(part, TextPart):
         return "thinking" if part.kind == "reasoning" else "text"
     return "tool_use"
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call; text that is no JSON object, which a model may write, is the only one."""
-    try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"arguments": arguments}

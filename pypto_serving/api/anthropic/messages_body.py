@@ -37,7 +37,6 @@ from pypto_serving.api.common.described import (
 from pypto_serving.api.generation.request import ChatRequest, encode_chat, fit_chat
 from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.settings import ServingConfig
-from pypto_serving.errors import RequestError
 from pypto_serving.types.sampling import (
     INT32_MAX,
     MAX_STOP_CHARS,
@@ -139,6 +138,8 @@ class MessagesBody(CountTokensBody):
     top_k: Annotated[int | None, whole(-1)] = None
 
 
+PING_S = 10.0
+"""A stream that is silent for so long sends `ping`."""
 _SAMPLING = ("temperature", "top_p", "top_k")
 
 
@@ -170,14 +171,12 @@ def read_messages(prompter: Prompter, serving: ServingConfig, raw: bytes | bytea
     return ReadBody(
         model=serving.resolve_model(body.model),
         stream=bool(body.stream),
-        ping_s=None,
+        ping_s=PING_S,
         ignored=IgnoredFields.of(body.unknown_fields()),
         shown=Shown(),
         prompts=[prompt],
         params=fitted,
         new_parser=form,
-        priority=0,
-        cache_salt="",
     )
 
 
@@ -191,8 +190,11 @@ def read_count_tokens(prompter: Prompter, serving: ServingConfig, raw: bytes | b
 
 def _chat(prompter: Prompter, body: CountTokensBody, params: SamplingParams) -> ChatRequest:
     if body.thread is not None:
-        message = "thread is not supported: this server keeps no conversations; send all messages instead"
-        raise RequestError(message, param="thread", code="thread_unsupported_request")
+        refuse(
+            "thread",
+            "is not supported: this server keeps no conversations; send all messages instead",
+            "thread_unsupported_request",
+        )
     thought = _thought(body.thinking)
     history = read_history(body.system, body.messages)
     if not history or history[-1]["role"] == "system":

@@ -7,9 +7,8 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
@@ -18,6 +17,7 @@ from pypto_serving.api.batch.multipart import read_form
 from pypto_serving.api.batch.schemas import MAX_METADATA_CHARS, Batch, BatchBody, BatchList, DeletedFile, File, FileList
 from pypto_serving.api.batch.store import KeyStore, StorageError
 from pypto_serving.api.common.body import parse_json, read_body, read_page, require_json, telling_when_parsed
+from pypto_serving.api.common.respond import answer_json
 from pypto_serving.api.http.keys import sent_key
 from pypto_serving.api.service import Service
 from pypto_serving.errors import RequestError
@@ -53,18 +53,18 @@ async def create_file(request: Request) -> Response:
         if purpose != "batch":
             raise RequestError(f"purpose is {brief(purpose)}, but must be 'batch'", param="purpose")
         new_file = _store(request).new_file
-        return _json(await asyncio.to_thread(new_file, form.filename, purpose, int(time.time()), form.data))
+        return answer_json(await asyncio.to_thread(new_file, form.filename, purpose, int(time.time()), form.data))
 
 
 async def list_files(request: Request) -> Response:
     """List files, the newest first."""
     files, more = _page(request, await asyncio.to_thread(_store(request).files))
-    return _json(FileList(files, more, *_ends(files)))
+    return answer_json(FileList(files, more, *_ends(files)))
 
 
 async def retrieve_file(request: Request) -> Response:
     """Describe a file."""
-    return _json(_store(request).file(request.path_params["file_id"]))
+    return answer_json(_store(request).file(request.path_params["file_id"]))
 
 
 async def file_content(request: Request) -> Response:
@@ -81,7 +81,7 @@ async def delete_file(request: Request) -> Response:
     if _batches(request).needs(store, file_id):
         raise RequestError("a batch that has not ended needs this file; cancel it first", param="file_id")
     store.delete(file_id)
-    return _json(DeletedFile(file_id))
+    return answer_json(DeletedFile(file_id))
 
 
 async def create_batch(request: Request) -> Response:
@@ -93,24 +93,24 @@ async def create_batch(request: Request) -> Response:
     service.warn_ignored(body.unknown_fields())
     if any(len(part) > MAX_METADATA_CHARS for entry in (body.metadata or {}).items() for part in entry):
         raise RequestError(f"metadata has more than {MAX_METADATA_CHARS} characters in one place", param="metadata")
-    return _json(_batches(request).create(_store(request), body))
+    return answer_json(_batches(request).create(_store(request), body))
 
 
 async def list_batches(request: Request) -> Response:
     """List batches, the newest first."""
     found, more = _page(request, await asyncio.to_thread(_store(request).batches))
     batches = [_batches(request).shown(batch) for batch in found]
-    return _json(BatchList(batches, more, *_ends(batches)))
+    return answer_json(BatchList(batches, more, *_ends(batches)))
 
 
 async def retrieve_batch(request: Request) -> Response:
     """Describe a batch, and how far it is."""
-    return _json(_batches(request).shown(_store(request).batch(request.path_params["batch_id"])))
+    return answer_json(_batches(request).shown(_store(request).batch(request.path_params["batch_id"])))
 
 
 async def cancel_batch(request: Request) -> Response:
     """End a batch; what it answered stays."""
-    return _json(_batches(request).cancel(_store(request), request.path_params["batch_id"]))
+    return answer_json(_batches(request).cancel(_store(request), request.path_params["batch_id"]))
 
 
 async def _body(request: Request) -> bytearray:
@@ -139,7 +139,3 @@ def _page(request: Request, items: Sequence[Item]) -> tuple[list[Item], bool]:
 
 def _ends(items: Sequence[Item]) -> tuple[str | None, str | None]:
     return (items[0].id, items[-1].id) if items else (None, None)
-
-
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

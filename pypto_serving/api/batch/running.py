@@ -20,7 +20,7 @@ from starlette.types import Message, Scope
 from pypto_serving.api.batch.lines import BatchRequest, DirectAnswer, key_of, require_beginning, write
 from pypto_serving.api.batch.store import lock
 from pypto_serving.api.common.respond import CLIENT_CLOSED_REQUEST
-from pypto_serving.api.http.middleware import SERVER_SEND, VERSION, FaultHandler, Traced
+from pypto_serving.api.http.middleware import VERSION, FaultHandler
 from pypto_serving.logs import REQUEST_ID
 
 BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
@@ -147,10 +147,8 @@ class Direct:
 
     def __init__(self, app: Starlette) -> None:
         bare = copy.copy(app)
-        tracing = app.state.service.tracing
         bare.user_middleware = [Middleware(FaultHandler)]
-        if tracing is not None:
-            bare.user_middleware.insert(0, Middleware(Traced, tracing=tracing))
+        self._tracing = app.state.service.tracing
         self._app = app
         self.paths = {
             route.path
@@ -178,6 +176,8 @@ class Direct:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if trace is not None:
+                    trace.answer(status)
             else:
                 written.extend(message.get("body", b""))
 
@@ -190,12 +190,15 @@ class Direct:
             "query_string": b"",
             "headers": [(b"content-type", b"application/json"), (b"x-api-key", owner)],
             "app": self._app,
-            "state": {"request_id": request_id, "trace": None},
-            SERVER_SEND: send,
+            "state": {"request_id": request_id},
         }
+        trace = None if self._tracing is None else self._tracing.begin(scope, request_id)
+        scope["state"]["trace"] = trace
         named = REQUEST_ID.set(request_id)
         try:
             await self._handle(scope, receive, send)
         finally:
             REQUEST_ID.reset(named)
+            if trace is not None:
+                trace.end()
         return DirectAnswer(status, request_id, bytes(written))

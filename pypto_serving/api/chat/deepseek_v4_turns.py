@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pypto_serving.api.chat.tools import read_function, read_tools, refuse
+from pypto_serving.api.chat.tools import read_calls, read_tools, refuse
 from pypto_serving.util import brief
 
 Role = Literal["system", "user", "developer", "assistant", "latest_reminder"]
@@ -127,32 +126,11 @@ def _turn(message: Message, role: Role, text: str, where: str) -> Turn:
 
 
 def _calls(message: Message, where: str) -> list[Call]:
-    calls = message.get("tool_calls")
-    if calls is None:
-        return []
-    if not isinstance(calls, list):
-        form = "{'id': ..., 'function': {'name': ..., 'arguments': ...}}"
-        refuse(f"{where}.tool_calls", f"is {brief(calls)}, but must be a list of {form}")
-    return [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
-
-
-def _call(call: Any, where: str) -> Call:
-    function = read_function(call, where)
-    arguments = function.get("arguments")
-    if isinstance(arguments, dict):
-        return function["name"], arguments
-    if arguments is not None and not isinstance(arguments, str):
-        refuse(f"{where}.function.arguments", f"is {brief(arguments)}, but must be a JSON object, as text")
-    return function["name"], _arguments(arguments or "{}")
-
-
-def _arguments(text: str) -> Mapping[str, Any]:
-    """Parse arguments; text that is not a JSON object, which a model may write, becomes the only argument."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"arguments": text}
+    """Return names and arguments; text that is not a JSON object becomes the only argument."""
+    return [
+        (call["function"]["name"], arguments if isinstance(arguments, dict) else {"arguments": arguments})
+        for call, arguments in read_calls(message, where)
+    ]
 
 
 def _call_ids(message: Message, where: str) -> list[str]:

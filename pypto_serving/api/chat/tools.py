@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -86,13 +87,33 @@ def _read_choice(choice: Any) -> tuple[str, dict[str, str], bool]:
 
 def read_tools(tools: Any, where: str) -> list[Mapping[str, Any]]:
     """Return the function objects of OpenAI's `tools`. Raises RequestError."""
-    if tools is None:
-        return []
-    if not isinstance(tools, list):
-        refuse(where, f"is {brief(tools)}, but must be a list of {_FORM}")
-    if len(tools) > MAX_TOOLS:
+    listed = list_of_tools(tools, where, _FORM)
+    functions = [read_function(tool, f"{where}[{i}]") for i, tool in enumerate(listed)]
+    for i, function in enumerate(functions):
+        check_function(function, f"{where}[{i}].function", "parameters")
+    return functions
+
+
+def list_of_tools(tools: Any, where: str, form: str) -> list[Any]:
+    """Return `tools`, [] for None. Raises RequestError unless they are a list that is not too long."""
+    if not isinstance(tools, list | None):
+        refuse(where, f"is {brief(tools)}, but must be a list of {form}")
+    if tools and len(tools) > MAX_TOOLS:
         refuse(where, f"has {len(tools)} tools, but must have at most {MAX_TOOLS}")
-    return [_tool(tool, f"{where}[{i}]") for i, tool in enumerate(tools)]
+    return tools or []
+
+
+def check_function(function: Mapping[str, Any], where: str, schema_field: str, needs_schema: bool = False) -> None:
+    """Check what describes a function. Raises RequestError that names the field at fault."""
+    description, schema, strict = (function.get(name) for name in ("description", schema_field, "strict"))
+    if not isinstance(description, str | None):
+        refuse(f"{where}.description", f"is {brief(description)}, but must be a string")
+    if not isinstance(schema, dict) and (needs_schema or schema is not None):
+        refuse(f"{where}.{schema_field}", f"is {brief(schema)}, but must be a JSON schema, which is an object")
+    if not isinstance(strict, bool | None):
+        refuse(f"{where}.strict", f"is {brief(strict)}, but must be true or false")
+    if not is_shallow(schema, MAX_DEPTH):
+        refuse(f"{where}.{schema_field}", f"has more than {MAX_DEPTH} levels; nest less")
 
 
 def check_names(functions: Sequence[Mapping[str, Any]], where: str, field: str = "function.name") -> list[str]:
@@ -121,9 +142,33 @@ def read_function(entry: Any, where: str) -> Mapping[str, Any]:
     return function
 
 
-def refuse(where: str, complaint: str) -> NoReturn:
+def read_calls(message: Mapping[str, Any], where: str) -> list[tuple[Mapping[str, Any], dict[str, Any] | str]]:
+    """Return each call of a message, and its arguments: an object, or text that is none. Raises RequestError."""
+    calls, read = message.get("tool_calls"), []
+    if not isinstance(calls, list | None):
+        form = "{'id': ..., 'function': {'name': ..., 'arguments': ...}}"
+        refuse(f"{where}.tool_calls", f"is {brief(calls)}, but must be a list of {form}")
+    for i, call in enumerate(calls or ()):
+        place = f"{where}.tool_calls[{i}]"
+        arguments = read_function(call, place).get("arguments")
+        if not isinstance(arguments, str | dict | None):
+            refuse(f"{place}.function.arguments", f"is {brief(arguments)}, but must be a JSON object, as text")
+        read.append((call, object_in(arguments) if isinstance(arguments, str) else arguments or {}))
+    return read
+
+
+def object_in(text: str) -> dict[str, Any] | str:
+    """Return the JSON object in `text`, which is empty for {}; text that is none, which a model may write, as it is."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def refuse(where: str, complaint: str, code: str | None = None) -> NoReturn:
     """Raise RequestError about the field `where`."""
-    raise RequestError(f"{where} {complaint}", param=where)
+    raise RequestError(f"{where} {complaint}", param=where, code=code)
 
 
 def string_in(given: Mapping[str, Any], field: str, where: str) -> str:
@@ -134,6 +179,29 @@ def string_in(given: Mapping[str, Any], field: str, where: str) -> str:
     return value
 
 
+def text_of(content: Any, where: str, fields: Mapping[str, str]) -> str:
+    """Return the text of a content: a string, or parts, joined by line breaks. Raises RequestError.
+
+    `fields` have the field of the text in parts of each type.
+    """
+    if isinstance(content, str):
+        return content
+    if content is None:
+        refuse(where, "is missing; send a string or parts", "missing_field")
+    if not isinstance(content, list):
+        refuse(where, f"is {brief(content)}, but must be a string or a list of parts")
+    return "\n".join(part_text(part, f"{where}[{i}]", fields) for i, part in enumerate(content))
+
+
+def part_text(part: Any, where: str, fields: Mapping[str, str]) -> str:
+    """Return the text of one part. Raises RequestError."""
+    kind = part.get("type") if isinstance(part, Mapping) else part
+    if not isinstance(kind, str) or kind not in fields:
+        complaint = f"is a part of type {brief(kind)}; here this model reads only {', '.join(fields)}"
+        refuse(where, complaint, "unsupported_content")
+    return string_in(part, fields[kind], where)
+
+
 def _name(function: Any, where: str) -> str:
     """Return the name in a function object at `where`."""
     if not isinstance(function, dict) or function.get("name") is None:
@@ -142,22 +210,6 @@ def _name(function: Any, where: str) -> str:
     if not isinstance(name, str) or not name:
         refuse(f"{where}.name", f"is {brief(name)}, but must be a string, not empty")
     return name
-
-
-def _tool(entry: Any, where: str) -> Mapping[str, Any]:
-    """Return the function object of a tool, its parameters checked."""
-    function = read_function(entry, where)
-    description, parameters, strict = (function.get(name) for name in ("description", "parameters", "strict"))
-    if not isinstance(description, str | None):
-        refuse(f"{where}.function.description", f"is {brief(description)}, but must be a string")
-    if not isinstance(parameters, dict | None):
-        complaint = f"is {brief(parameters)}, but must be a JSON schema, which is an object"
-        refuse(f"{where}.function.parameters", complaint)
-    if not isinstance(strict, bool | None):
-        refuse(f"{where}.function.strict", f"is {brief(strict)}, but must be true or false")
-    if not is_shallow(parameters, MAX_DEPTH):
-        refuse(f"{where}.function.parameters", f"has more than {MAX_DEPTH} levels; nest less")
-    return function
 
 
 def is_shallow(value: Any, levels: int) -> bool:

@@ -123,15 +123,15 @@ class ReadBody(msgspec.Struct, frozen=True, tag="read", kw_only=True):
     """
 
     model: str
-    stream: bool
-    ping_s: float | None
+    stream: bool = False
+    ping_s: float | None = None
     ignored: IgnoredFields
     shown: Shown
     prompts: list[FittedPrompt]
     params: SamplingParams
     new_parser: OutputFormat | None = None
-    priority: int
-    cache_salt: str
+    priority: int = 0
+    cache_salt: str = ""
     timeout_s: float | None = None
     asked: list[Asked] = []
     repeated: Repeated | None = None

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from functools import partial
-from types import coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
+from pypto_serving.api.common.body import BodySource, Generating, Prepare, ReadBody
 from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage
 from pypto_serving.api.generation.generation import Consume, Generation
 from pypto_serving.api.generation.request import MAX_TIMEOUT_S, GenerationRequest
@@ -35,76 +36,99 @@ T = TypeVar("T")
 CLIENT_CLOSED_REQUEST = 499
 TIMEOUT_HEADER = "x-request-timeout"
 encode = msgspec.json.encode
-DONE, PING = b"data: [DONE]\n\n", b": ping\n\n"
+DONE = b"data: [DONE]\n\n"
 
 
-class AnswerFormat(Protocol):
+class AnswerFormat(ABC):
     """Write one answer in an endpoint's form: whole, or as server-sent events. Made for one request."""
 
+    @abstractmethod
     def response(self, outputs: list[ChoiceOutput], usage: TokenUsage) -> object:
         """Write the whole answer, to be encoded as JSON."""
 
     def opening(self, usage: TokenUsage) -> bytes:
         """Write the events before the first token; `usage` is that of the prompt."""
+        return b""
 
     def ping(self, usage: TokenUsage) -> bytes:
-        """Write what keeps a silent stream alive; it may come before the opening."""
+        """Write what keeps a silent stream alive, by default a comment; it may come before the opening."""
+        return b": ping\n\n"
+
+    @abstractmethod
+    def event(self, delta: Delta) -> bytes:
+        """Write the events of one delta; b"" if it is held back for later."""
 
     @property
     def writer(self) -> Callable[[Delta], bytes]:
-        """Return what writes the events of one delta; b"" if it is held back for later."""
+        """Return what writes the events of one delta."""
+        return self.event
 
+    @abstractmethod
     def closing(self, usage: TokenUsage) -> bytes:
         """Write the last events."""
 
+    @abstractmethod
     def failure(self, error: ApiError) -> bytes:
         """Write the event that ends a stream in which `error` came up."""
 
 
-async def respond(
-    request: Request,
-    wanted: GenerationRequest,
-    form: AnswerFormat,
-    *,
-    stream: bool,
-    headers: dict[str, str],
-    ping_s: float | None = None,
+NewFormat = Callable[[ReadBody, GenerationRequest], AnswerFormat]
+
+
+async def generate(
+    request: Request, endpoint: Generating, prefix: str, new_format: NewFormat, prepare: Prepare | None = None
 ) -> Response:
-    """Submit what is `wanted`, and answer with it. For `ping_s` see EventStream. Raises what Generation raises."""
-    if stream:
-        return EventStream(request.app.state.service, _of_request(request, wanted), form, headers, ping_s)
-    return await respond_whole(request, wanted, form.response, headers)
+    """Read a body, submit what it asks for under an id that begins with `prefix`, and answer in the endpoint's form.
+
+    Raises what reading the body and Generation raise.
+    """
+    reading: BodySource = request.app.state.reading
+    body = await reading.read(request, endpoint, prepare)
+    wanted = body.generation(prefix + uuid.uuid4().hex)
+    form = new_format(body, wanted)
+    if not body.stream:
+        return await respond_whole(request, wanted, form.response, body.headers())
+    return EventStream(request.app.state.service, _of_request(request, wanted), form, body.headers(), body.ping_s)
+
+
+def answer_json(value: object, status: int = 200) -> Response:
+    """Answer with a value as JSON."""
+    return Response(encode(value), status, media_type="application/json")
 
 
 def _of_request(request: Request, wanted: GenerationRequest) -> GenerationRequest:
-    """Return what is `wanted` with the deadline, the id and the trace of its HTTP request."""
-    state = request.state
-    return replace(with_deadline(request, wanted), http_id=state.request_id, trace=state.trace)
+    """Add the id and the trace of the HTTP request, and the earlier deadline of body and header.
+
+    Deadlines are counted from the request's first line. Raises RequestError for a header that is no time.
+    """
+    state, given = request.state, request.headers.get(TIMEOUT_HEADER)
+    limits = [] if given is None else [_seconds(given)]
+    if wanted.timeout_s is not None:
+        limits.append(wanted.timeout_s)
+    deadline_s = state.arrival_s + min(limits) if limits else None
+    return replace(wanted, http_id=state.request_id, trace=state.trace, deadline_s=deadline_s)
 
 
 async def respond_whole(
     request: Request,
     wanted: GenerationRequest,
-    make: Callable[[list[ChoiceOutput], TokenUsage], Any],
+    make: Callable[[list[ChoiceOutput], TokenUsage], object],
     headers: dict[str, str],
 ) -> Response:
     """Submit what is `wanted`, and answer with the JSON that `make` makes of its outputs."""
     generation = Generation(request.app.state.service, _of_request(request, wanted))
     try:
         outputs = await until_disconnect(request.receive, generation.collect())
-        write = partial(_content, make, outputs, generation.usage())
+
+        def write() -> bytes:
+            return encode(make(outputs, generation.usage()))
+
         content = await asyncio.to_thread(write) if wanted.prompt_logprobs else write()
         return Response(content, 200, headers, "application/json")
     except ClientDisconnect:
         return nobody_listens()
     finally:
         generation.close()
-
-
-def _content(
-    make: Callable[[list[ChoiceOutput], TokenUsage], Any], outputs: list[ChoiceOutput], usage: TokenUsage
-) -> bytes:
-    return msgspec.json.encode(make(outputs, usage))
 
 
 class EventStream(Response):
@@ -121,7 +145,7 @@ class EventStream(Response):
         wanted: GenerationRequest,
         form: AnswerFormat,
         headers: dict[str, str],
-        ping_s: float | None = None,
+        ping_s: float | None,
     ) -> None:
         self.status_code = 200
         self.background: BackgroundTask | None = None
@@ -137,7 +161,7 @@ class EventStream(Response):
         self._generation = Generation(service, wanted)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        write, write_now = scope[SERVER_SEND], scope.get(WRITE_PART, _never)
+        write, write_now = scope.get(SERVER_SEND, send), scope.get(WRITE_PART, lambda body: False)
         try:
             with suppress(ClientDisconnect):
                 await until_disconnect(receive, self._run(send, write, write_now))
@@ -147,8 +171,8 @@ class EventStream(Response):
     async def _run(self, send: Send, write: Send, write_now: WriteNow) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            async with pinging(write, self._ping, self._ping_s) as noted_write:
-                await self._generation.run(self._writer(noted_write, write_now if self._ping_s is None else _never))
+            async with pinging(write, lambda: self._form.ping(self._generation.usage()), self._ping_s) as note_write:
+                await self._generation.run(self._consumer(write, write_now, note_write))
             last = self._form.closing(self._generation.usage())
         except PyptoError as error:
             last = self._form.failure(describe(error))
@@ -157,7 +181,7 @@ class EventStream(Response):
             last = self._form.failure(internal_error(self._generation.id))
         await write({"type": "http.response.body", "body": last, "more_body": False})
 
-    def _writer(self, write: Send, write_now: WriteNow) -> Consume:
+    def _consumer(self, write: Send, write_now: WriteNow, note_write: Callable[[], None]) -> Consume:
         """Return the consumer that writes deltas, at once if `write_now` can.
 
         The opening waits for the first delta: clients take it for a token.
@@ -166,9 +190,9 @@ class EventStream(Response):
         event = self._form.writer
 
         async def pass_on_in_thread(deltas: list[Delta]) -> None:
-            body = await asyncio.to_thread(lambda: b"".join(map(event, deltas)))
-            if body:
-                await write({"type": "http.response.body", "body": body, "more_body": True})
+            if body := await asyncio.to_thread(lambda: b"".join(map(event, deltas))):
+                note_write()
+                await send_part(write, body)
 
         if self._has_prompt_logprobs:
             return pass_on_in_thread
@@ -180,73 +204,47 @@ class EventStream(Response):
             opening = b"" if opened else self._form.opening(self._generation.usage())
             opened = True
             body = opening + (event(deltas[0]) if len(deltas) == 1 else b"".join(map(event, deltas)))
-            if not body or write_now(body):
+            if not body:
                 return None
-            return begun(write({"type": "http.response.body", "body": body, "more_body": True}))
+            note_write()
+            return None if write_now(body) else send_part(write, body)
 
         return pass_on
 
-    def _ping(self) -> bytes:
-        return self._form.ping(self._generation.usage())
 
-
-def _never(body: bytes) -> bool:
-    return False
+async def send_part(write: Send, body: bytes) -> None:
+    """Send a part of a body as a message, for clients that do not keep up."""
+    await write({"type": "http.response.body", "body": body, "more_body": True})
 
 
 @asynccontextmanager
-async def pinging(write: Send, ping: Callable[[], bytes], interval_s: float | None) -> AsyncIterator[Send]:
-    """Yield a `write` to use in the block, in which a ping is written whenever nothing else was for `interval_s`."""
+async def pinging(
+    write: Send, ping: Callable[[], bytes], interval_s: float | None
+) -> AsyncIterator[Callable[[], None]]:
+    """Write a ping in the block whenever nothing was written for `interval_s`; yield what notes other writes."""
     if interval_s is None:
-        yield write
+        yield lambda: None
         return
     written_s = time.monotonic()
 
-    async def noted_write(message: Message) -> None:
+    def note_write() -> None:
         nonlocal written_s
         written_s = time.monotonic()
-        await write(message)
 
     async def keep_alive() -> None:
         while True:
             if (wait_s := written_s + interval_s - time.monotonic()) > 0:
                 await asyncio.sleep(wait_s)
             else:
-                await noted_write({"type": "http.response.body", "body": ping(), "more_body": True})
+                note_write()
+                await send_part(write, ping())
 
     task = asyncio.create_task(keep_alive())
     try:
-        yield noted_write
+        yield note_write
     finally:
         task.cancel()
         await asyncio.wait([task])
-
-
-def begun(work: Awaitable[None]) -> Pause:
-    """Run `work` until it waits; return None if it ended, else the rest of it to await.
-
-    A server's `send` waits for slow clients only, so most writes need no task.
-    """
-    steps = work.__await__()
-    try:
-        waits_for = next(steps)
-    except StopIteration:
-        return None
-    return _rest(waits_for, steps)
-
-
-async def _rest(waits_for: object, steps: Generator[Any, Any, None]) -> None:
-    try:
-        await _resumed(waits_for, steps)
-    finally:
-        steps.close()
-
-
-@coroutine
-def _resumed(waits_for: object, steps: Generator[Any, Any, None]) -> Generator[Any, Any, None]:
-    """Wait in the current task for what `begun` found, then run the rest."""
-    yield waits_for
-    yield from steps
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -275,18 +273,6 @@ async def _disconnected(receive: Receive) -> None:
 def nobody_listens() -> Response:
     """Make the response for a client that is gone; only logs and metrics see its status."""
     return Response(status_code=CLIENT_CLOSED_REQUEST)
-
-
-def with_deadline(request: Request, wanted: GenerationRequest) -> GenerationRequest:
-    """Return what is `wanted` with the earlier deadline of body and header, counted from the request's first line.
-
-    Raises RequestError for a header that is no time.
-    """
-    given = request.headers.get(TIMEOUT_HEADER)
-    limits = [] if given is None else [_seconds(given)]
-    if wanted.timeout_s is not None:
-        limits.append(wanted.timeout_s)
-    return replace(wanted, deadline_s=request.state.arrival_s + min(limits)) if limits else wanted
 
 
 def _seconds(text: str) -> float:

@@ -94,13 +94,10 @@ def read_decision(prompter: Prompter, serving: ServingConfig, raw: bytes | bytea
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=0, logprob_token_ids=tuple(named))
     return ReadBody(
         model=serving.resolve_model(body.model),
-        stream=False,
-        ping_s=None,
         ignored=IgnoredFields.of(body.unknown_fields()),
         shown=Shown(tokens_as_ids=True),
         prompts=prompts,
         params=fit_params(params, prompter),
-        priority=0,
         cache_salt=body.prompt_cache_key or "",
         asked=asked,
     )

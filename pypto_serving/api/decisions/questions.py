@@ -7,24 +7,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 import msgspec
 
-from pypto_serving.api.chat.tools import is_shallow, refuse, string_in
+from pypto_serving.api.chat.tools import is_shallow, refuse, string_in, text_of
 from pypto_serving.api.common.body import MAX_MESSAGES
 from pypto_serving.api.generation.labels import YES_NO, Kind, labels_of
-from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
 
 MAX_QUESTIONS, MAX_OPTIONS, MAX_LEVELS = 400, 255, 10
 MAX_NAME_CHARS = 1024
 MAX_JSON_LEVELS, MAX_JSON_VALUES, MAX_JSON_BYTES = 32, 10_000, 256 << 10
 """Levels, values and bytes of one part of JSON."""
-_PARTS = {"user": ("input_text", "input_json"), "assistant": ("output_text", "refusal")}
-_WORDS = ("input_text",)
+_PARTS = {
+    "user": {"input_text": "text", "input_json": "data"},
+    "assistant": {"output_text": "text", "refusal": "refusal"},
+}
+"""The field of the text in each type of part."""
+_WORDS = {"input_text": "text"}
 _CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
-_FIELD = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
 Item = Mapping[str, Any]
 
 
@@ -82,22 +84,18 @@ class _Transcript:
         return f"result of {self._names[call_id]}", read_content(item.get("output"), f"{where}.output", _WORDS)
 
 
-def read_content(content: Any, where: str, kinds: Sequence[str] = _PARTS["user"]) -> str:
-    """Return the text of a content: a string, or parts of these `kinds`, joined by line breaks."""
-    if isinstance(content, str):
-        return content
-    if content is None:
-        raise RequestError(f"{where} is missing; send a string or parts", param=where, code="missing_field")
-    if not isinstance(content, list):
-        refuse(where, f"is {brief(content)}, but must be a string or a list of parts")
-    return "\n".join(_part(part, f"{where}[{i}]", kinds) for i, part in enumerate(content))
+def read_content(content: Any, where: str, fields: Mapping[str, str] = _PARTS["user"]) -> str:
+    """Return the text of a content: a string, or parts with these `fields`, joined by line breaks."""
+    if isinstance(content, list) and "input_json" in fields:
+        content = [_with_json(part, f"{where}[{i}]") for i, part in enumerate(content)]
+    return text_of(content, where, fields)
 
 
-def _part(part: Any, where: str, kinds: Sequence[str]) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if not isinstance(kind, str) or kind not in kinds:
-        _refuse_part(part if kind is None else kind, where, kinds)
-    return _json(part.get("data"), f"{where}.data") if kind == "input_json" else string_in(part, _FIELD[kind], where)
+def _with_json(part: Any, where: str) -> Any:
+    """Return a part whose data, if it is JSON, is text."""
+    if isinstance(part, Mapping) and part.get("type") == "input_json":
+        return {**part, "data": _json(part.get("data"), f"{where}.data")}
+    return part
 
 
 def _json(data: Any, where: str) -> str:
@@ -116,11 +114,6 @@ def _json(data: Any, where: str) -> str:
 def _num_values(data: Any) -> int:
     inner = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
     return 1 + sum(map(_num_values, inner))
-
-
-def _refuse_part(shown: Any, where: str, kinds: Sequence[str]) -> NoReturn:
-    message = f"{where} is a part of type {brief(shown)}; here this model reads only {' and '.join(kinds)}"
-    raise RequestError(message, param=where, code="unsupported_content")
 
 
 _KINDS = get_args(Kind)

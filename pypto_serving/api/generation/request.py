@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.parsers.scanner import Thinking
-from pypto_serving.api.chat.tools import ToolUse
+from pypto_serving.api.chat.tools import ToolUse, refuse
 from pypto_serving.api.generation.logprobs import (
     MAX_LOGPROBS_OF_ANSWER,
     CollectedPromptLogprobs,
@@ -208,7 +208,7 @@ def encode_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Sam
     if not params.bad_words:
         return params
     if tokenizer is None:
-        raise RequestError("bad_words needs a tokenizer, which this model lacks; leave it out", param="bad_words")
+        refuse("bad_words", "needs a tokenizer, which this model lacks; leave it out")
     words = [word.lstrip() for word in params.bad_words]
     found = [tuple(tokenizer.encode(text, False)) for word in words for text in (word, " " + word)]
     sequences = tuple(dict.fromkeys(filter(None, [*params.bad_word_ids, *found])))
@@ -291,23 +291,11 @@ class ChatRequest:
     stream: bool = False
 
 
-class EncodedRequest(NamedTuple):
-    """The prompt of a conversation, and how to parse its outputs; None means plain text."""
+def encode_chat(prompter: Prompter, chat: ChatRequest) -> tuple[list[int], OutputFormat | None]:
+    """Render and encode a conversation; return its token ids, and how to parse its outputs, None for plain text.
 
-    token_ids: list[int]
-    form: OutputFormat | None
-
-
-class FittedChat(NamedTuple):
-    """What to generate for a conversation."""
-
-    prompt: FittedPrompt
-    params: SamplingParams
-    form: OutputFormat | None
-
-
-def encode_chat(prompter: Prompter, chat: ChatRequest) -> EncodedRequest:
-    """Render and encode a conversation. Raises RequestError that names the field at fault."""
+    Raises RequestError that names the field at fault.
+    """
     prompter.check_length(sum(len(message["content"]) for message in chat.messages), chat.messages_field)
     tools = chat.tools.described()
     encoded = prompter.chat_encoder.encode(chat.messages, {**chat.kwargs, **({"tools": tools} if tools else {})})
@@ -316,10 +304,10 @@ def encode_chat(prompter: Prompter, chat: ChatRequest) -> EncodedRequest:
     if form is not None:
         calls = form.calls if form.calls is None or chat.tools.parallel else replace(form.calls, one=True)
         form = replace(form, calls=calls, hides_reasoning=chat.hides_reasoning)
-    return EncodedRequest(ids, form)
+    return ids, form
 
 
-def fit_chat(prompter: Prompter, chat: ChatRequest) -> FittedChat:
+def fit_chat(prompter: Prompter, chat: ChatRequest) -> tuple[FittedPrompt, SamplingParams, OutputFormat | None]:
     """Make the prompt, fit it to the context, and add the guide of the output. Raises RequestError."""
     ids, form = encode_chat(prompter, chat)
     params = chat.params
@@ -336,7 +324,7 @@ def fit_chat(prompter: Prompter, chat: ChatRequest) -> FittedChat:
     if not chat.stream:
         (prompt,) = fit_num_logprobs([prompt], params, chat.max_tokens)
     guided = with_chat_guide(params, prompter, form, chat.tools, chat.thinking_budget)
-    return FittedChat(prompt, fit_params(guided, prompter, form), form)
+    return prompt, fit_params(guided, prompter, form), form
 
 
 def read_message(message: Any, where: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from pypto_serving.api.http.errors import MAX_DROPPED_BODIES, RETRY_UNAVAILABLE_S, ApiError, BodyTooLargeError, describe
 from pypto_serving.api.http.gate import NO_MEMORY, NO_PLACE, Gate
-from pypto_serving.api.http.middleware import ANSWERED, BODY_PARSED, WRITE_PART, request_id_of
+from pypto_serving.api.http.middleware import ANSWERED, BODY_PARSED, SERVER_SEND, WRITE_PART, request_id_of
 from pypto_serving.errors import SHUTTING_DOWN
 
 MAX_HEAD_BYTES, MAX_HEADERS = 64 << 10, 128
@@ -214,6 +214,7 @@ class BoundedProtocol(HttpToolsProtocol):
             cycle.keep_alive = False
         if self.parser.get_http_version() == "1.0":
             cycle.send = _unchunked(cycle)
+        cycle.scope[SERVER_SEND] = cycle.send
 
     def _keep_reading(self) -> None:
         """Read on during an unfinished answer: uvicorn pauses, and so would miss that the client leaves."""

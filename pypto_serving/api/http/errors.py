@@ -28,8 +28,7 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-_ANTHROPIC_PATH = "/v1/messages"
-ANTHROPIC_ID_HEADER = "request-id"
+ANTHROPIC_PATH = "/v1/messages"
 
 
 class AuthenticationError(RequestError):
@@ -112,11 +111,9 @@ class ErrorResponse(Response):
         self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"].startswith(_ANTHROPIC_PATH):
-            request_id = scope["state"]["request_id"]
-            self.body = self._error.anthropic_payload(request_id)
+        if scope["path"].startswith(ANTHROPIC_PATH):
+            self.body = self._error.anthropic_payload(scope["state"]["request_id"])
             self.headers["content-length"] = str(len(self.body))
-            self.headers[ANTHROPIC_ID_HEADER] = request_id
         await super().__call__(scope, receive, send)
 
 

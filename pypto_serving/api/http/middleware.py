@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pypto_serving.api.http.errors import AuthenticationError, OriginError, describe, internal_error
+from pypto_serving.api.http.errors import ANTHROPIC_PATH, AuthenticationError, OriginError, describe, internal_error
 from pypto_serving.api.http.keys import ApiKeys, sent_key
 from pypto_serving.api.http.tracing import Tracing
 from pypto_serving.errors import SHUTTING_DOWN, UnavailableError
@@ -35,64 +35,47 @@ _VERSIONS = re.compile(rf"^(?:{VERSION})+(?={VERSION}/)")
 
 
 class RequestScope:
-    """Find the path that is meant, give every response an x-request-id, count and maybe log it. The outermost.
+    """Find the path that is meant, give every response an x-request-id, count it, maybe log it. The outermost.
 
-    Lines that the request's task logs have that id, too.
+    Lines that the request's task logs have that id, too. With tracing, its state has the span of the request as `trace`.
     """
 
-    def __init__(self, app: ASGIApp, count: Callable[[int], None], paths: Paths, access_log: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, count: Callable[[int], None], paths: Paths, access_log: bool, tracing: Tracing | None
+    ) -> None:
         self.app = app
         self._paths = paths
+        self._tracing = tracing
         self._count = count
         self._logs = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
         scope["path"] = self._paths.find(scope["path"])
         request_id = request_id_of(scope["headers"])
         started_s = time.monotonic()
+        id_headers = [b"x-request-id", b"request-id"] if scope["path"].startswith(ANTHROPIC_PATH) else [b"x-request-id"]
         name = request_id.decode()
-        state = {"request_id": name, "arrival_s": started_s, "trace": None}
+        trace = None if self._tracing is None else self._tracing.begin(scope, name)
+        state = {"request_id": name, "arrival_s": started_s, "trace": trace}
         scope["state"] = dict(scope.get("state") or {}) | state
         REQUEST_ID.set(name)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                message["headers"] = [*message.get("headers", ()), *((header, request_id) for header in id_headers)]
                 if ANSWERED not in scope:
                     self._count(message["status"])
+                if trace is not None:
+                    trace.answer(message["status"])
                 if self._logs:
                     _log_access(scope, message["status"], time.monotonic() - started_s)
             await send(message)
 
-        await self.app(scope, receive, send_with_id)
-
-
-class Traced:
-    """Give the span of a request to its state as `trace`, and end it with the answer."""
-
-    def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
-        self.app = app
-        self._tracing = tracing
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        trace = self._tracing.begin(scope, scope["state"]["request_id"]) if scope["type"] == "http" else None
-        if trace is None:
-            await self.app(scope, receive, send)
-            return
-        scope["state"]["trace"] = trace
-
-        async def noted_send(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                trace.answer(message["status"])
-            await send(message)
-
         try:
-            await self.app(scope, receive, noted_send)
+            await self.app(scope, receive, send_with_id)
         finally:
-            trace.end()
+            if trace is not None:
+                trace.end()
 
 
 class FaultHandler:
@@ -114,16 +97,16 @@ class FaultHandler:
 
         try:
             await self.app(scope, receive, noted_send)
-        except asyncio.CancelledError:  # the server ends, and waits no longer
-            if started or scope["type"] != "http":
-                raise
-            await describe(UnavailableError(SHUTTING_DOWN)).response()(scope, receive, send)
-        except Exception:
-            if started or scope["type"] != "http":
+        except (Exception, asyncio.CancelledError) as error:
+            if started:
                 raise
             request_id = scope["state"]["request_id"]
-            logger.exception("request %s failed", request_id)
-            await internal_error(request_id).response()(scope, receive, send)
+            answer = internal_error(request_id)
+            if isinstance(error, asyncio.CancelledError):  # the server ends, and waits no longer
+                answer = describe(UnavailableError(SHUTTING_DOWN))
+            else:
+                logger.exception("request %s failed", request_id)
+            await answer.response()(scope, receive, send)
 
 
 class OriginGuard:
@@ -141,7 +124,7 @@ class OriginGuard:
         self._hosts = frozenset(_name(origin.partition("://")[2]) for origin in allowed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._refusal(scope) if scope["type"] == "http" else ""
+        refusal = self._refusal(scope)
         if refusal:
             await describe(OriginError(refusal)).response()(scope, receive, send)
         else:
@@ -203,7 +186,7 @@ class ApiKeyGuard:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._is_public(scope["path"]) or self._allows(scope):
+        if self._is_public(scope["path"]) or self._allows(scope):
             await self.app(scope, receive, send)
             return
         message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"

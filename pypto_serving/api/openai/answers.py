@@ -170,22 +170,6 @@ class ChatCompletionChunk(Answer):
     prompt_token_ids: list[int] | None = None
 
 
-class Model(Answer):
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    root: str
-    max_model_len: int
-    vocab_size: int
-    default_sampling: dict[str, float]
-
-
-class ModelList(Answer):
-    object: Literal["list"]
-    data: list[Model]
-
-
 class Tokenized(Answer):
     count: int
     max_model_len: int

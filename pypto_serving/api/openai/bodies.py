@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from pypto_serving.api.chat.tools import read_tool_use
+from pypto_serving.api.chat.tools import read_tool_use, refuse
 from pypto_serving.api.common.body import MAX_SALT_CHARS, IgnoredFields, ReadBody, Shown, parse_json
 from pypto_serving.api.generation.request import (
     ChatRequest,
@@ -89,21 +89,22 @@ def priority_of(body: GenerationBody, may_choose: bool) -> int:
     Unless clients `may_choose`, only 0, the default, is accepted.
     """
     if body.priority and not may_choose:
-        message = f"priority is {brief(body.priority)}, but this server lets no client choose one; leave it out"
-        raise RequestError(message, param="priority", code="unsupported_field")
+        refuse(
+            "priority",
+            f"is {brief(body.priority)}, but this server lets no client choose one; leave it out",
+            "unsupported_field",
+        )
     if body.priority is not None and not -MAX_PRIORITY <= body.priority <= MAX_PRIORITY:
-        message = f"priority is {brief(body.priority)}, but must be between {-MAX_PRIORITY} and {MAX_PRIORITY}"
-        raise RequestError(message, param="priority")
+        refuse("priority", f"is {brief(body.priority)}, but must be between {-MAX_PRIORITY} and {MAX_PRIORITY}")
     return body.priority or 0
 
 
 def cache_salt_of(body: GenerationBody) -> str:
     """Return the cache salt, "" for none. Raises RequestError for an empty one, which would separate nobody."""
     if body.cache_salt == "":
-        raise RequestError("cache_salt is empty; send text, or leave it out", param="cache_salt")
+        refuse("cache_salt", "is empty; send text, or leave it out")
     if body.cache_salt is not None and len(body.cache_salt) > MAX_SALT_CHARS:
-        message = f"cache_salt has {len(body.cache_salt)} characters, but must have at most {MAX_SALT_CHARS}"
-        raise RequestError(message, param="cache_salt")
+        refuse("cache_salt", f"has {len(body.cache_salt)} characters, but must have at most {MAX_SALT_CHARS}")
     return body.cache_salt or ""
 
 
@@ -111,20 +112,14 @@ def _logit_bias(given: dict[str, float] | None) -> dict[int, float]:
     """Return the biases by token id; JSON writes the ids as strings."""
     for key in given or {}:
         if not _TOKEN_ID.fullmatch(key):
-            raise RequestError(
-                f"logit_bias has the key {brief(key)}, but must map token ids to numbers", param="logit_bias"
-            )
+            refuse("logit_bias", f"has the key {brief(key)}, but must map token ids to numbers")
     return {int(key): value for key, value in (given or {}).items()}
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:
     entries = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
-        raise RequestError(
-            f"stop is {brief(stop)}, but must be a string or a list of strings",
-            param="stop",
-            code="invalid_type",
-        )
+        refuse("stop", f"is {brief(stop)}, but must be a string or a list of strings", "invalid_type")
     return tuple(entries)
 
 
@@ -139,7 +134,7 @@ def parse_body(
     unknown = body.unknown_fields(known)
     if body.stream_options is not None:
         if not body.stream:
-            raise RequestError("stream_options is only allowed together with stream = true", param="stream_options")
+            refuse("stream_options", "is only allowed together with stream = true")
         unknown += body.stream_options.unknown_fields(prefix="stream_options.")
     return body, IgnoredFields.of(unknown)
 
@@ -160,11 +155,9 @@ def read_common(body: GenerationBody, ignored: IgnoredFields, serving: ServingCo
 def read_shown(body: GenerationBody, params: SamplingParams) -> Shown:
     """Read what `body` asks for, whose sampling parameters are `params`. Raises RequestError."""
     if body.stream and body.prompt_logprobs is not None:
-        message = "prompt_logprobs is not available together with stream = true; leave one of them out"
-        raise RequestError(message, param="prompt_logprobs")
+        refuse("prompt_logprobs", "is not available together with stream = true; leave one of them out")
     if body.request_id is not None and not _REQUEST_ID.fullmatch(body.request_id):
-        message = f"request_id is {brief(body.request_id)}, but must have 1 to 128 visible characters of ASCII"
-        raise RequestError(message, param="request_id")
+        refuse("request_id", f"is {brief(body.request_id)}, but must have 1 to 128 visible characters of ASCII")
     options = body.stream_options
     usage = bool(options and options.include_usage)
     return Shown(
@@ -270,24 +263,26 @@ def read_chat(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray
 
 def _num_logprobs(body: ChatBody) -> int | None:
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_LOGPROBS:
-        message = f"top_logprobs is {body.top_logprobs}, but must be between 0 and {MAX_LOGPROBS}"
-        raise RequestError(message, param="top_logprobs")
+        refuse("top_logprobs", f"is {body.top_logprobs}, but must be between 0 and {MAX_LOGPROBS}")
     if body.logprobs:
         return body.top_logprobs or 0
     if body.top_logprobs:
-        raise RequestError("top_logprobs is only allowed together with logprobs = true", param="top_logprobs")
+        refuse("top_logprobs", "is only allowed together with logprobs = true")
     return None
 
 
 def encoder_kwargs(body: ChatPromptBody, request_fields: frozenset[str], trusts_templates: bool) -> dict[str, Any]:
     """Return what ChatEncoder.encode takes besides the messages and tools. Raises RequestError."""
     if body.chat_template is not None and not trusts_templates:
-        message = "chat_template is refused: this server runs without the option trust-request-chat-template"
-        raise RequestError(message, param="chat_template", code="unsupported_field")
+        refuse(
+            "chat_template",
+            "is refused: this server runs without the option trust-request-chat-template",
+            "unsupported_field",
+        )
     given = body.chat_template_kwargs or {}
     if reserved := sorted(RESERVED & given.keys()):
         names = ", ".join(reserved)
-        raise RequestError(f"chat_template_kwargs must not set {names}", param="chat_template_kwargs")
+        refuse("chat_template_kwargs", f"must not set {names}")
     sent = {**body.extra, "response_format": body.response_format}
     fields = {name: value for name, value in sent.items() if name in request_fields}
     fields |= {name: getattr(body, name) for name in _ENCODED}
@@ -301,7 +296,7 @@ def encoder_kwargs(body: ChatPromptBody, request_fields: frozenset[str], trusts_
 def read_history(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Return messages as ChatEncoder.encode takes them. Raises RequestError."""
     if not messages:
-        raise RequestError("messages is an empty list; send at least one message", param="messages")
+        refuse("messages", "is an empty list; send at least one message")
     given = ({**m.extra, "role": m.role, "content": m.content} for m in messages)
     return [read_message(message, f"messages[{i}]") for i, message in enumerate(given)]
 
@@ -348,11 +343,9 @@ def check_best_of(best_of: int | None, n: int, stream: bool) -> int:
     if best_of is None:
         return n
     if not n <= best_of <= MAX_N:
-        message = f"best_of is {brief(best_of)}, but must be between n, which is {n}, and {MAX_N}"
-        raise RequestError(message, param="best_of")
+        refuse("best_of", f"is {brief(best_of)}, but must be between n, which is {n}, and {MAX_N}")
     if stream and best_of > n:
-        message = f"best_of is {best_of} and n is {n}, but the best choices are known only at the end; do not stream"
-        raise RequestError(message, param="best_of")
+        refuse("best_of", f"is {best_of} and n is {n}, but the best choices are known only at the end; do not stream")
     return best_of
 
 
@@ -373,7 +366,7 @@ def encode_prompts(prompter: Prompter, prompt: Any, num_each: int, add_special_t
     if not isinstance(prompt, list):
         raise _bad_type("prompt", prompt)
     if not prompt:
-        raise RequestError("prompt is an empty list; send at least one prompt with at least one token", param="prompt")
+        refuse("prompt", "is an empty list; send at least one prompt with at least one token")
     if type(prompt[0]) is int:
         raise _bad_type("prompt", next(entry for entry in prompt if type(entry) is not int))
     check_num_choices(len(prompt) * num_each, len(prompt), prompter.config)

@@ -3,108 +3,68 @@
 from __future__ import annotations
 
 import time
-import uuid
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.parsers.scanner import OutputPart, TextPart, ToolCallStart, read_output
-from pypto_serving.api.common.body import BodySource, Shown
+from pypto_serving.api.common.body import ReadBody
 from pypto_serving.api.common.described import chat_logprobs
-from pypto_serving.api.common.respond import DONE, PING, encode, one_line, respond
+from pypto_serving.api.common.respond import DONE, AnswerFormat, encode, generate, one_line
 from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage
-from pypto_serving.api.generation.logprobs import CollectedPromptLogprobs, ScoredToken, TokenEntry
-from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest
+from pypto_serving.api.generation.logprobs import ScoredToken, TokenEntry
+from pypto_serving.api.generation.request import GenerationRequest
 from pypto_serving.api.http.errors import ApiError
-from pypto_serving.api.service import Service
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.types.tier import TIERS
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """What all objects of one response share: fields, what they show, and the prompts.
+async def create_chat_completion(request: Request) -> Response:
+    """Answer a conversation."""
 
-    `created` is in seconds since the epoch. `prompt_logprobs` are those of each prompt, or () if nobody asked.
-    """
+    def new_format(body: ReadBody, wanted: GenerationRequest) -> AnswerFormat:
+        kind = ChatFormat if body.new_parser is None else ParsedChatFormat
+        return kind(body, wanted, request.app.state.service.tokenizer)
 
-    id: str
-    created: int
-    model: str
-    shown: Shown
-    prompts: Sequence[FittedPrompt]
-    prompt_logprobs: Sequence[CollectedPromptLogprobs]
-    tokenizer: Tokenizer | None
-
-    @classmethod
-    def of(cls, service: Service, wanted: GenerationRequest, model: str, shown: Shown) -> Self:
-        kind, _, own = wanted.id.partition("-")
-        shown_id = f"{kind}-{shown.request_id or own}"
-        return cls(shown_id, int(time.time()), model, shown, wanted.prompts, wanted.prompt_logprobs, service.tokenizer)
-
-    @property
-    def num_choices(self) -> int:
-        return len(self.prompts) * self.shown.n
-
-    @property
-    def names(self) -> Tokenizer | None:
-        """Return what names tokens in log-probabilities; None if their ids do."""
-        return None if self.shown.tokens_as_ids else self.tokenizer
-
-    def place(self, index: int) -> int:
-        """Return the place of a choice's prompt."""
-        return index // self.shown.n
-
-    def prompt_ids(self, index: int) -> list[int]:
-        """Return the token ids of a choice's prompt."""
-        return list(self.prompts[self.place(index)].token_ids)
-
-    def write_prompt_logprobs(self, index: int) -> list[dict[str, Any] | None] | None:
-        """Write the log-probabilities of a choice's prompt in vLLM's form; None if they are not to be shown."""
-        width = self.shown.prompt_logprobs
-        return (
-            None
-            if width is None
-            else prompt_logprobs(self.prompt_logprobs[self.place(index)].entries(width, self.names))
-        )
+    return await generate(request, "chat", "chatcmpl-", new_format)
 
 
-class EventFormat(ABC):
-    """Write the choices of one response: as events of a stream, or all at once.
+class EventFormat(AnswerFormat):
+    """Write the choices of one response: as events of a stream, or all at once. Constant parts are encoded once.
 
     Events are `{**base, "choices": [{"index": i, MIDDLE, "logprobs": ..., "finish_reason": ..., DETAILS}]}`.
     `around_text` is MIDDLE for nothing but text; %b stands for the text. If usage is shown, every event has
     `"usage": null`, or the usage of its choice so far, and a last event without choices has the whole usage.
     """
 
-    def __init__(self, head: Head, whole: str, event: str, around_text: bytes) -> None:
-        """`whole` and `event` are the values of `object` in a whole response and in an event."""
-        self.head = head
-        self._base = {"id": head.id, "object": whole, "created": head.created, "model": head.model}
-        self._head = one_line(b"data: " + encode({**self._base, "object": event})[:-1] + b',"choices":[')
-        self._usage = b',"usage":null' if head.shown.usage else b""
-        self._num_tokens = [0] * head.num_choices
-        before, after = around_text.split(b"%b")
-        self._before = [b'%b{"index":%d%b' % (self._head, i, before) for i in range(head.num_choices)]
+    whole_object: ClassVar[str]
+    event_object: ClassVar[str]
+    around_text: ClassVar[bytes]
+
+    def __init__(self, body: ReadBody, wanted: GenerationRequest, tokenizer: Tokenizer | None) -> None:
+        self.shown = shown = body.shown
+        self.prompts = wanted.prompts
+        self.prompt_logprobs = wanted.prompt_logprobs
+        self.tokenizer = tokenizer
+        self.names = None if shown.tokens_as_ids else tokenizer
+        """What names tokens in log-probabilities; None if their ids do."""
+        self.num_choices = len(self.prompts) * shown.n
+        kind, _, own = wanted.id.partition("-")
+        shown_id = f"{kind}-{shown.request_id or own}"
+        self._base = {"id": shown_id, "object": self.whole_object, "created": int(time.time()), "model": body.model}
+        self._head = one_line(b"data: " + encode({**self._base, "object": self.event_object})[:-1] + b',"choices":[')
+        self._usage = b',"usage":null' if shown.usage else b""
+        self._num_tokens = [0] * self.num_choices
+        before, after = self.around_text.split(b"%b")
+        self._before = [b'%b{"index":%d%b' % (self._head, i, before) for i in range(self.num_choices)]
         self._after = after + b',"logprobs":null,"finish_reason":null}]' + self._usage + b"}\n\n"
-
-    def ping(self, usage: TokenUsage) -> bytes:
-        """Write a comment, which clients take for no token."""
-        return PING
-
-    def opening(self, usage: TokenUsage) -> bytes:
-        """Write the events before the first token."""
-        return b""
 
     @property
     def writer(self) -> Callable[[Delta], bytes]:
-        """Return what writes the events of one delta; b"" if it is held back for later."""
-        shown = self.head.shown
+        shown = self.shown
         return self.rare_event if shown.echo or shown.token_ids or shown.usage_so_far else self.event
 
     def event(self, delta: Delta) -> bytes:
@@ -120,6 +80,29 @@ class EventFormat(ABC):
     def rare_event(self, delta: Delta) -> bytes:
         """Write the events of a delta with logprobs, a finish reason or details; b"" if it is held back for later."""
 
+    @abstractmethod
+    def whole_choice(self, output: ChoiceOutput) -> dict[str, Any]:
+        """Write one choice of a whole response."""
+
+    def place(self, index: int) -> int:
+        """Return the place of a choice's prompt."""
+        return index // self.shown.n
+
+    def prompt_ids(self, index: int) -> list[int]:
+        """Return the token ids of a choice's prompt."""
+        return list(self.prompts[self.place(index)].token_ids)
+
+    def write_prompt_logprobs(self, index: int) -> list[dict[str, Any] | None] | None:
+        """Write the log-probabilities of a choice's prompt in vLLM's form; None if they are not to be shown.
+
+        For each token of the prompt they have those of the token and of the most likely ones, by token id.
+        """
+        width = self.shown.prompt_logprobs
+        if width is None:
+            return None
+        entries = self.prompt_logprobs[self.place(index)].entries(width, self.names)
+        return [_by_id(entry) if entry.scored else None for entry in entries]
+
     def details(self, delta: Delta) -> bytes:
         """Write what the last event of a delta has beside text, logprobs and finish reason, beginning with a comma."""
         found = b""
@@ -127,7 +110,7 @@ class EventFormat(ABC):
             found += b',"stop_reason":' + encode(delta.stop_reason)
         if delta.token_ids is not None:
             self._num_tokens[delta.index] += len(delta.token_ids)
-            if self.head.shown.token_ids:
+            if self.shown.token_ids:
                 found += b',"token_ids":' + encode(delta.token_ids)
         return found
 
@@ -149,102 +132,73 @@ class EventFormat(ABC):
             b"null" if finish_reason is None else encode(finish_reason),
             one_line(details),
             above,
-            self._usage_so_far(index) if self.head.shown.usage_so_far else self._usage,
+            self._usage_so_far(index) if self.shown.usage_so_far else self._usage,
         )
 
     def _usage_so_far(self, index: int) -> bytes:
-        num_prompt, num_output = len(self.head.prompts[self.head.place(index)].token_ids), self._num_tokens[index]
+        num_prompt, num_output = len(self.prompts[self.place(index)].token_ids), self._num_tokens[index]
         counts = {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
         return b',"usage":' + encode(counts)
 
     def closing(self, usage: TokenUsage) -> bytes:
-        """Write the last events of a stream, with the usage if it is to be shown."""
         shown = self._head + b'],"usage":' + encode(self._whole_usage(usage)) + b"}\n\n" if self._usage else b""
         return shown + DONE
 
     def failure(self, error: ApiError) -> bytes:
-        """Write the event that ends a stream in which `error` came up."""
         return one_line(b"data: " + error.payload() + b"\n\n")
 
-    def response(self, outputs: list[ChoiceOutput], usage: TokenUsage) -> dict[str, Any]:
-        """Write the whole response of a request that does not stream."""
+    def response(self, outputs: Sequence[ChoiceOutput], usage: TokenUsage) -> dict[str, Any]:
         return {
             **self._base,
             "choices": [self.whole_choice(output) for output in outputs],
             "usage": self._whole_usage(usage),
-            "service_tier": self.head.shown.service_tier,
+            "service_tier": self.shown.service_tier,
             "system_fingerprint": None,
             "kv_transfer_params": None,
         }
 
     def _whole_usage(self, usage: TokenUsage) -> dict[str, Any]:
-        num_cut = sum(prompt.num_cut for prompt in self.head.prompts) if self.head.shown.truncation else None
-        return usage_object(usage, num_cut)
+        """Write token counts, the cached prompt tokens of each tier, the output tokens of reasoning, and drafts.
 
-    @abstractmethod
-    def whole_choice(self, output: ChoiceOutput) -> dict[str, Any]:
-        """Write one choice of a whole response."""
-
-
-def usage_object(usage: TokenUsage, num_cut: int | None = None) -> dict[str, Any]:
-    """Write token counts, the cached prompt tokens of each tier, the output tokens of reasoning, and drafts.
-
-    Accepted drafts are among the completion tokens, rejected ones are not. If given, `num_cut` says how many tokens of
-    the prompt were cut off.
-    """
-    truncated = {} if num_cut is None else {"truncated_tokens": num_cut}
-    return {
-        "prompt_tokens": usage.num_prompt_tokens,
-        "completion_tokens": usage.num_output_tokens,
-        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
-        "prompt_tokens_details": {
+        Accepted drafts are among the completion tokens, rejected ones are not.
+        """
+        prompt_details: dict[str, Any] = {
             "cached_tokens": usage.num_cached_tokens,
             "cached_tokens_by_tier": dict(zip(TIERS, usage.cached_by_tier, strict=True)),
-            **truncated,
-        },
-        "completion_tokens_details": {
-            "reasoning_tokens": usage.num_reasoning_tokens,
-            "accepted_prediction_tokens": usage.num_accepted_drafts,
-            "rejected_prediction_tokens": usage.num_rejected_drafts,
-        },
-    }
-
-
-def prompt_logprobs(entries: Iterable[TokenEntry]) -> list[dict[str, Any] | None]:
-    """Write vLLM's form: for each token of a prompt those of the token and of the most likely ones, by token id."""
-    return [_by_id(entry) if entry.scored else None for entry in entries]
+        }
+        if self.shown.truncation:
+            prompt_details["truncated_tokens"] = sum(prompt.num_cut for prompt in self.prompts)
+        return {
+            "prompt_tokens": usage.num_prompt_tokens,
+            "completion_tokens": usage.num_output_tokens,
+            "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
+            "prompt_tokens_details": prompt_details,
+            "completion_tokens_details": {
+                "reasoning_tokens": usage.num_reasoning_tokens,
+                "accepted_prediction_tokens": usage.num_accepted_drafts,
+                "rejected_prediction_tokens": usage.num_rejected_drafts,
+            },
+        }
 
 
 def _by_id(entry: TokenEntry) -> dict[str, Any]:
-    tokens = {token.token_id: token for token in (entry.chosen, *entry.top)}
-    return {str(token_id): _described(token) for token_id, token in tokens.items()}
+    return {str(token.token_id): _described(token) for token in (entry.chosen, *entry.top)}
 
 
 def _described(token: ScoredToken) -> dict[str, Any]:
     return {"logprob": token.shown_logprob, "rank": token.rank, "decoded_token": token.shown_text}
 
 
-async def create_chat_completion(request: Request) -> Response:
-    """Answer a conversation."""
-    service: Service = request.app.state.service
-    reading: BodySource = request.app.state.reading
-    body = await reading.read(request, "chat")
-    wanted = body.generation(f"chatcmpl-{uuid.uuid4().hex}")
-    head = Head.of(service, wanted, body.model, body.shown)
-    form = ChatFormat(head) if body.new_parser is None else ParsedChatFormat(head, body.new_parser)
-    return await respond(request, wanted, form, stream=body.stream, headers=body.headers(), ping_s=body.ping_s)
-
-
 class ChatFormat(EventFormat):
     """Write `chat.completion` objects and chunks."""
 
-    def __init__(self, head: Head) -> None:
-        super().__init__(head, "chat.completion", "chat.completion.chunk", b',"delta":{"content":%b}')
+    whole_object, event_object = "chat.completion", "chat.completion.chunk"
+    around_text = b',"delta":{"content":%b}'
 
     def opening(self, usage: TokenUsage) -> bytes:
         role = b',"delta":{"role":"assistant","content":""}'
-        ids = b',"prompt_token_ids":' + encode(self.head.prompt_ids(0)) if self.head.shown.token_ids else b""
-        return b"".join(self.choice(i, role, None, None, above=ids) for i in range(self.head.num_choices))
+        ids = b',"prompt_token_ids":' + encode(self.prompt_ids(0)) if self.shown.token_ids else b""
+        return b"".join(self.choice(i, role, None, None, above=ids) for i in range(self.num_choices))
 
     def rare_event(self, delta: Delta) -> bytes:
         content = b',"delta":{"content":' + encode(delta.text) + b"}" if delta.text else b',"delta":{}'
@@ -257,13 +211,13 @@ class ChatFormat(EventFormat):
             "logprobs": chat_logprobs(output.logprobs),
             **self._answer(output),
             "stop_reason": output.stop_reason,
-            "token_ids": output.token_ids if self.head.shown.token_ids else None,
+            "token_ids": output.token_ids if self.shown.token_ids else None,
         }
 
-    def response(self, outputs: list[ChoiceOutput], usage: TokenUsage) -> dict[str, Any]:
+    def response(self, outputs: Sequence[ChoiceOutput], usage: TokenUsage) -> dict[str, Any]:
         prompt = {
-            "prompt_logprobs": self.head.write_prompt_logprobs(0),
-            "prompt_token_ids": self.head.prompt_ids(0) if self.head.shown.token_ids else None,
+            "prompt_logprobs": self.write_prompt_logprobs(0),
+            "prompt_token_ids": self.prompt_ids(0) if self.shown.token_ids else None,
         }
         return super().response(outputs, usage) | prompt
 
@@ -279,11 +233,12 @@ class ParsedChatFormat(ChatFormat):
     Reasoning is sent under both names that clients use. The arguments of a call are sent as they come.
     """
 
-    def __init__(self, head: Head, form: OutputFormat) -> None:
-        super().__init__(head)
-        self._form = form
-        self._parsers = [form() for _ in range(head.num_choices)]
-        self._num_calls = [0] * head.num_choices
+    def __init__(self, body: ReadBody, wanted: GenerationRequest, tokenizer: Tokenizer | None) -> None:
+        super().__init__(body, wanted, tokenizer)
+        assert body.new_parser is not None
+        self._form = body.new_parser
+        self._parsers = [self._form() for _ in range(self.num_choices)]
+        self._num_calls = [0] * self.num_choices
 
     def event(self, delta: Delta) -> bytes:
         """Write one event for each part of `delta`; b"" if it completes none."""
@@ -312,7 +267,7 @@ class ParsedChatFormat(ChatFormat):
                 return {"reasoning_content": part.text, "reasoning": part.text}
             return {"content": part.text}
         if isinstance(part, ToolCallStart):
-            call = {"index": self._num_calls[index], **_tool_call(self._form, part.name, "")}
+            call = {"index": self._num_calls[index], **self._tool_call(part.name, "")}
             self._num_calls[index] += 1
             return {"tool_calls": [call]}
         return {"tool_calls": [{"index": self._num_calls[index] - 1, "function": {"arguments": part.text}}]}
@@ -323,13 +278,13 @@ class ParsedChatFormat(ChatFormat):
         if read.reasoning:
             message |= {"reasoning_content": read.reasoning, "reasoning": read.reasoning}
         if read.tool_calls:
-            calls = [_tool_call(self._form, call.name, call.arguments) for call in read.tool_calls]
+            calls = [self._tool_call(call.name, call.arguments) for call in read.tool_calls]
             message |= {"content": read.content or None, "tool_calls": calls}
         return {"message": message, "finish_reason": _finish_reason(output.finish_reason, len(read.tool_calls))}
 
-
-def _tool_call(form: OutputFormat, name: str, arguments: str) -> dict[str, Any]:
-    return {"id": form.new_call_id("call_"), "type": "function", "function": {"name": name, "arguments": arguments}}
+    def _tool_call(self, name: str, arguments: str) -> dict[str, Any]:
+        call_id = self._form.new_call_id("call_")
+        return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _finish_reason(reason: str | None, num_calls: int) -> str | None:

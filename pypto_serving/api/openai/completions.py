@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import uuid
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, overload
@@ -11,31 +10,34 @@ from typing import Any, overload
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pypto_serving.api.common.body import BodySource
-from pypto_serving.api.common.respond import encode, respond
+from pypto_serving.api.common.body import ReadBody
+from pypto_serving.api.common.respond import AnswerFormat, encode, generate
 from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage
 from pypto_serving.api.generation.logprobs import TokenEntry, prompt_text, text_offsets
-from pypto_serving.api.openai.chat import EventFormat, Head
-from pypto_serving.api.service import Service
+from pypto_serving.api.generation.request import GenerationRequest
+from pypto_serving.api.openai.chat import EventFormat
+from pypto_serving.api.text.tokenizer import Tokenizer
 
 
 async def create_completion(request: Request) -> Response:
     """Continue one or several prompts."""
-    service: Service = request.app.state.service
-    reading: BodySource = request.app.state.reading
-    body = await reading.read(request, "completions")
-    wanted = body.generation(f"cmpl-{uuid.uuid4().hex}")
-    head = Head.of(service, wanted, body.model, body.shown)
-    form = EchoFormat(head) if body.shown.echo else CompletionFormat(head)
-    return await respond(request, wanted, form, stream=body.stream, headers=body.headers(), ping_s=body.ping_s)
+
+    def new_format(body: ReadBody, wanted: GenerationRequest) -> AnswerFormat:
+        kind = EchoFormat if body.shown.echo else CompletionFormat
+        return kind(body, wanted, request.app.state.service.tokenizer)
+
+    return await generate(request, "completions", "cmpl-", new_format)
 
 
 class CompletionFormat(EventFormat):
     """Write `text_completion` objects."""
 
-    def __init__(self, head: Head) -> None:
-        super().__init__(head, "text_completion", "text_completion", b',"text":%b')
-        self._unbegun = set(range(head.num_choices)) if head.shown.token_ids else set[int]()
+    whole_object = event_object = "text_completion"
+    around_text = b',"text":%b'
+
+    def __init__(self, body: ReadBody, wanted: GenerationRequest, tokenizer: Tokenizer | None) -> None:
+        super().__init__(body, wanted, tokenizer)
+        self._unbegun = set(range(self.num_choices)) if self.shown.token_ids else set[int]()
 
     def rare_event(self, delta: Delta) -> bytes:
         logprobs = completion_logprobs(delta.logprobs)
@@ -47,26 +49,25 @@ class CompletionFormat(EventFormat):
         """Write any event; with token ids shown, the first one of a choice has those of its prompt."""
         if index in self._unbegun:
             self._unbegun.remove(index)
-            details += b',"prompt_token_ids":' + encode(self.head.prompt_ids(index))
+            details += b',"prompt_token_ids":' + encode(self.prompt_ids(index))
         return self.choice(index, b',"text":' + encode(text), logprobs, finish_reason, details)
 
-    def response(self, outputs: list[ChoiceOutput], usage: TokenUsage) -> dict[str, Any]:
-        head = self.head
-        if len(outputs) > head.num_choices:
-            outputs = best(outputs, len(head.prompts), head.shown.n)
+    def response(self, outputs: Sequence[ChoiceOutput], usage: TokenUsage) -> dict[str, Any]:
+        if len(outputs) > self.num_choices:
+            outputs = best(outputs, len(self.prompts), self.shown.n)
         return super().response(outputs, usage)
 
     def whole_choice(self, output: ChoiceOutput) -> dict[str, Any]:
-        head, index = self.head, output.index
+        index = output.index
         return {
             "index": index,
             "text": output.text,
-            "logprobs": None if head.shown.logprobs is None else completion_logprobs(output.logprobs),
+            "logprobs": None if self.shown.logprobs is None else completion_logprobs(output.logprobs),
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
-            "token_ids": output.token_ids if head.shown.token_ids else None,
-            "prompt_logprobs": head.write_prompt_logprobs(index),
-            "prompt_token_ids": head.prompt_ids(index) if head.shown.token_ids else None,
+            "token_ids": output.token_ids if self.shown.token_ids else None,
+            "prompt_logprobs": self.write_prompt_logprobs(index),
+            "prompt_token_ids": self.prompt_ids(index) if self.shown.token_ids else None,
         }
 
 
@@ -109,14 +110,14 @@ class EchoFormat(CompletionFormat):
     prompt are complete: the first choice of a prompt brings them.
     """
 
-    def __init__(self, head: Head) -> None:
-        super().__init__(head)
-        self._echoes = [_Echo(head, place) for place in range(len(head.prompts))]
-        self._held: list[list[Delta]] = [[] for _ in head.prompts]
+    def __init__(self, body: ReadBody, wanted: GenerationRequest, tokenizer: Tokenizer | None) -> None:
+        super().__init__(body, wanted, tokenizer)
+        self._echoes = [_Echo(self, place) for place in range(len(self.prompts))]
+        self._held: list[list[Delta]] = [[] for _ in self.prompts]
         self._echoed: set[int] = set()
 
     def rare_event(self, delta: Delta) -> bytes:
-        place = self.head.place(delta.index)
+        place = self.place(delta.index)
         self._held[place].append(delta)
         if not self._echoes[place].complete:
             return b""
@@ -124,8 +125,8 @@ class EchoFormat(CompletionFormat):
         return b"".join(map(self._events, deltas))
 
     def _events(self, delta: Delta) -> bytes:
-        """Write the event of a delta, after that of its prompt if it is the first of its choice."""
-        index, echo = delta.index, self._echoes[self.head.place(delta.index)]
+        """Write the event of a delta, behind that of its prompt if it is the first of its choice."""
+        index, echo = delta.index, self._echoes[self.place(delta.index)]
         first = b""
         if index not in self._echoed:
             self._echoed.add(index)
@@ -134,7 +135,7 @@ class EchoFormat(CompletionFormat):
         return first + self.text_event(index, delta.text, logprobs, delta.finish_reason, self.details(delta))
 
     def whole_choice(self, output: ChoiceOutput) -> dict[str, Any]:
-        echo, found = self._echoes[self.head.place(output.index)], super().whole_choice(output)
+        echo, found = self._echoes[self.place(output.index)], super().whole_choice(output)
         if echo.logprobs is not None:
             more = completion_logprobs(output.logprobs or [], len(echo.text))
             found["logprobs"] = {name: values + more[name] for name, values in echo.logprobs.items()}
@@ -144,9 +145,9 @@ class EchoFormat(CompletionFormat):
 class _Echo:
     """The text of a prompt, and its log-probabilities in OpenAI's form once they are complete."""
 
-    def __init__(self, head: Head, place: int) -> None:
-        self._head, self._prompt = head, head.prompts[place]
-        self._prompt_logprobs = head.prompt_logprobs[place] if head.shown.logprobs is not None else None
+    def __init__(self, form: EventFormat, place: int) -> None:
+        self._form, self._prompt = form, form.prompts[place]
+        self._prompt_logprobs = form.prompt_logprobs[place] if form.shown.logprobs is not None else None
 
     @property
     def complete(self) -> bool:
@@ -155,15 +156,15 @@ class _Echo:
     @cached_property
     def text(self) -> str:
         prompt = self._prompt
-        return prompt_text(prompt.token_ids, self._head.tokenizer) if prompt.text is None else prompt.text
+        return prompt_text(prompt.token_ids, self._form.tokenizer) if prompt.text is None else prompt.text
 
     @cached_property
     def logprobs(self) -> dict[str, list[Any]] | None:
-        head, width = self._head, self._head.shown.logprobs
+        form, width = self._form, self._form.shown.logprobs
         if self._prompt_logprobs is None or width is None:
             return None
-        offsets = text_offsets(self._prompt.token_ids, self.text, head.tokenizer)
-        return completion_logprobs(self._prompt_logprobs.entries(width, head.names, offsets))
+        offsets = text_offsets(self._prompt.token_ids, self.text, form.tokenizer)
+        return completion_logprobs(self._prompt_logprobs.entries(width, form.names, offsets))
 
 
 def best(outputs: Sequence[ChoiceOutput], num_prompts: int, shown: int) -> list[ChoiceOutput]:

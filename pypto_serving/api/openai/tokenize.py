@@ -90,7 +90,7 @@ def _encode_chat(
         tools=read_tool_use(body.tools, body.tool_choice, None),
         add_special_tokens=bool(body.add_special_tokens),
     )
-    return encode_chat(prompter, chat).token_ids
+    return encode_chat(prompter, chat)[0]
 
 
 def _answered(answer: Answer, ignored: list[str]) -> Answered:

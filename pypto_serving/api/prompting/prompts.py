@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
-import pkgutil
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -17,18 +17,11 @@ from pypto_serving.util import brief
 
 logger = logging.getLogger("pypto_serving.api")
 
-ENCODERS = {
-    "jinja": "pypto_serving.api.prompting.template:load",
-    "deepseek_v4": "pypto_serving.api.chat.deepseek_v4:load",
-}
-"""Loaders (ServingConfig, Tokenizer) -> ChatEncoder. Raise ModelError if the checkpoint lacks a file or token."""
+ENCODERS = {"jinja": "pypto_serving.api.prompting.template", "deepseek_v4": "pypto_serving.api.chat.deepseek_v4"}
+"""Modules with `load`: (ServingConfig, Tokenizer) -> ChatEncoder; and `origin`: ServingConfig -> ChatOrigin.
 
-ORIGINS = {
-    "jinja": "pypto_serving.api.prompting.template:origin",
-    "deepseek_v4": "pypto_serving.api.chat.deepseek_v4:origin",
-}
-"""Descriptions of what ENCODERS load: ServingConfig -> ChatOrigin. Raise like loaders; read small files only."""
-
+Both raise ModelError if the checkpoint lacks a file or token; `origin` reads small files only.
+"""
 ENCODER_OF_ARCHITECTURE = {"DeepseekV4ForCausalLM": "deepseek_v4"}
 """Architectures with an encoder of their own; all others use a Jinja template."""
 
@@ -57,7 +50,7 @@ def load_encoder(serving: ServingConfig, tokenizer: Tokenizer | None) -> ChatEnc
     if tokenizer is None:
         return UnavailableEncoder("this model has no tokenizer.json, so the server cannot chat with it")
     try:
-        encoder: ChatEncoder = pkgutil.resolve_name(ENCODERS[_family(serving)])(serving, tokenizer)
+        encoder: ChatEncoder = _module(serving).load(serving, tokenizer)
     except ModelError as error:
         if serving.chat_template is not None:
             raise
@@ -71,7 +64,7 @@ def describe_chat(serving: ServingConfig) -> ChatOrigin:
     if not has_tokenizer(serving.model_dir):
         return _off("this model has no tokenizer.json")
     try:
-        found: ChatOrigin = pkgutil.resolve_name(ORIGINS[_family(serving)])(serving)
+        found: ChatOrigin = _module(serving).origin(serving)
     except ModelError as error:
         if serving.chat_template is not None:
             raise
@@ -83,8 +76,8 @@ def _off(reason: str) -> ChatOrigin:
     return ChatOrigin(*[("off", reason)] * 3)
 
 
-def _family(serving: ServingConfig) -> str:
-    return ENCODER_OF_ARCHITECTURE.get(serving.architecture, "jinja")
+def _module(serving: ServingConfig) -> Any:
+    return importlib.import_module(ENCODERS[ENCODER_OF_ARCHITECTURE.get(serving.architecture, "jinja")])
 
 
 logger = logging.getLogger("pypto_serving.api")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import jinja2
 from pypto_serving.api.chat.formats import Calls, ChatOrigin, EncodedChat, OutputFormat
 from pypto_serving.api.chat.parsers.families import FAMILIES, HABITS, Habit, choose_family, choose_habit, takes_tools
 from pypto_serving.api.chat.parsers.scanner import Thinking
-from pypto_serving.api.chat.tools import check_effort, parameter_types, read_function, read_tools, refuse
+from pypto_serving.api.chat.tools import check_effort, parameter_types, read_calls, read_tools, refuse
 from pypto_serving.api.prompting.jinja import compile_template, render
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.api.text.files import load_special_tokens, read_optional_json
@@ -235,33 +234,16 @@ def template_messages(messages: Sequence[Mapping[str, Any]], knows_developers: b
 
 def _template_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     made = {name: value for name, value in message.items() if value is not None}
-    calls = made.pop("tool_calls", None)
-    if calls is not None and not isinstance(calls, list):
-        form = "{'id': ..., 'function': {'name': ..., 'arguments': ...}}"
-        refuse(f"{where}.tool_calls", f"is {brief(calls)}, but must be a list of {form}")
+    made.pop("tool_calls", None)
+    calls = [
+        {**call, "type": "function", "function": {**call["function"], "arguments": arguments}}
+        for call, arguments in read_calls(message, where)
+    ]
     if calls:
-        made["tool_calls"] = [_template_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+        made["tool_calls"] = calls
     for name in ("reasoning_content", "reasoning"):
         if not isinstance(made.get(name), str | None):
             refuse(f"{where}.{name}", f"is {brief(made[name])}, but must be a string")
     if thought := made.get("reasoning_content") or made.get("reasoning"):
         made |= {"reasoning_content": thought, "reasoning": thought}
     return made
-
-
-def _template_call(call: Any, where: str) -> dict[str, Any]:
-    function = read_function(call, where)
-    arguments = function.get("arguments")
-    if not isinstance(arguments, str | dict | None):
-        refuse(f"{where}.function.arguments", f"is {brief(arguments)}, but must be a JSON object, as text")
-    if isinstance(arguments, str):
-        arguments = _arguments_of(arguments)
-    return {**call, "type": "function", "function": {**function, "arguments": {} if arguments is None else arguments}}
-
-
-def _arguments_of(text: str) -> str | dict[str, Any]:
-    try:
-        value = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import uuid
 from collections import OrderedDict
+from functools import partial
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -12,10 +12,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pypto_serving.api.common.body import BodySource, read_page
-from pypto_serving.api.common.respond import respond
+from pypto_serving.api.chat.tools import refuse
+from pypto_serving.api.common.body import ReadBody, Repeated, read_page
+from pypto_serving.api.common.respond import AnswerFormat, answer_json, generate
+from pypto_serving.api.generation.request import GenerationRequest
 from pypto_serving.api.http.keys import sent_key
-from pypto_serving.api.responses.answers import ResponseObject
+from pypto_serving.api.responses.answers import DeletedResponse, ResponseObject
 from pypto_serving.api.responses.format import ResponseFormat
 from pypto_serving.api.responses.response_body import MAX_ID_CHARS, with_earlier
 from pypto_serving.errors import RequestError
@@ -97,36 +99,36 @@ class _Previous(msgspec.Struct):
 
 async def create_response(request: Request) -> Response:
     """Answer items."""
-    reading: BodySource = request.app.state.reading
     store, key = _store(request), _key(request)
-    body = await reading.read(request, "responses", lambda raw: with_earlier(raw, _earlier(store, key, raw)))
-    repeated = body.repeated
-    assert repeated is not None
-    wanted = body.generation(f"resp_{uuid.uuid4().hex}")
 
-    def keep(response: ResponseObject) -> None:
-        if repeated.store and len(repeated.items) <= MAX_RESPONSE_BYTES:
-            output = msgspec.json.encode(response.output)
-            history = repeated.items[:-1] + (b"," if output != b"[]" else b"") + output[1:]
-            store.add(key, wanted.id, Kept(msgspec.json.encode(response), repeated.items, history))
+    def new_format(body: ReadBody, wanted: GenerationRequest) -> AnswerFormat:
+        assert body.repeated is not None
+        return ResponseFormat(body, wanted, partial(_keep, store, key, body.repeated))
 
-    form = ResponseFormat(wanted.id, body.model, body.new_parser, repeated.echo, keep)
-    return await respond(request, wanted, form, stream=body.stream, headers=body.headers(), ping_s=body.ping_s)
+    return await generate(
+        request, "responses", "resp_", new_format, lambda raw: with_earlier(raw, _earlier(store, key, raw))
+    )
+
+
+def _keep(store: ResponseStore, key: bytes | None, repeated: Repeated, response: ResponseObject) -> None:
+    if repeated.store and len(repeated.items) <= MAX_RESPONSE_BYTES:
+        output = msgspec.json.encode(response.output)
+        history = repeated.items[:-1] + (b"," if output != b"[]" else b"") + output[1:]
+        store.add(key, response.id, Kept(msgspec.json.encode(response), repeated.items, history))
 
 
 async def retrieve_response(request: Request) -> Response:
     """Answer with a response that is kept."""
     if request.query_params.get("stream") == "true":
-        message = "stream is not available for a response that has ended; leave it out"
-        raise RequestError(message, param="stream", code="unsupported_field")
-    return _json(_kept(request).response)
+        refuse("stream", "is not available for a response that has ended; leave it out", "unsupported_field")
+    return answer_json(msgspec.Raw(_kept(request).response))
 
 
 async def delete_response(request: Request) -> Response:
     """Forget a response."""
     response_id = request.path_params["response_id"]
     _store(request).delete(_key(request), response_id)
-    return _json(msgspec.json.encode({"id": response_id, "object": "response", "deleted": True}))
+    return answer_json(DeletedResponse(response_id, "response", True))
 
 
 async def cancel_response(request: Request) -> Response:
@@ -142,14 +144,14 @@ async def list_input_items(request: Request) -> Response:
     query = request.query_params
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
-        raise RequestError(f"order is {brief(order)}, but must be 'asc' or 'desc'", param="order")
+        refuse("order", f"is {brief(order)}, but must be 'asc' or 'desc'")
     if order == "desc":
         items.reverse()
     places = read_page(query, [item["id"] for item in items], PAGE, MAX_PAGE)
     page = items[places]
     ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
     more = places.stop < len(items)
-    return _json(msgspec.json.encode({"object": "list", "data": page, "has_more": more, **ends}))
+    return answer_json({"object": "list", "data": page, "has_more": more, **ends})
 
 
 def _earlier(store: ResponseStore, key: bytes | None, raw: bytearray) -> bytes:
@@ -191,7 +193,3 @@ def _store(request: Request) -> ResponseStore:
 
 def _key(request: Request) -> bytes | None:
     return sent_key(request.scope["headers"])
-
-
-def _json(content: bytes) -> Response:
-    return Response(content, media_type="application/json")

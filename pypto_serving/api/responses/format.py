@@ -11,10 +11,12 @@ import msgspec
 
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.parsers.scanner import OutputPart, TextPart, ToolCallStart
+from pypto_serving.api.common.body import ReadBody
 from pypto_serving.api.common.described import ResponseUsage, TokenLogprob, chat_logprobs
-from pypto_serving.api.common.respond import PING, named
+from pypto_serving.api.common.respond import AnswerFormat, named
 from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage
 from pypto_serving.api.generation.logprobs import TokenEntry
+from pypto_serving.api.generation.request import GenerationRequest
 from pypto_serving.api.http.errors import ApiError
 from pypto_serving.api.responses import answers
 from pypto_serving.api.responses.answers import (
@@ -36,20 +38,21 @@ Done = Callable[[ResponseObject], None]
 _ENDS = {"completed": answers.ResponseCompleted, "incomplete": answers.ResponseIncomplete}
 
 
-class ResponseFormat:
-    """Write the answer of one request. See AnswerFormat.
+class ResponseFormat(AnswerFormat):
+    """Write one response.
 
-    A response is a list of items: reasoning, messages and calls, in the order of the output. A part of the output adds
+    It is a list of items: reasoning, messages and calls, in the order of the output. A part of the output adds
     to the last item, or begins the next one. The input of a custom tool is told at its end, when its JSON can be read.
-    `echo` has the fields that repeat the body; `on_done` takes the response.
+    `on_done` takes the response.
     """
 
-    def __init__(self, response_id: str, model: str, form: OutputFormat | None, echo: bytes, on_done: Done) -> None:
-        repeated: dict[str, Any] = msgspec.json.decode(echo)
-        begun = {"id": response_id, "object": "response", "created_at": int(time.time()), "model": model}
+    def __init__(self, body: ReadBody, wanted: GenerationRequest, on_done: Done) -> None:
+        assert body.repeated is not None
+        repeated: dict[str, Any] = msgspec.json.decode(body.repeated.echo)
+        begun = {"id": wanted.id, "object": "response", "created_at": int(time.time()), "model": body.model}
         self._base: dict[str, Any] = begun | repeated
         self._tools = callable_tools(repeated["tools"])
-        self._form = form or OutputFormat()
+        self._form = body.new_parser or OutputFormat()
         self._parser = self._form()
         self._on_done = on_done
         self._opened = False
@@ -62,7 +65,6 @@ class ResponseFormat:
         self._status: Status = "in_progress"
 
     def response(self, outputs: list[ChoiceOutput], usage: TokenUsage) -> ResponseObject:
-        """Write the whole response."""
         (output,) = outputs
         entries, num_chars, taken = output.logprobs or [], 0, 0
         for i, text in enumerate(output.texts):
@@ -70,13 +72,12 @@ class ResponseFormat:
             ends, first = i == len(output.texts) - 1, taken
             while taken < len(entries) and (ends or entries[taken].offset < num_chars):
                 taken += 1
-            self._write(Delta(0, text, entries[first:taken], output.finish_reason if ends else None))
+            self.event(Delta(0, text, entries[first:taken], output.finish_reason if ends else None))
         whole = self._object(usage)
         self._on_done(whole)
         return whole
 
     def opening(self, usage: TokenUsage) -> bytes:
-        """Write `response.created` and `response.in_progress`."""
         return self._open()
 
     def _open(self) -> bytes:
@@ -87,30 +88,20 @@ class ResponseFormat:
         written = self._event(answers.ResponseCreated(self._number, begun))
         return written + self._event(answers.ResponseInProgress(self._number, begun))
 
-    def ping(self, usage: TokenUsage) -> bytes:
-        """Write a comment."""
-        return PING
-
-    @property
-    def writer(self) -> Callable[[Delta], bytes]:
-        return self._write
-
     def closing(self, usage: TokenUsage) -> bytes:
-        """Write `response.completed`, or `response.incomplete`."""
         opening = self._open()
         whole = self._object(usage)
         self._on_done(whole)
         return opening + self._event(_ENDS[self._status](self._number, whole))
 
     def failure(self, error: ApiError) -> bytes:
-        """Write `response.failed`, which ends the stream."""
         opening = self._open()
         self._status = "failed"
         failed = self._object(None)
         failed.error = ResponseFailure("server_error", error.message)
         return opening + self._event(answers.ResponseFailed(self._number, failed))
 
-    def _write(self, delta: Delta) -> bytes:
+    def event(self, delta: Delta) -> bytes:
         ends = delta.finish_reason is not None
         self._unsent += delta.logprobs or ()
         parts = self._parts(delta.text, ends)

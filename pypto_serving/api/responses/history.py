@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pypto_serving.api.chat.tools import ToolUse, read_tool_use, refuse, string_in
+from pypto_serving.api.chat.tools import ToolUse, read_tool_use, refuse, string_in, text_of
 from pypto_serving.api.common.body import MAX_MESSAGES
 from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
@@ -138,7 +138,7 @@ def _function_of(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 _ROLES = ("user", "assistant", "system", "developer")
-_TEXTS = ("input_text", "output_text", "text", "refusal")
+_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 _PREFIX = {
     "message": "msg",
     "reasoning": "rs",
@@ -192,9 +192,9 @@ class _ItemHistory:
         elif kind in ("function_call_output", "custom_tool_call_output"):
             self._add_result(item, where)
         elif item["role"] == "assistant":
-            self._assistant("content", _text(item.get("content"), f"{where}.content"))
+            self._assistant("content", text_of(item.get("content"), f"{where}.content", _TEXTS))
         else:
-            self._add_message(item["role"], _text(item.get("content"), f"{where}.content"))
+            self._add_message(item["role"], text_of(item.get("content"), f"{where}.content", _TEXTS))
 
     def _add_message(self, role: str, text: str) -> None:
         """Add what the user or the application says; at the beginning, instructions and what follows them are one."""
@@ -211,8 +211,8 @@ class _ItemHistory:
         return last
 
     def _add_thought(self, item: Item, where: str) -> None:
-        text = _text(item.get("content") or [], f"{where}.content", ("reasoning_text", "text"))
-        text = text or _text(item.get("summary") or [], f"{where}.summary", ("summary_text",))
+        text = text_of(item.get("content") or [], f"{where}.content", {"reasoning_text": "text", "text": "text"})
+        text = text or text_of(item.get("summary") or [], f"{where}.summary", {"summary_text": "text"})
         if text:
             self._assistant("reasoning_content", text)
 
@@ -228,7 +228,7 @@ class _ItemHistory:
         call_id = string_in(item, "call_id", where)
         if call_id not in self._names:
             refuse(f"{where}.call_id", f"is {brief(call_id)}, but no earlier call has this id")
-        text = _text(item.get("output"), f"{where}.output")
+        text = text_of(item.get("output"), f"{where}.output", _TEXTS)
         self.messages.append({"role": "tool", "tool_call_id": call_id, "name": self._names[call_id], "content": text})
 
 
@@ -245,18 +245,3 @@ def _item(item: Any, where: str) -> Item:
     if not isinstance(item_id, str):
         refuse(f"{where}.id", f"is {brief(item_id)}, but must be a string")
     return {**item, "type": kind, "id": item_id}
-
-
-def _text(content: Any, where: str, kinds: Sequence[str] = _TEXTS) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        refuse(where, "is missing; send a string" if content is None else f"is {brief(content)}, not text or parts")
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else part
-        if kind not in kinds:
-            message = f"{where}[{i}] is a part of type {brief(kind)}; this model reads only {', '.join(kinds)}"
-            raise RequestError(message, param=f"{where}[{i}]", code="unsupported_content")
-        texts.append(string_in(part, "refusal" if kind == "refusal" else "text", f"{where}[{i}]"))
-    return "\n".join(texts)

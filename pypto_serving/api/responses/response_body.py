@@ -134,8 +134,6 @@ def read_response(prompter: Prompter, serving: ServingConfig, framed: bytes | by
         prompts=[prompt],
         params=fitted,
         new_parser=parser,
-        priority=0,
-        cache_salt="",
         repeated=repeated,
     )
 
