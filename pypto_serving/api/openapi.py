@@ -37,21 +37,21 @@ _ERRORS = {
 }
 ALWAYS = (401, 403, 408, 431, 503)
 GENERATING = (400, 404, 413, 415, 429, 500)
-TIER_PARAMETER = {
-    "name": "tier",
-    "in": "query",
-    "description": "A tier to forget; may repeat. Default: all.",
-    "schema": {"type": "array", "items": {"type": "string", "enum": list(TIERS)}},
-}
+
+
+def _parameter(name: str, description: str, schema: dict[str, Any], place: str = "query") -> dict[str, Any]:
+    required = {"required": True} if place == "path" else {}
+    return {"name": name, "in": place, **required, "description": description, "schema": schema}
+
+
+_TEXT, _LIMIT = {"type": "string"}, {"type": "integer", "minimum": 1, "maximum": 10_000}
+_TIERS = {"type": "array", "items": {"type": "string", "enum": list(TIERS)}}
+TIER_PARAMETER = _parameter("tier", "A tier to forget; may repeat. Default: all.", _TIERS)
 PAGE = [
-    {"name": "after", "in": "query", "description": "Begin after this id.", "schema": {"type": "string"}},
-    {
-        "name": "limit",
-        "in": "query",
-        "description": "Most entries; there are at most 100.",
-        "schema": {"type": "integer", "minimum": 1, "maximum": 10_000},
-    },
+    _parameter("after", "Begin after this id.", _TEXT),
+    _parameter("limit", "Most entries; there are at most 100.", _LIMIT),
 ]
+MODEL_PARAMETER = _parameter("model_id", "A name of the served model; it may contain slashes.", _TEXT, "path")
 UPLOAD = {
     "required": True,
     "content": {
@@ -63,13 +63,6 @@ UPLOAD = {
             }
         }
     },
-}
-MODEL_PARAMETER = {
-    "name": "model_id",
-    "in": "path",
-    "required": True,
-    "description": "A name of the served model; it may contain slashes.",
-    "schema": {"type": "string"},
 }
 
 

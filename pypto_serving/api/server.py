@@ -93,19 +93,21 @@ async def _answer_lost(request: Request, error: HTTPException) -> Response:
     methods = sorted({name for route in here for name in route.methods})
     if methods:
         message = f"{asked} is not allowed here; use {one_of(methods)}"
-        return ApiError(405, message, "method_not_allowed", headers=(("allow", ", ".join(methods)),)).response()
+        return ApiError(405, message, "method_not_allowed", headers=(("allow", ", ".join(methods)),)).response(
+            request.scope
+        )
     if any(route.matches(request.scope)[0] is not Match.NONE for route in BATCH_ROUTES):
         message = f"{asked} is off; give the server the option batch-dir, a folder that keeps files and batches"
-        return ApiError(404, message, "unknown_url").response()
+        return ApiError(404, message, "unknown_url").response(request.scope)
     known = [f"{name} {route.path_format}" for route in app.routes if route.include_in_schema for name in route.methods]
     message = f"{asked} does not exist; there are {', '.join(known)} and GET /openapi.json"
-    return ApiError(404, message, "unknown_url").response()
+    return ApiError(404, message, "unknown_url").response(request.scope)
 
 
 async def _answer_error(request: Request, error: PyptoError) -> Response:
     if isinstance(error, QueueFullError):
         request.app.state.service.metrics.count_rejection(error.limit)
-    return describe(error).response()
+    return describe(error).response(request.scope)
 
 
 async def _answer_nobody(request: Request, error: Exception) -> Response:

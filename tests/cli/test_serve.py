@@ -70,6 +70,7 @@ def test_serve_announces_itself_in_one_line_and_drains() -> None:
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=30)
         assert (process.returncode, out) == (0, "")
+        assert any(line.endswith("stopped") for line in err.splitlines())
         shown = err.splitlines()[:10]
         assert shown[0].startswith("pypto-serving ") and any(line.startswith("  reasons ") for line in shown)
         assert re.search(r"\n  given +port 0, kv-memory \S+ MiB, backend null\n", err)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -46,19 +46,6 @@ MAX_IGNORED, MAX_NAME_CHARS = 32, 64
 """Ignored fields of a request that are named, and characters of each name; the others are only counted."""
 MAX_MESSAGES = 16_384
 MAX_PING_S, MAX_SALT_CHARS = 3600, 1024
-
-
-class BodySource(Protocol):
-    """Where the bodies of requests are read."""
-
-    async def read(self, request: Request, endpoint: Generating, prepare: Prepare | None = None) -> ReadBody:
-        """Return what the body says, once `prepare` changed it.
-
-        Raises RequestError, and ClientDisconnect if the client leaves before.
-        """
-
-    async def answer(self, request: Request, endpoint: Answering) -> Answered:
-        """Return the answer to the body. Raises like `read`."""
 
 
 class Shown(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,8 +165,7 @@ def check_num_answered(num_tokens: int, field: str | None) -> None:
 
 async def answer_read(request: Request, endpoint: Answering) -> Response:
     """Answer as the reader of the body says."""
-    reading: BodySource = request.app.state.reading
-    answered = await reading.answer(request, endpoint)
+    answered: Answered = await request.app.state.reading.answer(request, endpoint)
     return Response(answered.content, 200, answered.ignored.header(), "application/json")
 
 

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pypto_serving.api.common.body import BodySource, Generating, Prepare, ReadBody
+from pypto_serving.api.common.body import Generating, Prepare, ReadBody
 from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage
 from pypto_serving.api.generation.generation import Consume, Generation
 from pypto_serving.api.generation.request import MAX_TIMEOUT_S, GenerationRequest
@@ -82,8 +82,7 @@ async def generate(
 
     Raises what reading the body and Generation raise.
     """
-    reading: BodySource = request.app.state.reading
-    body = await reading.read(request, endpoint, prepare)
+    body: ReadBody = await request.app.state.reading.read(request, endpoint, prepare)
     wanted = body.generation(prefix + uuid.uuid4().hex)
     form = new_format(body, wanted)
     if not body.stream:

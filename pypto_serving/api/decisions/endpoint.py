@@ -10,7 +10,7 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pypto_serving.api.common.body import BodySource
+from pypto_serving.api.common.body import ReadBody
 from pypto_serving.api.common.described import Answer, ResponseUsage
 from pypto_serving.api.common.respond import respond_whole
 from pypto_serving.api.generation.choice import ChoiceOutput, TokenUsage
@@ -92,7 +92,6 @@ def _answer(asked: Asked, found: list[float]) -> PredicateAnswer | ChoiceAnswer 
 
 async def create_decision(request: Request) -> Response:
     """Answer questions about an input with probabilities."""
-    reading: BodySource = request.app.state.reading
-    body = await reading.read(request, "decisions")
+    body: ReadBody = await request.app.state.reading.read(request, "decisions")
     wanted = body.generation(f"decision-{uuid.uuid4().hex}")
     return await respond_whole(request, wanted, partial(decide, body.model, body.asked), body.headers())

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from pypto_serving.api.chat.parsers.scanner import ReasoningCount, Thinking
+from pypto_serving.api.chat.parsers.scanner import ReasoningCount
 from pypto_serving.api.generation.logprobs import TokenEntry, token_entry
+from pypto_serving.api.generation.request import GenerationRequest
 from pypto_serving.api.generation.stops import StopPatterns, StopStrings
 from pypto_serving.api.text.detokenizer import Detokenizer
 from pypto_serving.api.text.tokenizer import Tokenizer
@@ -34,7 +35,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 
 
 class Choice:
-    """Detokenize one sequence, find its stop strings and count its tokens. Owned by its Generation.
+    """Detokenize one sequence of a Generation, which owns it; find its stop strings and count its tokens.
 
     `prompt` is the index of its prompt in the request. `last_s` is the arrival of the last output; Generation sets it.
     `timeline` has the engine's times so far.
@@ -46,21 +47,18 @@ class Choice:
     def __init__(
         self,
         index: int,
-        request: EngineRequest,
-        prompt_ids: Sequence[int],
+        made: EngineRequest,
+        wanted: GenerationRequest,
         tokenizer: Tokenizer | None,
         stops: StopPatterns | None = None,
-        keep_token_ids: bool = False,
-        prompt: int = 0,
-        tokens_as_ids: bool = False,
-        thinking: Thinking | None = None,
     ) -> None:
-        params = request.params
+        params = made.params
         self.index = index
-        self.prompt = prompt
-        self.request_id = request.request_id
+        self.prompt = index // wanted.params.n
+        prompt_ids = wanted.prompts[self.prompt].token_ids
+        self.request_id = made.request_id
         self.num_prompt = len(prompt_ids)
-        self.last_s = request.arrival_s
+        self.last_s = made.arrival_s
         self.num_tokens = 0
         self.num_cached = 0
         self.num_drafts = 0
@@ -69,17 +67,17 @@ class Choice:
         self.cached_by_tier: tuple[int, ...] = ()
         self.finish_reason: str | None = None
         self.timeline: Timeline | None = None
-        self._pending_ids: list[int] | None = [] if keep_token_ids else None
+        self._pending_ids: list[int] | None = [] if wanted.keep_token_ids else None
         self._min_tokens = params.min_tokens
-        self._texts = None if tokens_as_ids else tokenizer
+        self._texts = None if wanted.tokens_as_ids else tokenizer
         self._shows_stop = params.include_stop_str_in_output
         skip = params.skip_special_tokens
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt_ids, skip)
         self._stops = None if stops is None else StopStrings(stops)
         self._entries: list[TokenEntry] | None = None if params.logprobs is None else []
         self._num_chars = 0
-        self._reasoning = None if thinking is None else ReasoningCount(thinking)
-        self._plain = self._stops is None and self._entries is None and not keep_token_ids
+        self._reasoning = None if wanted.thinking is None else ReasoningCount(wanted.thinking)
+        self._plain = self._stops is None and self._entries is None and not wanted.keep_token_ids
         self._push_plain = self._plain_push()
 
     def begin(self, output: RequestOutput) -> None:

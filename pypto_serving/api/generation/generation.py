@@ -15,11 +15,10 @@ from pypto_serving.api.generation.ending import ABORTED, log_end, trace_end
 from pypto_serving.api.generation.request import GenerationRequest, check_num_choices, engine_requests
 from pypto_serving.api.generation.stops import StopPatterns
 from pypto_serving.api.service import Service
-from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.engine.client import Pause
 from pypto_serving.engine.history import Finished
 from pypto_serving.errors import RequestFailedError
-from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput, Timeline
+from pypto_serving.types.request import RequestFault, RequestOutput, Timeline
 from pypto_serving.types.step import NOT_FINITE
 from pypto_serving.util import counted
 
@@ -45,7 +44,11 @@ class Generation:
         self._observe_next = service.metrics.next_token.observe
         check_num_choices(request.num_choices, len(request.prompts), service.engine.config)
         requests = engine_requests(request, service.seeds, service.eos_token_ids, self._arrival_s)
-        self._choices = _new_choices(request, requests, service.tokenizer)
+        params = request.params
+        stops = StopPatterns(params.stop, params.include_stop_str_in_output) if params.stop else None
+        self._choices = {
+            made.request_id: Choice(i, made, request, service.tokenizer, stops) for i, made in enumerate(requests)
+        }
         self.prompt_logprobs = request.prompt_logprobs
         service.admission.enter()
         try:
@@ -189,20 +192,6 @@ class Generation:
             tokens = sum(choice.num_tokens for choice in cut)
             choices = counted(len(cut), "unfinished choice")
             logger.info("aborted %s: %s after %s", self.id, choices, counted(tokens, "output token"))
-
-
-def _new_choices(
-    request: GenerationRequest, requests: list[EngineRequest], tokenizer: Tokenizer | None
-) -> dict[str, Choice]:
-    params = request.params
-    stops = StopPatterns(params.stop, params.include_stop_str_in_output) if params.stop else None
-    choices = {}
-    for i, made in enumerate(requests):
-        prompt = i // params.n
-        ids = request.prompts[prompt].token_ids
-        kept, as_ids = request.keep_token_ids, request.tokens_as_ids
-        choices[made.request_id] = Choice(i, made, ids, tokenizer, stops, kept, prompt, as_ids, request.thinking)
-    return choices
 
 
 class EngineFaultError(RequestFailedError):

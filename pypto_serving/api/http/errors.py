@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope
 
 from pypto_serving.errors import PyptoError, RequestError
 from pypto_serving.util import cut
@@ -95,26 +95,14 @@ class ApiError:
             error["details"] = {"error_code": self.code}
         return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
 
-    def response(self, headers: dict[str, str] | None = None) -> Response:
-        """Make the HTTP response, with `headers` added."""
-        merged = dict(headers or {}) | dict(self.headers)
+    def response(self, scope: Scope) -> Response:
+        """Make the HTTP response, in the form of the API that the request's path belongs to."""
+        headers = dict(self.headers)
         if self.retry_after_s is not None:
-            merged["retry-after"] = str(self.retry_after_s)
-        return ErrorResponse(self, merged)
-
-
-class ErrorResponse(Response):
-    """An error, in the form of the API that the request's path belongs to."""
-
-    def __init__(self, error: ApiError, headers: dict[str, str]) -> None:
-        super().__init__(error.payload(), error.status, headers, "application/json")
-        self._error = error
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"].startswith(ANTHROPIC_PATH):
-            self.body = self._error.anthropic_payload(scope["state"]["request_id"])
-            self.headers["content-length"] = str(len(self.body))
-        await super().__call__(scope, receive, send)
+            headers["retry-after"] = str(self.retry_after_s)
+        is_anthropic = scope["path"].startswith(ANTHROPIC_PATH)
+        content = self.anthropic_payload(scope["state"]["request_id"]) if is_anthropic else self.payload()
+        return Response(content, self.status, headers, "application/json")
 
 
 def internal_error(name: str) -> ApiError:

@@ -37,7 +37,7 @@ _VERSIONS = re.compile(rf"^(?:{VERSION})+(?={VERSION}/)")
 class RequestScope:
     """Find the path that is meant, give every response an x-request-id, count it, maybe log it. The outermost.
 
-    Lines that the request's task logs have that id, too. With tracing, its state has the span of the request as `trace`.
+    Lines that the request's task logs have that id, too. With tracing, its state has a `trace`.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class FaultHandler:
                 answer = describe(UnavailableError(SHUTTING_DOWN))
             else:
                 logger.exception("request %s failed", request_id)
-            await answer.response()(scope, receive, send)
+            await answer.response(scope)(scope, receive, send)
 
 
 class OriginGuard:
@@ -126,7 +126,7 @@ class OriginGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope)
         if refusal:
-            await describe(OriginError(refusal)).response()(scope, receive, send)
+            await describe(OriginError(refusal)).response(scope)(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
@@ -190,7 +190,7 @@ class ApiKeyGuard:
             await self.app(scope, receive, send)
             return
         message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
-        await describe(AuthenticationError(message)).response()(scope, receive, send)
+        await describe(AuthenticationError(message)).response(scope)(scope, receive, send)
 
     def _allows(self, scope: Scope) -> bool:
         key = sent_key(scope["headers"])

@@ -124,11 +124,11 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
 
 
 def parse_body(
-    raw: bytes | bytearray, schema: type[BodyT], known: frozenset[str] = frozenset()
-) -> tuple[BodyT, IgnoredFields]:
-    """Return the body as `schema` and its ignored fields. Raises RequestError naming the field at fault.
+    raw: bytes | bytearray, schema: type[BodyT], serving: ServingConfig, known: frozenset[str] = frozenset()
+) -> tuple[BodyT, dict[str, Any]]:
+    """Return the body as `schema`, and the fields of ReadBody that both endpoints share.
 
-    `known` are fields that the chat encoder reads.
+    `known` are fields that the chat encoder reads. Raises RequestError naming the field at fault.
     """
     body = parse_json(raw, schema)
     unknown = body.unknown_fields(known)
@@ -136,16 +136,11 @@ def parse_body(
         if not body.stream:
             refuse("stream_options", "is only allowed together with stream = true")
         unknown += body.stream_options.unknown_fields(prefix="stream_options.")
-    return body, IgnoredFields.of(unknown)
-
-
-def read_common(body: GenerationBody, ignored: IgnoredFields, serving: ServingConfig) -> dict[str, Any]:
-    """Return the fields of ReadBody that both endpoints share. Raises RequestError."""
-    return {
+    return body, {
         "model": serving.resolve_model(body.model),
         "stream": bool(body.stream),
         "ping_s": body.ping_s,
-        "ignored": ignored,
+        "ignored": IgnoredFields.of(unknown),
         "priority": priority_of(body, serving.client_priority),
         "cache_salt": cache_salt_of(body),
         "timeout_s": body.timeout,
@@ -225,8 +220,8 @@ def _of_response_format(wanted: Any) -> dict[str, Any] | None:
 
 
 def _refusal(name: str, value: object, allowed: str, code: str | None = None) -> RequestError:
-    field = name.partition(".")[0]
-    return RequestError(f"{name} is {brief(value)}, but must be {allowed}", param=field, code=code)
+    message = f"{name} is {brief(value)}, but must be {allowed}"
+    return RequestError(message, param=name.partition(".")[0], code=code)
 
 
 _ENCODED = ("add_generation_prompt", "continue_final_message", "chat_template", "documents", "reasoning_effort")
@@ -236,8 +231,7 @@ _ENCODED = ("add_generation_prompt", "continue_final_message", "chat_template", 
 def read_chat(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray) -> ReadBody:
     """Parse, check, render and encode. Raises RequestError that names the field at fault."""
     encoder = prompter.chat_encoder
-    body, ignored = parse_body(raw, ChatBody, encoder.request_fields)
-    common = read_common(body, ignored, serving)
+    body, common = parse_body(raw, ChatBody, serving, encoder.request_fields)
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked = getattr(body, field)
     check_max_tokens(asked, field, least=1)
@@ -306,8 +300,7 @@ DEFAULT_MAX_TOKENS = default_of(SamplingParams, "max_tokens")
 
 def read_completion(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray) -> ReadBody:
     """Parse, check and encode. Raises RequestError that names the field at fault."""
-    body, ignored = parse_body(raw, CompletionBody)
-    common = read_common(body, ignored, serving)
+    body, common = parse_body(raw, CompletionBody, serving)
     given = sampling_params(body, serving.default_sampling, body.max_tokens, body.logprobs)
     shown = read_shown(body, given)
     params = fit_params(_made(given, shown, check_best_of(body.best_of, given.n, bool(body.stream))), prompter)

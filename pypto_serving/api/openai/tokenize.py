@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -14,7 +13,6 @@ from starlette.responses import Response
 from pypto_serving.api.chat.tools import read_tool_use
 from pypto_serving.api.common.body import (
     Answered,
-    BodySource,
     Generating,
     IgnoredFields,
     ReadBody,
@@ -26,7 +24,7 @@ from pypto_serving.api.common.described import Answer
 from pypto_serving.api.generation.request import ChatRequest, GenerationRequest, encode_chat
 from pypto_serving.api.openai.answers import Detokenized, Tokenized
 from pypto_serving.api.openai.bodies import encoder_kwargs, read_history
-from pypto_serving.api.openai.schemas import ChatMessage, DetokenizeBody, TokenizeBody
+from pypto_serving.api.openai.schemas import DetokenizeBody, TokenizeBody
 from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.api.text.tokenizer import Tokenizer
@@ -54,7 +52,14 @@ def read_tokenize(prompter: Prompter, serving: ServingConfig, raw: bytes | bytea
         ids = tokenizer.encode(body.prompt, body.add_special_tokens is not False)
     elif body.messages is not None and body.prompt is None:
         known = prompter.chat_encoder.request_fields
-        ids = _encode_chat(prompter, serving, body, body.messages)
+        chat = ChatRequest(
+            messages=read_history(body.messages),
+            kwargs=encoder_kwargs(body, known, serving.trust_request_chat_template),
+            params=SamplingParams(),
+            tools=read_tool_use(body.tools, body.tool_choice, None),
+            add_special_tokens=bool(body.add_special_tokens),
+        )
+        ids, _ = encode_chat(prompter, chat)
     else:
         raise RequestError("send either prompt or messages", param="prompt")
     check_num_answered(len(ids), "messages" if body.prompt is None else "prompt")
@@ -79,20 +84,6 @@ def _tokenizer(prompter: Prompter) -> Tokenizer:
     return prompter.tokenizer
 
 
-def _encode_chat(
-    prompter: Prompter, serving: ServingConfig, body: TokenizeBody, messages: Sequence[ChatMessage]
-) -> list[int]:
-    fields = prompter.chat_encoder.request_fields
-    chat = ChatRequest(
-        messages=read_history(messages),
-        kwargs=encoder_kwargs(body, fields, serving.trust_request_chat_template),
-        params=SamplingParams(),
-        tools=read_tool_use(body.tools, body.tool_choice, None),
-        add_special_tokens=bool(body.add_special_tokens),
-    )
-    return encode_chat(prompter, chat)[0]
-
-
 def _answered(answer: Answer, ignored: list[str]) -> Answered:
     return Answered(IgnoredFields.of(ignored), msgspec.json.encode(answer))
 
@@ -115,8 +106,7 @@ async def render_chat_completion(request: Request) -> Response:
 
 
 async def _render(request: Request, endpoint: Generating, prefix: str, field: str) -> tuple[ReadBody, list[bytes]]:
-    reading: BodySource = request.app.state.reading
-    body = await reading.read(request, endpoint)
+    body: ReadBody = await request.app.state.reading.read(request, endpoint)
     wanted = body.generation(f"{prefix}-{uuid.uuid4().hex}")
     check_num_answered(sum(len(prompt.token_ids) for prompt in wanted.prompts), field)
     return body, await asyncio.to_thread(_write_all, body, wanted, field)
@@ -129,10 +119,8 @@ def _write_all(body: ReadBody, wanted: GenerationRequest, field: str) -> list[by
         written.append(_write(body, wanted, number))
         num_bytes += len(written[-1])
         if num_bytes > MAX_RENDERED_BYTES:
-            message = (
-                f"the answer would have more than {MAX_RENDERED_BYTES} bytes; send fewer prompts, or a short grammar"
-            )
-            raise RequestError(message, param=field)
+            problem = f"the answer would have more than {MAX_RENDERED_BYTES} bytes"
+            raise RequestError(f"{problem}; send fewer prompts, or a short grammar", param=field)
     return written
 
 
@@ -144,7 +132,7 @@ def _write(body: ReadBody, wanted: GenerationRequest, number: int) -> bytes:
     return msgspec.json.encode(
         {
             "request_id": f"{wanted.id}-{number * wanted.params.n}",
-            "token_ids": _joined(pieces),
+            "token_ids": msgspec.Raw(b"[" + b",".join(pieces) + b"]"),
             "sampling_params": _named(wanted.params) | {"max_tokens": prompt.max_tokens},
             "model": body.model,
             "stream": body.stream,
@@ -158,7 +146,3 @@ def _named(value: msgspec.Struct) -> dict[str, Any]:
     """Return a struct, and those in it, as objects with names."""
     fields = msgspec.structs.asdict(value).items()
     return {name: _named(each) if isinstance(each, msgspec.Struct) else each for name, each in fields}
-
-
-def _joined(pieces: Iterable[bytes]) -> msgspec.Raw:
-    return msgspec.Raw(b"[" + b",".join(pieces) + b"]")

@@ -75,7 +75,7 @@ async def show_page(request: Request) -> Response:
     path = request.url.path
     file = files().get(PAGES.get(path, path.removeprefix(ASSETS)))
     if file is None:
-        return ApiError(404, f"there is no file {path[:200]}", "unknown_url").response()
+        return ApiError(404, f"there is no file {path[:200]}", "unknown_url").response(request.scope)
     headers = _HEADERS | {"etag": file.tag}
     if request.headers.get("if-none-match") == file.tag:
         return Response(status_code=304, headers=headers)

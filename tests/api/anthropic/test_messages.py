@@ -14,12 +14,15 @@ from pypto_serving.api.anthropic.answers import TokenCount
 from pypto_serving.api.anthropic.messages import MessageFormat
 from pypto_serving.api.chat.formats import Calls, OutputFormat
 from pypto_serving.api.chat.parsers.scanner import Thinking
+from pypto_serving.api.common.body import IgnoredFields, ReadBody, Shown
 from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage
+from pypto_serving.api.generation.request import FittedPrompt
 from pypto_serving.api.http.errors import describe
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import QueueFullError, UnavailableError
-from pypto_serving.types.arrays import unpack_ids
+from pypto_serving.types.arrays import pack_ids, unpack_ids
 from pypto_serving.types.request import RequestFault
+from pypto_serving.types.sampling import SamplingParams
 from tests.api.anthropic.talking import (
     CALL,
     CALL_NOW,
@@ -439,7 +442,7 @@ def test_a_disconnect_ends_the_work(thinks: Thinks, tokenizer: Tokenizer, stream
 
 def test_silence_is_filled_with_pings(thinks: Thinks, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ping comes after message_start, whatever the model does; then the usage is that of the whole prompt."""
-    monkeypatch.setattr("pypto_serving.api.anthropic.messages.PING_S", 0.05)
+    monkeypatch.setattr("pypto_serving.api.anthropic.messages_body.PING_S", 0.05)
     server = thinks("")
     server.engine.script = lambda request: Script([], hang=True)
     with server.http.stream("POST", PATH, json=body(stream=True), timeout=WAIT_S) as response:
@@ -474,11 +477,15 @@ def test_any_output_makes_events_in_order(pieces: list[str], form: OutputFormat 
     output = ChoiceOutput(0)
     for delta in deltas:
         output.add(delta)
-    written_whole = MessageFormat("msg_1", "tiny", form, "r", False).response([output], usage)
+    prompt, params = FittedPrompt(pack_ids([1] * 9), 16), SamplingParams(max_tokens=16)
+    ignored, shown = IgnoredFields([], 0), Shown()
+    body = ReadBody(model="tiny", ignored=ignored, shown=shown, prompts=[prompt], params=params, new_parser=form)
+    wanted = body.generation("msg_1")
+    written_whole = MessageFormat(body, wanted, "r").response([output], usage)
     whole = msgspec.to_builtins(written_whole)
-    streamed = MessageFormat("msg_1", "tiny", form, "r", False)
+    streamed = MessageFormat(body, wanted, "r")
     written = streamed.opening(usage) + b"".join(map(streamed.writer, deltas)) + streamed.closing(usage)
     assert len(written.splitlines()) == written.count(b"\n"), "each event has its lines and no others"
     assert without_ids(join(read_events(written.decode()))) == without_ids(whole)
-    failure = MessageFormat("msg_1", "tiny", form, "r", False).failure(describe(UnavailableError("down")))
+    failure = MessageFormat(body, wanted, "r").failure(describe(UnavailableError("down")))
     assert failure.endswith(b"\n\n") and failure.count(b"\n") == 3

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pypto_serving.api.generation.choice import Choice
+from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest
 from pypto_serving.api.generation.stops import StopPatterns
 from pypto_serving.types.arrays import pack_ids
 from pypto_serving.types.request import EngineRequest, RequestOutput
@@ -19,7 +20,8 @@ from tests.api.text.tokenizers import TOKENIZER
 def new_choice(keep_token_ids: bool = False, **params: object) -> Choice:
     request = EngineRequest(request_id="a", token_ids=b"", params=SamplingParams(**params))
     stops = StopPatterns(request.params.stop) if request.params.stop else None
-    return Choice(0, request, [1], TOKENIZER, stops, keep_token_ids)
+    wanted = GenerationRequest("a", [FittedPrompt(pack_ids([1]), 9)], request.params, keep_token_ids=keep_token_ids)
+    return Choice(0, request, wanted, TOKENIZER, stops)
 
 
 def portions(ids: list[int], size: int) -> list[RequestOutput]:
