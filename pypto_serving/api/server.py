@@ -16,13 +16,7 @@ from pypto_serving.api.batch.running import Direct
 from pypto_serving.api.common.body import IGNORED_HEADER, TRUNCATED_HEADER
 from pypto_serving.api.common.respond import nobody_listens
 from pypto_serving.api.http.errors import ApiError, describe
-from pypto_serving.api.http.middleware import (
-    ApiKeyGuard,
-    FaultHandler,
-    OriginGuard,
-    Paths,
-    RequestScope,
-)
+from pypto_serving.api.http.middleware import ApiKeyGuard, FaultHandler, OriginGuard, Paths, RequestScope
 from pypto_serving.api.reading.body_reader import BodyReader
 from pypto_serving.api.reading.reading import Reading
 from pypto_serving.api.responses.endpoints import ResponseStore

@@ -34,7 +34,7 @@ def test_a_list_of_wrong_items_costs_its_first_one(schema: type[GenerationBody],
 
 def test_choices_share_the_tables_of_their_stop_strings(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    monkeypatch.setattr("pypto_serving.api.generation.stops._failure_table", lambda stop: made.append(stop) or [])
+    monkeypatch.setattr("pypto_serving.api.generation.choice._failure_table", lambda stop: made.append(stop) or [])
     stops = [f"{i:x}" * MAX_STOP_CHARS for i in range(MAX_STOPS)]
     assert server.post(PATH, {"prompt": "hello", "max_tokens": 1, "n": 64, "stop": stops}).status_code == 200
     assert sorted(made) == sorted(stops)

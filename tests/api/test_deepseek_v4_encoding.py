@@ -16,9 +16,9 @@ from pypto_serving.api.chat.deepseek_v4 import (
     Mode,
     load,
     read_mode,
+    read_turns,
     write_turns,
 )
-from pypto_serving.api.chat.deepseek_v4_turns import read_turns
 from pypto_serving.api.chat.parsers.scanner import read_output
 from pypto_serving.api.prompting.prompts import ENCODER_OF_ARCHITECTURE, ENCODERS
 from pypto_serving.api.settings import load_serving_config

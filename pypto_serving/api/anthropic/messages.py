@@ -7,23 +7,7 @@ from collections.abc import Iterable
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pypto_serving.api.anthropic.answers import (
-    ContentBlock,
-    ContentBlockStart,
-    ContentBlockStop,
-    Message,
-    MessageDelta,
-    MessageEnd,
-    MessageStart,
-    MessageStop,
-    MessageUsage,
-    Ping,
-    StopReason,
-    TextBlock,
-    ThinkingBlock,
-    ThinkingTokens,
-    ToolUseBlock,
-)
+from pypto_serving.api.anthropic import answers
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.parsers.scanner import OutputPart, TextPart, ToolCallStart
 from pypto_serving.api.chat.tools import object_in
@@ -71,12 +55,12 @@ class MessageFormat(AnswerFormat):
         self._index = -1
         self._kind = ""
         self._calls = False
-        self._stop_reason: StopReason | None = None
+        self._stop_reason: answers.StopReason | None = None
         self._stop_sequence: str | None = None
 
-    def response(self, outputs: list[ChoiceOutput], usage: TokenUsage) -> Message:
+    def response(self, outputs: list[ChoiceOutput], usage: TokenUsage) -> answers.Message:
         (output,) = outputs
-        content: list[ContentBlock] = []
+        content: list[answers.ContentBlock] = []
         texts: list[list[str]] = []
         for part in self._parts(output.texts, True):
             if self._begins(part):
@@ -87,11 +71,11 @@ class MessageFormat(AnswerFormat):
         for block, pieces in zip(content, texts, strict=True):
             text = "".join(pieces)
             match block:
-                case TextBlock():
+                case answers.TextBlock():
                     block.text = text
-                case ThinkingBlock():
+                case answers.ThinkingBlock():
                     block.thinking, block.signature = text, self._id
-                case ToolUseBlock():
+                case answers.ToolUseBlock():
                     given = object_in(text)
                     block.input = given if isinstance(given, dict) else {"arguments": given}
         self._finish(output.finish_reason, output.stop_reason)
@@ -102,16 +86,16 @@ class MessageFormat(AnswerFormat):
         if self._opened:
             return b""
         self._opened = True
-        return named(MessageStart(self._message([], usage)))
+        return named(answers.MessageStart(self._message([], usage)))
 
     def ping(self, usage: TokenUsage) -> bytes:
         """Write `ping`, after `message_start`, with which every stream begins."""
-        return self.opening(usage) + named(Ping())
+        return self.opening(usage) + named(answers.Ping())
 
     def closing(self, usage: TokenUsage) -> bytes:
         assert self._stop_reason is not None
-        end = MessageEnd(self._stop_reason, self._stop_sequence)
-        return named(MessageDelta(end, usage_object(usage))) + named(MessageStop())
+        end = answers.MessageEnd(self._stop_reason, self._stop_sequence)
+        return named(answers.MessageDelta(end, usage_object(usage))) + named(answers.MessageStop())
 
     def failure(self, error: ApiError) -> bytes:
         return b"event: error\ndata: " + one_line(error.anthropic_payload(self._request_id)) + b"\n\n"
@@ -133,7 +117,7 @@ class MessageFormat(AnswerFormat):
         if self._begins(part):
             change = self._close()
             block = self._begin(part)
-            change += named(ContentBlockStart(self._index, block))
+            change += named(answers.ContentBlockStart(self._index, block))
         if isinstance(part, ToolCallStart):
             return change
         return change + self._delta(_FIELDS.get(self._kind, _CALL_FIELDS), part.text)
@@ -147,24 +131,24 @@ class MessageFormat(AnswerFormat):
     def _begins(self, part: OutputPart) -> bool:
         return isinstance(part, ToolCallStart) or _kind(part) != self._kind
 
-    def _begin(self, part: OutputPart) -> ContentBlock:
+    def _begin(self, part: OutputPart) -> answers.ContentBlock:
         """Begin a block; return it without its text."""
         self._kind = _kind(part)
         self._index += 1
         if self._kind == "text":
-            return TextBlock("")
+            return answers.TextBlock("")
         if self._kind == "thinking":
-            return ThinkingBlock("", "")
+            return answers.ThinkingBlock("", "")
         self._calls = True
         name = part.name if isinstance(part, ToolCallStart) else ""
-        return ToolUseBlock(self._form.new_call_id("toolu_"), name, {})
+        return answers.ToolUseBlock(self._form.new_call_id("toolu_"), name, {})
 
     def _close(self) -> bytes:
         """Write the end of the last block. Thinking is signed with the message's id, which nobody checks."""
         if self._index < 0:
             return b""
         signed = self._delta(b'"signature_delta","signature"', self._id) if self._kind == "thinking" else b""
-        return signed + named(ContentBlockStop(self._index))
+        return signed + named(answers.ContentBlockStop(self._index))
 
     def _finish(self, reason: str | None, stopped_by: str | int | None) -> None:
         """Note why the output ended: `stopped_by` a stop string, or the id of a token."""
@@ -175,8 +159,8 @@ class MessageFormat(AnswerFormat):
         else:
             self._stop_reason = "tool_use" if self._calls else "end_turn"
 
-    def _message(self, content: list[ContentBlock], usage: TokenUsage) -> Message:
-        return Message(
+    def _message(self, content: list[answers.ContentBlock], usage: TokenUsage) -> answers.Message:
+        return answers.Message(
             id=self._id,
             role="assistant",
             model=self._model,
@@ -187,14 +171,14 @@ class MessageFormat(AnswerFormat):
         )
 
 
-def usage_object(usage: TokenUsage) -> MessageUsage:
+def usage_object(usage: TokenUsage) -> answers.MessageUsage:
     """Write token counts. Those of the prompt are either read from the cache, or computed."""
-    return MessageUsage(
+    return answers.MessageUsage(
         input_tokens=usage.num_prompt_tokens - usage.num_cached_tokens,
         cache_creation_input_tokens=0,
         cache_read_input_tokens=usage.num_cached_tokens,
         output_tokens=usage.num_output_tokens,
-        output_tokens_details=ThinkingTokens(usage.num_reasoning_tokens),
+        output_tokens_details=answers.ThinkingTokens(usage.num_reasoning_tokens),
     )
 
 

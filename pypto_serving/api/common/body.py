@@ -18,17 +18,11 @@ from starlette.responses import Response
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.generation.labels import Asked
 from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, new_prompt_logprobs
-from pypto_serving.api.http.errors import (
-    MAX_DROPPED_BODIES,
-    BodyTooLargeError,
-    ContentTypeError,
-)
+from pypto_serving.api.http.errors import MAX_DROPPED_BODIES, BodyTooLargeError, ContentTypeError
 from pypto_serving.api.http.middleware import BODY_PARSED
 from pypto_serving.errors import RequestError
 from pypto_serving.types.guide import Guide
-from pypto_serving.types.sampling import (
-    SamplingParams,
-)
+from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.util import brief, one_of
 
 Generating = Literal["completions", "chat", "messages", "decisions", "responses"]

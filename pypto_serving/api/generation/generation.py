@@ -10,10 +10,9 @@ from http import HTTPStatus
 
 import msgspec
 
-from pypto_serving.api.generation.choice import Choice, ChoiceOutput, Delta, TokenUsage, count_usage
+from pypto_serving.api.generation.choice import Choice, ChoiceOutput, Delta, StopPatterns, TokenUsage, count_usage
 from pypto_serving.api.generation.ending import ABORTED, log_end, trace_end
 from pypto_serving.api.generation.request import GenerationRequest, check_num_choices, engine_requests
-from pypto_serving.api.generation.stops import StopPatterns
 from pypto_serving.api.service import Service
 from pypto_serving.engine.client import Pause
 from pypto_serving.engine.history import Finished

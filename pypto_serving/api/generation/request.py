@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.parsers.scanner import Thinking
-from pypto_serving.api.chat.tools import ToolUse, refuse
+from pypto_serving.api.chat.tools import ToolUse, part_text, refuse
 from pypto_serving.api.generation.logprobs import (
     MAX_LOGPROBS_OF_ANSWER,
     CollectedPromptLogprobs,
@@ -31,6 +31,7 @@ from pypto_serving.util import brief
 
 MAY_LACK_CONTENT = frozenset({"assistant", "tool", "function"})
 """Roles whose messages may have none."""
+_PARTS = {"text": "text"}
 MAX_TIMEOUT_S = 86_400
 MAX_CHOICES = 512
 """Bounds the choices of all prompts of one request, since the event loop makes them at one go."""
@@ -330,29 +331,17 @@ def fit_chat(prompter: Prompter, chat: ChatRequest) -> tuple[FittedPrompt, Sampl
 def read_message(message: Any, where: str) -> dict[str, Any]:
     """Return a message for encoders: `content` is text, with text parts joined, "" where it may be left out."""
     if not isinstance(message, Mapping):
-        raise _bad_field(
-            where, message, "a message with role and content, such as {'role': 'user', 'content': 'Hello'}"
-        )
+        example = "{'role': 'user', 'content': 'Hello'}"
+        allowed = f"a message with role and content, such as {example}"
+        refuse(where, f"is {brief(message)}, but must be {allowed}", "invalid_type")
     role, content = message.get("role"), message.get("content")
     if role is None or (content is None and role not in MAY_LACK_CONTENT):
-        missing = f"{where}.{'role' if role is None else 'content'}"
-        raise RequestError(f"{missing} is missing; send a string", param=missing, code="missing_field")
+        refuse(f"{where}.{'role' if role is None else 'content'}", "is missing; send a string", "missing_field")
     if not isinstance(role, str):
-        raise _bad_field(f"{where}.role", role, "a string")
+        refuse(f"{where}.role", f"is {brief(role)}, but must be a string", "invalid_type")
     if isinstance(content, list | tuple):
-        content = "\n".join(_part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content))
+        content = "\n".join(part_text(part, f"{where}.content[{i}]", _PARTS) for i, part in enumerate(content))
     if not isinstance(content, str | None):
-        raise _bad_field(f"{where}.content", content, "a string or a list of text parts")
+        complaint = f"is {brief(content)}, but must be a string or a list of text parts"
+        refuse(f"{where}.content", complaint, "invalid_type")
     return {**message, "content": content or ""}
-
-
-def _part_text(part: Any, where: str) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, Mapping) else part
-    message = f"{where} is a part of type {brief(kind)}; this model reads only parts {{'type': 'text', 'text': ...}}"
-    raise RequestError(message, param=where, code="unsupported_content")
-
-
-def _bad_field(where: str, value: object, allowed: str) -> RequestError:
-    return RequestError(f"{where} is {brief(value)}, but must be {allowed}", param=where, code="invalid_type")

@@ -53,7 +53,9 @@ class RequestScope:
         scope["path"] = self._paths.find(scope["path"])
         request_id = request_id_of(scope["headers"])
         started_s = time.monotonic()
-        id_headers = [b"x-request-id", b"request-id"] if scope["path"].startswith(ANTHROPIC_PATH) else [b"x-request-id"]
+        ids = [(b"x-request-id", request_id)]
+        if scope["path"].startswith(ANTHROPIC_PATH):
+            ids.append((b"request-id", request_id))
         name = request_id.decode()
         trace = None if self._tracing is None else self._tracing.begin(scope, name)
         state = {"request_id": name, "arrival_s": started_s, "trace": trace}
@@ -62,7 +64,7 @@ class RequestScope:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), *((header, request_id) for header in id_headers)]
+                message["headers"] = [*message.get("headers", ()), *ids]
                 if ANSWERED not in scope:
                     self._count(message["status"])
                 if trace is not None:

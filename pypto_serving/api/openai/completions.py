@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from typing import Any, overload
 
 from starlette.requests import Request
@@ -112,59 +111,53 @@ class EchoFormat(CompletionFormat):
 
     def __init__(self, body: ReadBody, wanted: GenerationRequest, tokenizer: Tokenizer | None) -> None:
         super().__init__(body, wanted, tokenizer)
-        self._echoes = [_Echo(self, place) for place in range(len(self.prompts))]
+        self._texts: dict[int, str] = {}
+        self._logprobs: dict[int, dict[str, list[Any]]] = {}
         self._held: list[list[Delta]] = [[] for _ in self.prompts]
         self._echoed: set[int] = set()
 
     def rare_event(self, delta: Delta) -> bytes:
         place = self.place(delta.index)
         self._held[place].append(delta)
-        if not self._echoes[place].complete:
+        if self.shown.logprobs is not None and not self.prompt_logprobs[place].complete:
             return b""
         deltas, self._held[place] = self._held[place], []
         return b"".join(map(self._events, deltas))
 
     def _events(self, delta: Delta) -> bytes:
-        """Write the event of a delta, behind that of its prompt if it is the first of its choice."""
-        index, echo = delta.index, self._echoes[self.place(delta.index)]
-        first = b""
+        """Write the event of a delta, after that of its prompt if it is the first of its choice."""
+        index, place, first = delta.index, self.place(delta.index), b""
         if index not in self._echoed:
             self._echoed.add(index)
-            first = self.text_event(index, echo.text, echo.logprobs, None)
-        logprobs = completion_logprobs(delta.logprobs, len(echo.text))
+            first = self.text_event(index, self._text(place), self._prompt_logprobs(place), None)
+        logprobs = completion_logprobs(delta.logprobs, len(self._text(place)))
         return first + self.text_event(index, delta.text, logprobs, delta.finish_reason, self.details(delta))
 
     def whole_choice(self, output: ChoiceOutput) -> dict[str, Any]:
-        echo, found = self._echoes[self.place(output.index)], super().whole_choice(output)
-        if echo.logprobs is not None:
-            more = completion_logprobs(output.logprobs or [], len(echo.text))
-            found["logprobs"] = {name: values + more[name] for name, values in echo.logprobs.items()}
-        return found | {"text": echo.text + output.text}
+        place, found = self.place(output.index), super().whole_choice(output)
+        if (begun := self._prompt_logprobs(place)) is not None:
+            more = completion_logprobs(output.logprobs or [], len(self._text(place)))
+            found["logprobs"] = {name: values + more[name] for name, values in begun.items()}
+        return found | {"text": self._text(place) + output.text}
 
+    def _text(self, place: int) -> str:
+        """Return the text of a prompt; that of token ids is decoded once."""
+        prompt = self.prompts[place]
+        if place not in self._texts:
+            given = prompt.text
+            self._texts[place] = prompt_text(prompt.token_ids, self.tokenizer) if given is None else given
+        return self._texts[place]
 
-class _Echo:
-    """The text of a prompt, and its log-probabilities in OpenAI's form once they are complete."""
-
-    def __init__(self, form: EventFormat, place: int) -> None:
-        self._form, self._prompt = form, form.prompts[place]
-        self._prompt_logprobs = form.prompt_logprobs[place] if form.shown.logprobs is not None else None
-
-    @property
-    def complete(self) -> bool:
-        return self._prompt_logprobs is None or self._prompt_logprobs.complete
-
-    @cached_property
-    def text(self) -> str:
-        prompt = self._prompt
-        return prompt_text(prompt.token_ids, self._form.tokenizer) if prompt.text is None else prompt.text
-
-    @cached_property
-    def logprobs(self) -> dict[str, list[Any]] | None:
-        form, width = self._form, self._form.shown.logprobs
-        if self._prompt_logprobs is None or width is None:
+    def _prompt_logprobs(self, place: int) -> dict[str, list[Any]] | None:
+        """Write the log-probabilities of a prompt, which are complete, in OpenAI's form; None for none."""
+        width = self.shown.logprobs
+        if width is None:
             return None
-        offsets = text_offsets(self._prompt.token_ids, self.text, form.tokenizer)
-        return completion_logprobs(self._prompt_logprobs.entries(width, form.names, offsets))
+        if place not in self._logprobs:
+            offsets = text_offsets(self.prompts[place].token_ids, self._text(place), self.tokenizer)
+            entries = self.prompt_logprobs[place].entries(width, self.names, offsets)
+            self._logprobs[place] = completion_logprobs(entries)
+        return self._logprobs[place]
 
 
 def best(outputs: Sequence[ChoiceOutput], num_prompts: int, shown: int) -> list[ChoiceOutput]:

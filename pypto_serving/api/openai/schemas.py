@@ -23,23 +23,11 @@ from pypto_serving.api.common.described import (
     whole,
 )
 from pypto_serving.api.generation.request import MAX_TIMEOUT_S, MAY_LACK_CONTENT
-from pypto_serving.types.sampling import (
-    HIGHEST_REPETITION,
-    INT32_MAX,
-    LOWEST_REPETITION,
-    MAX_BAD_WORD_CHARS,
-    MAX_BAD_WORDS,
-    MAX_BIASES,
-    MAX_LOGPROBS,
-    MAX_N,
-    MAX_STOP_CHARS,
-    MAX_STOP_IDS,
-    MAX_STOPS,
-)
+from pypto_serving.types import sampling
 
 MAX_DOCUMENTS = 1024
-_TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": INT32_MAX}
-_STOP_TEXT = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+_TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": sampling.INT32_MAX}
+_STOP_TEXT = {"type": "string", "minLength": 1, "maxLength": sampling.MAX_STOP_CHARS}
 _FUNCTION_NAME = {"type": "string", "maxLength": MAX_NAME_CHARS, "pattern": f"^{NAME.pattern}$"}
 _PARAMETERS = {"type": ["object", "null"]}
 _FUNCTION = object_of({"name": _FUNCTION_NAME}, description=MAY_TEXT, parameters=_PARAMETERS, strict=FLAG)
@@ -59,19 +47,21 @@ PROMPT = WithJsonSchema(
         ]
     }
 )
-STOP = or_null(_STOP_TEXT, list_of(_STOP_TEXT, 0, MAX_STOPS))
-STOP_IDS = or_null(list_of(_TOKEN_ID, 0, MAX_STOP_IDS))
-ALLOWED_IDS = or_null(list_of(_TOKEN_ID, 1, MAX_BIASES))
+STOP = or_null(_STOP_TEXT, list_of(_STOP_TEXT, 0, sampling.MAX_STOPS))
+STOP_IDS = or_null(list_of(_TOKEN_ID, 0, sampling.MAX_STOP_IDS))
+ALLOWED_IDS = or_null(list_of(_TOKEN_ID, 1, sampling.MAX_BIASES))
 BIASES = or_null(
     {
         "type": "object",
         "propertyNames": {"pattern": "^[0-9]{1,10}$"},
         "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-        "maxProperties": MAX_BIASES,
+        "maxProperties": sampling.MAX_BIASES,
     }
 )
-BAD_WORDS = or_null(list_of({"type": "string", "maxLength": MAX_BAD_WORD_CHARS, "pattern": r"\S"}, 0, MAX_BAD_WORDS))
-TRUNCATION = or_null({"const": -1}, {"type": "integer", "minimum": 1, "maximum": INT32_MAX})
+BAD_WORDS = or_null(
+    list_of({"type": "string", "maxLength": sampling.MAX_BAD_WORD_CHARS, "pattern": r"\S"}, 0, sampling.MAX_BAD_WORDS)
+)
+TRUNCATION = or_null({"const": -1}, {"type": "integer", "minimum": 1, "maximum": sampling.INT32_MAX})
 CONTENT = or_null(TEXT, list_of(typed("text", {"text": TEXT})))
 _ARGUMENTS = {"type": ["string", "object", "null"]}
 _CALLED = object_of({"name": TEXT | {"minLength": 1}}, arguments=_ARGUMENTS)
@@ -148,7 +138,7 @@ class GenerationBody(PromptBody, StreamBody):
     """The fields that completions and chat completions share."""
 
     stream_options: StreamOptions | None = None
-    n: Annotated[int | None, whole(1, MAX_N)] = None
+    n: Annotated[int | None, whole(1, sampling.MAX_N)] = None
     temperature: Annotated[float | None, number(0, 100)] = None
     top_p: Annotated[float | None, ABOVE_0_TO_1] = None
     top_k: Annotated[int | None, whole(-1)] = None
@@ -156,16 +146,20 @@ class GenerationBody(PromptBody, StreamBody):
     max_tokens: Annotated[int | None, whole(0)] = None
     min_tokens: Annotated[int | None, whole(0)] = None
     stop: Annotated[Any, STOP] = None
-    stop_token_ids: Annotated[list[int] | None, STOP_IDS] = Field(None, fail_fast=True, max_length=MAX_STOP_IDS)
+    stop_token_ids: Annotated[list[int] | None, STOP_IDS] = Field(
+        None, fail_fast=True, max_length=sampling.MAX_STOP_IDS
+    )
     ignore_eos: bool | None = None
     seed: Annotated[int | None, whole(-(2**63), 2**64 - 1)] = None
     frequency_penalty: Annotated[float | None, number(-2, 2)] = None
     presence_penalty: Annotated[float | None, number(-2, 2)] = None
-    repetition_penalty: Annotated[float | None, number(LOWEST_REPETITION, HIGHEST_REPETITION)] = None
-    logit_bias: Annotated[dict[str, float] | None, BIASES] = Field(None, max_length=MAX_BIASES)
-    allowed_token_ids: Annotated[list[int] | None, ALLOWED_IDS] = Field(None, fail_fast=True, max_length=MAX_BIASES)
-    bad_words: Annotated[list[str] | None, BAD_WORDS] = Field(None, fail_fast=True, max_length=MAX_BAD_WORDS)
-    prompt_logprobs: Annotated[int | None, whole(0, MAX_LOGPROBS)] = None
+    repetition_penalty: Annotated[float | None, number(sampling.LOWEST_REPETITION, sampling.HIGHEST_REPETITION)] = None
+    logit_bias: Annotated[dict[str, float] | None, BIASES] = Field(None, max_length=sampling.MAX_BIASES)
+    allowed_token_ids: Annotated[list[int] | None, ALLOWED_IDS] = Field(
+        None, fail_fast=True, max_length=sampling.MAX_BIASES
+    )
+    bad_words: Annotated[list[str] | None, BAD_WORDS] = Field(None, fail_fast=True, max_length=sampling.MAX_BAD_WORDS)
+    prompt_logprobs: Annotated[int | None, whole(0, sampling.MAX_LOGPROBS)] = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: Annotated[int | None, TRUNCATION] = None
@@ -180,7 +174,7 @@ class GenerationBody(PromptBody, StreamBody):
     structural_tag: Annotated[Any, JSON] = None
     request_id: str | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
-    priority: Annotated[int | None, whole(-INT32_MAX)] = None
+    priority: Annotated[int | None, whole(-sampling.INT32_MAX)] = None
     cache_salt: Annotated[str | None, text(1, MAX_SALT_CHARS)] = None
     timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
 
@@ -194,9 +188,9 @@ class CompletionBody(GenerationBody):
     )
 
     prompt: Annotated[Any, PROMPT] = None
-    logprobs: Annotated[int | None, whole(0, MAX_LOGPROBS)] = None
+    logprobs: Annotated[int | None, whole(0, sampling.MAX_LOGPROBS)] = None
     echo: bool | None = None
-    best_of: Annotated[int | None, whole(1, MAX_N)] = None
+    best_of: Annotated[int | None, whole(1, sampling.MAX_N)] = None
 
 
 class ChatMessage(Body):
@@ -243,10 +237,10 @@ class ChatBody(GenerationBody, ChatPromptBody):
     max_tokens: Annotated[int | None, whole(1)] = None
     max_completion_tokens: Annotated[int | None, whole(1)] = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, whole(0, MAX_LOGPROBS)] = None
+    top_logprobs: Annotated[int | None, whole(0, sampling.MAX_LOGPROBS)] = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
-    thinking_token_budget: int | None = Field(None, ge=0, le=INT32_MAX)
+    thinking_token_budget: int | None = Field(None, ge=0, le=sampling.INT32_MAX)
 
 
 class TokenizeBody(ChatPromptBody):
@@ -266,4 +260,4 @@ class DetokenizeBody(Body):
     """The body of POST /detokenize."""
 
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0, le=INT32_MAX)]] = Field(fail_fast=True)
+    tokens: list[Annotated[int, Field(ge=0, le=sampling.INT32_MAX)]] = Field(fail_fast=True)

@@ -19,22 +19,9 @@ from pypto_serving.api.generation.logprobs import TokenEntry
 from pypto_serving.api.generation.request import GenerationRequest
 from pypto_serving.api.http.errors import ApiError
 from pypto_serving.api.responses import answers
-from pypto_serving.api.responses.answers import (
-    CustomToolCallItem,
-    FunctionCallItem,
-    IncompleteDetails,
-    OutputItem,
-    OutputMessage,
-    OutputText,
-    ReasoningItem,
-    ReasoningText,
-    ResponseFailure,
-    ResponseObject,
-    Status,
-)
 from pypto_serving.api.responses.history import Called, callable_tools, input_of
 
-Done = Callable[[ResponseObject], None]
+Done = Callable[[answers.ResponseObject], None]
 _ENDS = {"completed": answers.ResponseCompleted, "incomplete": answers.ResponseIncomplete}
 
 
@@ -57,14 +44,14 @@ class ResponseFormat(AnswerFormat):
         self._on_done = on_done
         self._opened = False
         self._number = 0
-        self._output: list[OutputItem] = []
+        self._output: list[answers.OutputItem] = []
         self._texts: list[str] = []
         self._logprobs: list[Any] = []
         self._unsent: list[TokenEntry] = []
         self._open_kind: str | None = None
-        self._status: Status = "in_progress"
+        self._status: answers.Status = "in_progress"
 
-    def response(self, outputs: list[ChoiceOutput], usage: TokenUsage) -> ResponseObject:
+    def response(self, outputs: list[ChoiceOutput], usage: TokenUsage) -> answers.ResponseObject:
         (output,) = outputs
         entries, num_chars, taken = output.logprobs or [], 0, 0
         for i, text in enumerate(output.texts):
@@ -98,7 +85,7 @@ class ResponseFormat(AnswerFormat):
         opening = self._open()
         self._status = "failed"
         failed = self._object(None)
-        failed.error = ResponseFailure("server_error", error.message)
+        failed.error = answers.ResponseFailure("server_error", error.message)
         return opening + self._event(answers.ResponseFailed(self._number, failed))
 
     def event(self, delta: Delta) -> bytes:
@@ -129,60 +116,60 @@ class ResponseFormat(AnswerFormat):
         self._output.append(item)
         self._texts, self._logprobs, self._open_kind = [], [], _kind(part)
         written = self._event(answers.OutputItemAdded(self._number, self._index, item))
-        if isinstance(item, OutputMessage):
-            written += self._event(answers.ContentPartAdded(*self._place, 0, OutputText("", [], [])))
-        elif isinstance(item, ReasoningItem):
-            written += self._event(answers.ContentPartAdded(*self._place, 0, ReasoningText("")))
+        if isinstance(item, answers.OutputMessage):
+            written += self._event(answers.ContentPartAdded(*self._place, 0, answers.OutputText("", [], [])))
+        elif isinstance(item, answers.ReasoningItem):
+            written += self._event(answers.ContentPartAdded(*self._place, 0, answers.ReasoningText("")))
         return written
 
-    def _new_item(self, part: OutputPart) -> OutputItem:
+    def _new_item(self, part: OutputPart) -> answers.OutputItem:
         kind, made = _kind(part), uuid.uuid4().hex
         if kind == "message":
-            return OutputMessage(f"msg_{made}", "in_progress", "assistant", [])
+            return answers.OutputMessage(f"msg_{made}", "in_progress", "assistant", [])
         if kind == "reasoning":
-            return ReasoningItem(f"rs_{made}", "in_progress", [], [])
+            return answers.ReasoningItem(f"rs_{made}", "in_progress", [], [])
         call_id = self._form.new_call_id("call_")
         name = part.name if isinstance(part, ToolCallStart) else ""
         called = self._tools.get(name, Called(name))
         if called.is_custom:
-            return CustomToolCallItem(f"ctc_{made}", call_id, called.name, "", called.namespace)
-        return FunctionCallItem(f"fc_{made}", "in_progress", call_id, called.name, "", called.namespace)
+            return answers.CustomToolCallItem(f"ctc_{made}", call_id, called.name, "", called.namespace)
+        return answers.FunctionCallItem(f"fc_{made}", "in_progress", call_id, called.name, "", called.namespace)
 
     def _add(self, text: str) -> bytes:
         self._texts.append(text)
         entries, self._unsent = self._unsent, []
         match self._output[-1]:
-            case OutputMessage():
+            case answers.OutputMessage():
                 scored = (chat_logprobs(entries) or {"content": []})["content"]
                 self._logprobs += scored
                 return self._event(answers.OutputTextDelta(*self._place, 0, text, _without_bytes(scored)))
-            case ReasoningItem():
+            case answers.ReasoningItem():
                 return self._event(answers.ReasoningTextDelta(*self._place, 0, text))
-            case FunctionCallItem():
+            case answers.FunctionCallItem():
                 return self._event(answers.FunctionCallArgumentsDelta(*self._place, text))
-            case CustomToolCallItem():
+            case answers.CustomToolCallItem():
                 return b""
 
-    def _close(self, status: Status) -> bytes:
+    def _close(self, status: answers.Status) -> bytes:
         """Write the end of the last item."""
         if self._open_kind is None:
             return b""
         self._open_kind = None
         item, text = self._output[-1], "".join(self._texts)
         match item:
-            case OutputMessage():
-                item.status, item.content = status, [OutputText(text, [], [*self._logprobs])]
+            case answers.OutputMessage():
+                item.status, item.content = status, [answers.OutputText(text, [], [*self._logprobs])]
                 told = _without_bytes(self._logprobs)
                 written = self._event(answers.OutputTextDone(*self._place, 0, text, told))
                 written += self._event(answers.ContentPartDone(*self._place, 0, item.content[0]))
-            case ReasoningItem():
-                item.status, item.content = status, [ReasoningText(text)]
+            case answers.ReasoningItem():
+                item.status, item.content = status, [answers.ReasoningText(text)]
                 written = self._event(answers.ReasoningTextDone(*self._place, 0, text))
                 written += self._event(answers.ContentPartDone(*self._place, 0, item.content[0]))
-            case FunctionCallItem():
+            case answers.FunctionCallItem():
                 item.status, item.arguments = status, text or "{}"
                 written = self._event(answers.FunctionCallArgumentsDone(*self._place, item.arguments))
-            case CustomToolCallItem():
+            case answers.CustomToolCallItem():
                 item.input = input_of(text)
                 written = self._event(answers.CustomToolCallInputDelta(*self._place, item.input))
                 written += self._event(answers.CustomToolCallInputDone(*self._place, item.input))
@@ -201,13 +188,13 @@ class ResponseFormat(AnswerFormat):
         self._number += 1
         return named(event)
 
-    def _object(self, usage: TokenUsage | None) -> ResponseObject:
-        return ResponseObject(
+    def _object(self, usage: TokenUsage | None) -> answers.ResponseObject:
+        return answers.ResponseObject(
             **self._base,
             status=self._status,
             completed_at=int(time.time()) if self._status == "completed" else None,
             error=None,
-            incomplete_details=IncompleteDetails("max_output_tokens") if self._status == "incomplete" else None,
+            incomplete_details=answers.IncompleteDetails("max_output_tokens") if self._status == "incomplete" else None,
             output=[*self._output],
             service_tier="default",
             usage=None if usage is None else ResponseUsage.of(usage),

@@ -7,9 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from pypto_serving.api.generation.choice import Choice
+from pypto_serving.api.generation.choice import Choice, StopPatterns
 from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest
-from pypto_serving.api.generation.stops import StopPatterns
 from pypto_serving.types.arrays import pack_ids
 from pypto_serving.types.request import EngineRequest, RequestOutput
 from pypto_serving.types.sampling import SamplingParams

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pypto_serving.api.generation.stops import StopPatterns, StopStrings
+from pypto_serving.api.generation.choice import StopPatterns, StopStrings
 
 
 def search(text: str, stops: list[str]) -> tuple[str, str | None]:
