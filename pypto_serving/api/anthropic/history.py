@@ -10,6 +10,7 @@ from pypto_serving.api.chat.tools import (
     ToolUse,
     check_function,
     check_names,
+    choose_tools,
     is_shallow,
     list_of_tools,
     refuse,
@@ -146,7 +147,8 @@ def _refuse_block(block: Block, where: str, allowed: str) -> NoReturn:
     raise RequestError(message, param=where, code="unsupported_content")
 
 
-CHOICES = ("auto", "any", "tool", "none")
+_MODE_OF = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
+"""OpenAI's modes, by the types of tool choices."""
 
 
 def read_tool_use(tools: Any, tool_choice: Any) -> ToolUse:
@@ -156,23 +158,13 @@ def read_tool_use(tools: Any, tool_choice: Any) -> ToolUse:
     names = check_names(functions, "tools", "name")
     choice = {"type": "auto"} if tool_choice is None else tool_choice
     kind = choice.get("type") if isinstance(choice, Mapping) else None
-    if kind not in CHOICES:
-        refuse("tool_choice", f"is {brief(choice)}, but must be an object whose type is one of {', '.join(CHOICES)}")
+    if not isinstance(kind, str) or kind not in _MODE_OF:
+        refuse("tool_choice", f"is {brief(choice)}, but must be an object whose type is one of {', '.join(_MODE_OF)}")
     single = choice.get("disable_parallel_tool_use")
     if not isinstance(single, bool | None):
         refuse("tool_choice.disable_parallel_tool_use", f"is {brief(single)}, but must be true or false")
-    if kind == "none":
-        return ToolUse()
-    if kind == "auto":
-        return ToolUse(functions, (), not single)
-    if not functions:
-        refuse("tool_choice", "needs a call, but there are no tools; send tools, or set its type to 'auto'")
-    if kind == "any":
-        return ToolUse(functions, tuple(names), not single)
-    name = choice.get("name")
-    if name not in names:
-        refuse("tool_choice.name", f"is {brief(name)}, but the names in tools are {brief(names)}")
-    return ToolUse(functions, (name,), False)
+    named = {"tool_choice.name": choice.get("name")} if kind == "tool" else {}
+    return choose_tools(functions, names, _MODE_OF[kind], named, not single and kind != "tool")
 
 
 def _function(tool: Any, where: str) -> Mapping[str, Any]:

@@ -60,15 +60,13 @@ class MessageFormat(AnswerFormat):
 
     def response(self, outputs: list[ChoiceOutput], usage: TokenUsage) -> answers.Message:
         (output,) = outputs
-        content: list[answers.ContentBlock] = []
-        texts: list[list[str]] = []
+        blocks: list[tuple[answers.ContentBlock, list[str]]] = []
         for part in self._parts(output.texts, True):
             if self._begins(part):
-                content.append(self._begin(part))
-                texts.append([])
+                blocks.append((self._begin(part), []))
             if not isinstance(part, ToolCallStart):
-                texts[-1].append(part.text)
-        for block, pieces in zip(content, texts, strict=True):
+                blocks[-1][1].append(part.text)
+        for block, pieces in blocks:
             text = "".join(pieces)
             match block:
                 case answers.TextBlock():
@@ -79,7 +77,7 @@ class MessageFormat(AnswerFormat):
                     given = object_in(text)
                     block.input = given if isinstance(given, dict) else {"arguments": given}
         self._finish(output.finish_reason, output.stop_reason)
-        return self._message(content, usage)
+        return self._message([block for block, _ in blocks], usage)
 
     def opening(self, usage: TokenUsage) -> bytes:
         """Write `message_start`, unless a ping did already."""

@@ -45,6 +45,16 @@ def read_tool_use(tools: Any, tool_choice: Any, parallel: bool | None) -> ToolUs
     functions = read_tools(tools, "tools")
     names = check_names(functions, "tools")
     mode, allowed, is_named = _read_choice(tool_choice)
+    return choose_tools(functions, names, mode, allowed, parallel is not False and not is_named)
+
+
+def choose_tools(
+    functions: Sequence[Mapping[str, Any]], names: Sequence[str], mode: str, allowed: Mapping[str, Any], parallel: bool
+) -> ToolUse:
+    """Return the use of functions with these `names` in one of MODES. Raises RequestError that names the place.
+
+    `allowed` are the names that the request lists, by their places; {} for all.
+    """
     for place, name in allowed.items():
         if name not in names:
             refuse(place, f"is {brief(name)}, but the names in tools are {brief(names) if names else 'none'}")
@@ -54,8 +64,8 @@ def read_tool_use(tools: Any, tool_choice: Any, parallel: bool | None) -> ToolUs
         return ToolUse()
     chosen = tuple(dict.fromkeys(allowed.values()))
     if mode == "auto":
-        return ToolUse([f for f in functions if not chosen or f["name"] in chosen], (), parallel is not False)
-    return ToolUse(functions, chosen or tuple(names), parallel is not False and not is_named)
+        return ToolUse([f for f in functions if not chosen or f["name"] in chosen], (), parallel)
+    return ToolUse(functions, chosen or tuple(names), parallel)
 
 
 def _read_choice(choice: Any) -> tuple[str, dict[str, str], bool]:
