@@ -12,6 +12,7 @@ from pypto_serving.api.common.body import MAX_IGNORED, MAX_NAME_CHARS
 from pypto_serving.api.openai.bodies import parse_body
 from pypto_serving.api.openai.schemas import ChatBody, CompletionBody, GenerationBody
 from pypto_serving.api.service import MAX_REMEMBERED_FIELDS
+from pypto_serving.api.settings import ServingConfig
 from pypto_serving.types.sampling import MAX_STOP_CHARS, MAX_STOPS
 from tests.api.running import RunningServer
 
@@ -52,7 +53,8 @@ def test_names_of_unknown_fields_are_remembered_in_part(server: RunningServer) -
 def test_names_of_unknown_fields_are_cut_where_a_body_is_parsed() -> None:
     """A reader sends a few of them, and their number."""
     fields = {f"{i}" + "x" * 1000: 1 for i in range(1000)} | {"stream": True, "stream_options": {"y" * 1000: 1}}
-    _, ignored = parse_body(json.dumps(fields).encode(), CompletionBody)
+    serving = ServingConfig(model_dir="", served_model_names=("m",))
+    ignored = parse_body(json.dumps(fields).encode(), CompletionBody, serving)[1]["ignored"]
     assert ignored.names == [f"{i}" + "x" * (MAX_NAME_CHARS - len(f"{i}")) for i in range(MAX_IGNORED)]
     assert ignored.num_more == 1001 - MAX_IGNORED
     assert ignored.header()["x-ignored-fields"].endswith(f", and {1001 - MAX_IGNORED} more")
