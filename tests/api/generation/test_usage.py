@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pypto_serving.api.generation.choice import count_usage
-from pypto_serving.api.generation.generation import _new_choices
+from pypto_serving.api.generation.choice import Choice, count_usage
 from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, engine_requests
 from pypto_serving.api.service import SeedSource
 from pypto_serving.types.arrays import pack_ids
@@ -16,7 +15,7 @@ def test_prompts_with_different_numbers_of_choices() -> None:
     prompts = [FittedPrompt(pack_ids([1] * 10), 16), FittedPrompt(pack_ids([1] * 4), 16)]
     request = GenerationRequest("a", prompts, SamplingParams(n=2))
     made = engine_requests(request, SeedSource(0), (), 0.0)
-    choices = list(_new_choices(request, made, None).values())
+    choices = [Choice(i, one, request, None) for i, one in enumerate(made)]
     assert [choice.prompt for choice in choices] == [0, 0, 1, 1]
     for choice, cached in zip(choices, (8, 9, 2, 2), strict=True):
         by_tier = (cached,) + (0,) * (len(TIERS) - 1)
