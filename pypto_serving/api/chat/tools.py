@@ -207,7 +207,8 @@ def part_text(part: Any, where: str, fields: Mapping[str, str]) -> str:
     """Return the text of one part. Raises RequestError."""
     kind = part.get("type") if isinstance(part, Mapping) else part
     if not isinstance(kind, str) or kind not in fields:
-        complaint = f"is a part of type {brief(kind)}; here this model reads only {', '.join(fields)}"
+        allowed = ", ".join(f"{{'type': {name!r}, {field!r}: ...}}" for name, field in fields.items())
+        complaint = f"is a part of type {brief(kind)}; here this model reads only {allowed}"
         refuse(where, complaint, "unsupported_content")
     return string_in(part, fields[kind], where)
 
