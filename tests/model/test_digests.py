@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pypto_serving.errors import ModelError
-from pypto_serving.model import digests as module
+from pypto_serving.model import fingerprint as module
 from pypto_serving.model.fingerprint import digests
 
 CONTENT = os.urandom(10_500)
