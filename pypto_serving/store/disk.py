@@ -18,7 +18,7 @@ import numpy as np
 
 from pypto_serving.store.base import FULL, Piece, Store, digest, reason_of
 from pypto_serving.store.files import FileStore
-from pypto_serving.store.folder import FORMAT, Folder, FolderStore, Meta, make_room
+from pypto_serving.store.folder import FORMATS, Folder, FolderStore, Meta, make_room
 from pypto_serving.store.index import SlotTable
 from pypto_serving.store.slab import Slab
 from pypto_serving.types.tier import TierInventory
@@ -103,7 +103,7 @@ class DiskStore(FolderStore):
         self._lock = threading.Lock()
         self._tables: list[SlotTable] = []
         self._slabs: list[Slab] = []
-        meta = Meta(FORMAT, "slots", fingerprint.hex(), block_bytes, model)
+        meta = Meta(FORMATS["slots"], "slots", fingerprint.hex(), block_bytes, model)
         super().__init__(Path(folder), meta, known=known, clock=clock)
         self._stamps = itertools.count(1 + max((table.last_stamp() for table in self._tables), default=0))
 

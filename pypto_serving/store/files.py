@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from pypto_serving.store.base import DIGEST_BYTES, FULL, Piece, digest, reason_of
-from pypto_serving.store.folder import FORMAT, Folder, FolderStore, Meta
+from pypto_serving.store.folder import FORMATS, Folder, FolderStore, Meta
 from pypto_serving.store.slab import sync_folder
 from pypto_serving.types.tier import KEY_BYTES, TierInventory
 from pypto_serving.util import Clock, open_regular, write_at
@@ -61,7 +61,7 @@ class FileStore(FolderStore):
         self._keys: dict[tuple[int, int], bytes] = {}
         self._slots: dict[tuple[int, bytes], int] = {}
         self._pool = ThreadPoolExecutor(STATS_AT_ONCE, "stat")
-        meta = Meta(FORMAT, "files", fingerprint.hex(), block_bytes, model)
+        meta = Meta(FORMATS["files"], "files", fingerprint.hex(), block_bytes, model)
         super().__init__(Path(folder), meta, known=known, clock=clock)
         if self._folder is None:
             self._inventory = TierInventory(tier="disk", writable=False, reason=self._faults.reason)

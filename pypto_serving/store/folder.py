@@ -32,8 +32,9 @@ from pypto_serving.util import Clock, hash128, open_regular, read_regular
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
 Kind = Literal["slots", "files"]
+FORMATS: dict[str, int] = {"slots": 2, "files": 1}
+"""The format of each kind of folder. A writer empties a folder of an earlier one, and leaves a later one as it is."""
 IN_USE, WRITER, META = "in_use", "writer", "meta.json"
 
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
@@ -55,6 +56,7 @@ class Meta(msgspec.Struct, frozen=True):
 
 class _Format(msgspec.Struct):
     format: int
+    kind: str = ""
 
 
 class Unusable(Exception):
@@ -234,9 +236,10 @@ def read_meta(path: Path) -> Meta | None:
     """Read `meta.json`; None if it is damaged. Raises OSError, and Unusable for a later format."""
     text = read_regular(path / META)
     try:
-        version = msgspec.json.decode(text, type=_Format).format
-        if version > FORMAT:
-            raise Unusable(f"it has format {version}, made by a later version; this one knows {FORMAT}")
+        given = msgspec.json.decode(text, type=_Format)
+        known = FORMATS.get(given.kind, max(FORMATS.values()))
+        if given.format > known:
+            raise Unusable(f"it has format {given.format}, made by a later version; this one knows {known}")
         return msgspec.json.decode(text, type=Meta)
     except msgspec.DecodeError:
         return None
@@ -321,8 +324,8 @@ def delete(path: Path) -> bool:
 
 
 def _empty(path: Path) -> None:
-    """Delete everything but the locks."""
-    for entry in path.iterdir():
+    """Delete everything but the locks; `meta.json` last, so that what a kill leaves is still known as of its format."""
+    for entry in sorted(path.iterdir(), key=lambda entry: entry.name == META):
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         elif entry.name not in (IN_USE, WRITER):

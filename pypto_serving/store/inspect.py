@@ -16,6 +16,7 @@ from pypto_serving.errors import ConfigError
 from pypto_serving.store.base import Piece, digest, reason_of
 from pypto_serving.store.files import block_files, read_block
 from pypto_serving.store.folder import (
+    FORMATS,
     FolderUsage,
     Meta,
     Unusable,
@@ -67,7 +68,7 @@ def folders_in(root: Path) -> list[Path]:
 def facts(path: Path) -> FolderFacts:
     """Return what a folder holds. Raises OSError."""
     try:
-        meta, problem = read_meta(path), "its meta.json is damaged"
+        meta, problem = _read_served(path), "its meta.json is damaged"
     except FileNotFoundError:
         meta, problem = None, "it is not complete"
     except Unusable as error:
@@ -82,6 +83,16 @@ def facts(path: Path) -> FolderFacts:
     else:
         groups = tuple(_slot_facts(path, group, size) for group, size in enumerate(meta.block_bytes))
     return FolderFacts(usage(path), meta, groups)
+
+
+def _read_served(path: Path) -> Meta | None:
+    """Do what `read_meta` does; raise Unusable for an earlier format, too."""
+    meta = read_meta(path)
+    if meta is not None and meta.format < FORMATS[meta.kind]:
+        raise Unusable(
+            f"it has format {meta.format}, made by an earlier version; the next server of this model empties it"
+        )
+    return meta
 
 
 def _slot_facts(path: Path, group: int, block_bytes: int) -> GroupFacts:
@@ -114,7 +125,7 @@ def verify(path: Path, report: Report) -> Verified:
     Raises FileNotFoundError for a folder that is being made or deleted.
     """
     with _kept(path):
-        meta = read_meta(path)
+        meta = _read_served(path)
         if meta is None:
             raise Unusable("its meta.json is damaged; the next server of this model writes it anew")
         check = _verify_files if meta.kind == "files" else _verify_slots

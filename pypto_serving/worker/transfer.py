@@ -152,7 +152,8 @@ class TransferServer:
             while (message := self._channel.receive()) is not None:
                 self._accept_jobs(message)
             while self._waiting and self._waiting[0][0] <= self._completed_step:
-                self._start(self._waiting.popleft()[1])
+                self._start(self._waiting[0][1])
+                self._waiting.popleft()  # now: in between the worker would not be busy
             self._report()
 
     def _accept_jobs(self, message: Transfers) -> None:

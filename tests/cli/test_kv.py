@@ -168,6 +168,16 @@ def test_a_later_format_is_named_and_left_alone(disk: Disk, capsys: pytest.Captu
     assert len(disk.folders()) == 1
 
 
+def test_an_earlier_format_is_named(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its blocks are not damaged, but of no use to this version."""
+    fill(disk)
+    path = disk.file("meta.json")
+    path.write_text(path.read_text().replace('"format":2', '"format":1'))
+    assert "format 1, made by an earlier version" in run(capsys, "stat", disk.root)[1]
+    out = run(capsys, "verify", disk.root)[1]
+    assert "is skipped" in out and "format 1, made by an earlier version" in out and "damaged" not in out
+
+
 def test_clear_deletes_what_no_server_uses(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
     fill(disk)
     fill(disk, b"third")

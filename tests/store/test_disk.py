@@ -255,14 +255,18 @@ def test_a_later_format_is_left_alone(disk: Disk, caplog: pytest.LogCaptureFixtu
     assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == before
 
 
-def test_a_folder_of_an_earlier_format_begins_anew(disk: Disk) -> None:
-    store = disk.open()
+def test_a_folder_of_an_earlier_format_begins_anew(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when a start is interrupted while it empties the folder."""
+    unlink, store = Path.unlink, disk.open()
     put(store, HELD)
     store.close()
     path = disk.file("meta.json")
     path.write_text(path.read_text().replace('"format":2', '"format":1'))
     old = path.with_name("g0-0000.slab")
     old.write_bytes(b"blocks by another rule")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", lambda path: unlink(path) if path != old else os.close(-1))
+        assert not disk.open().writable and path.exists(), "else nobody would know what the rest is"
     store = disk.open()
     assert listed(store) == {} and not old.exists()
     assert put(store, HELD) == [True] * 3

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pypto_serving.errors import ConfigError
@@ -75,6 +76,13 @@ def test_servers_find_each_others_blocks(server: Open) -> None:
     assert loads(second, (0, 5), key_of("a"))
     assert put(second, {(0, 1): key_of("a"), (0, 2): key_of("d")}) == [True, True]
     assert first.find([key_of("d")]) == [True]
+
+
+def test_the_format_of_files_is_not_that_of_slots(server: Open, tmp_path: Path) -> None:
+    """A server of an earlier version may share the folder, which must not be emptied under it."""
+    put(server(), HELD)
+    (path,) = tmp_path.rglob("meta.json")
+    assert msgspec.json.decode(path.read_bytes())["format"] == 1
 
 
 def test_a_slot_that_gets_another_block_deletes_the_old_file(server: Open, tmp_path: Path) -> None:

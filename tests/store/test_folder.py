@@ -14,7 +14,7 @@ import pytest
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.store.folder import (
-    FORMAT,
+    FORMATS,
     IN_USE,
     META,
     WRITER,
@@ -40,7 +40,7 @@ def full(disk: Disk, name: str, used_at_s: float) -> Path:
     store = disk.open(fingerprint=name.encode())
     assert all(put(store, {place: key_of((name, place)) for place in places(6)}))
     store.close()
-    path = disk.root / folder_name(Meta(FORMAT, "slots", name.encode().hex(), BLOCK_BYTES))
+    path = disk.root / folder_name(Meta(FORMATS["slots"], "slots", name.encode().hex(), BLOCK_BYTES))
     for file in path.iterdir():
         os.utime(file, (used_at_s, used_at_s))
     return path
@@ -213,7 +213,7 @@ print(listed(store), store.inventory().writable)
 
 
 def test_servers_start_while_others_delete_what_nobody_uses(tmp_path: Path) -> None:
-    meta, ended = Meta(FORMAT, "slots", "00", (8,)), threading.Event()
+    meta, ended = Meta(FORMATS["slots"], "slots", "00", (8,)), threading.Event()
 
     def delete_all() -> None:
         while not ended.is_set():
