@@ -24,6 +24,7 @@ from pypto_serving.processes import COPY_END, COPY_NUMBER, Child, start_module
 from pypto_serving.types.arrays import Int32Array, pack_ids
 from pypto_serving.types.sampler import MaskArray
 from pypto_serving.types.sampling import RowSampling
+from pypto_serving.util import Backoff
 from pypto_serving.worker.guiding.server import COMPILES_TOO_LONG
 from pypto_serving.worker.guiding.wire import (
     AppendTokens,
@@ -111,7 +112,7 @@ class GuideProcess:
     """Owns the guide process, the channel to its copy that follows rows, and the shared masks.
 
     Both start with the first row that is opened, and end when there has been none for long. After a death all rows are
-    forgotten.
+    forgotten, and the next row that is opened starts another copy: later and later while they end for no row.
     """
 
     def __init__(self, model_dir: str, vocab_size: int, max_rows: int, max_drafts: int = 0) -> None:
@@ -122,6 +123,8 @@ class GuideProcess:
         self._child: Child | None = None
         self._control: socket.socket | None = None
         self._channel: SocketChannel[GuideAnswers] | None = None
+        self._unsent: list[msgspec.Struct] = []
+        self._backoff = Backoff(0.1, 5.0)
         self._num_heartbeats = 0
         self._heard_s = 0.0
 
@@ -130,11 +133,20 @@ class GuideProcess:
         return None if self._child is None else self._child.pid
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message; never wait."""
-        if self._channel is None and isinstance(message, OpenRow):
-            self._channel = self._start_copy(message.eos_ids)
+        """Send a message, or keep it until a copy may start; never wait."""
+        if self._channel is not None or self._unsent or isinstance(message, OpenRow):
+            self._unsent.append(message)
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._channel is None and self._unsent and self._backoff.is_over(time.monotonic()):
+            first = self._unsent[0]
+            assert isinstance(first, OpenRow)
+            self._channel = self._start_copy(first.eos_ids)
         if self._channel is not None:
-            self._channel.send(message)
+            for message in self._unsent:
+                self._channel.send(message)
+            self._unsent.clear()
 
     def _start_copy(self, eos_ids: bytes) -> SocketChannel[GuideAnswers]:
         """Start a copy, and the process if there is none. If that fails, the channel is closed."""
@@ -162,8 +174,18 @@ class GuideProcess:
         self._control = ours
 
     def receive(self, timeout_s: float) -> GuideAnswers | None:
-        """Return the next answers of the process, or None if none come in time."""
-        return None if self._channel is None else self._channel.receive(timeout_s)
+        """Return the next answers of the process, or None if none come in time.
+
+        Between copies it waits as well, so that the caller does not compute in vain until the next one starts.
+        """
+        self._flush()
+        if self._channel is None:
+            time.sleep(timeout_s)
+            return None
+        answers = self._channel.receive(timeout_s)
+        if answers is not None:
+            self._backoff.succeed()
+        return answers
 
     def death(self) -> Death | None:
         """Return how the process ended, once, if it did. One that is silent for too long is ended."""
@@ -179,6 +201,7 @@ class GuideProcess:
         self.shared.at_work[:] = 0
         if not life and code != EXIT_OK:
             logger.error("a process that follows grammars ended with code %d", ended)
+            self._backoff.fail(time.monotonic())
         return Death(life, key, max(0, -(code or 0)))
 
     def _is_stuck(self) -> bool:

@@ -19,6 +19,7 @@ from pypto_serving.limits import MAX_MATCHER_BYTES, STUCK_S, TOKEN_S
 from pypto_serving.types.arrays import pack_ids
 from pypto_serving.types.guide import Grammar, Guide
 from pypto_serving.types.sampling import RowSampling
+from pypto_serving.util import Backoff
 from pypto_serving.worker.guide_client import GuideProcess
 from pypto_serving.worker.guides import RowGuides, StepConstraints
 from pypto_serving.worker.guiding.wire import DropRow
@@ -216,6 +217,26 @@ def peak_bytes(pid: int) -> int:
     """The most memory that a process has had, however late this is asked; it must be alive."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) << 10
+
+
+def test_steps_wait_while_no_copy_may_start(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between copies that keep ending, later and later, rather than compute in vain. Messages are kept meanwhile."""
+    rng, waits = random.Random(0), list[float]()
+    rows.start(1, GOOD)
+    while not rows.outputs[1]:
+        rows.step(rng)
+    for _ in range(4):
+        rows.process._backoff.fail(0.0)
+    while rows.process._channel is not None:
+        if not rows.constrain().withheld and (pids := rows.pids()):
+            os.kill(pids[-1], signal.SIGKILL)
+    monkeypatch.setattr(time, "sleep", waits.append)
+    rows.start(2, GOOD)
+    assert rows.constrain().withheld == {0, 1} and sum(waits) > 0
+    assert rows.process._channel is None
+    rows.process._backoff = Backoff()
+    while not rows.outputs[2]:
+        assert not rows.step(rng)
 
 
 def test_a_process_that_is_silent_is_ended_and_no_other(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
