@@ -36,13 +36,13 @@ TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Terminals and service managers send these to whole groups of processes; children leave them to their parent."""
 STDERR = 2
 LOOK_S = 0.005
-"""How often to look whether a copy has ended, which is about to."""
+"""Time between two looks whether a copy has ended, once it is about to."""
 COPY_NUMBER = struct.Struct("<q")
-"""What comes with the socket of a copy to be started: its number; then what it is for."""
+"""The number of a new copy. It is sent with the socket of the copy, before its purpose."""
 COPY_END = struct.Struct("<qid")
 """How a copy ended: its number, its exit code, NO_COPY or NOT_PREPARED, and the CPU time that it took."""
 NO_COPY, NOT_PREPARED = 1 << 16, 1 << 17
-"""The machine has no process or file left for a copy; what its work needs cannot be loaded."""
+"""Codes of copies that did not start: no process or file was left for it; what its work needs cannot be loaded."""
 MAX_PURPOSE_BYTES = 1 << 12
 logger = logging.getLogger("pypto_serving")
 
@@ -119,9 +119,9 @@ def start_module(
 ) -> Child:
     """Start `python -P -m module`, never from the current folder; it reads `start` from its control pipe.
 
-    It inherits `ends`, which are closed here, and the file descriptors `shared`, all under the same numbers, and the
-    environment with `variables` added. Terminal signals wait until `Parent` ignores them. With `leads`, it leads a
-    process group, in which its own children are, unless they lead others. Raises OSError if it cannot be started.
+    It inherits `ends` and the file descriptors `shared` under the same numbers; `ends` are closed here. Its environment
+    is that of this process with `variables` added. Terminal signals wait until `Parent` ignores them. With `leads`, it
+    leads a process group, which its own children join unless they lead others. Raises OSError if it cannot be started.
     """
     pipe, theirs = socket.socketpair()
     try:
@@ -145,10 +145,10 @@ def start_module(
 
 
 def start_copy(run: Callable[[Parent[T]], None], start: T, shared: tuple[int, ...], name: str) -> Child:
-    """Start a copy of this process, which is named `name` and does `run`. It has imported all that this one has.
+    """Start a copy of this process, named `name`, that does `run`. It has all modules that this process imported.
 
-    Its only file descriptors are the standard ones and `shared`, and it has no thread of this process: what it is to
-    use must need none. Raises OSError if it cannot be started.
+    Its only file descriptors are the standard ones and `shared`. It has none of this process's threads, so it must not
+    use what needs them. Raises OSError if it cannot be started.
     """
     pipe, theirs = socket.socketpair()
 
@@ -170,7 +170,7 @@ def start_copy(run: Callable[[Parent[T]], None], start: T, shared: tuple[int, ..
 
 
 class Copy:
-    """A copy of this process (fork) that does `work`, and ends with it, or with the exit code that `work` returns.
+    """Owns a copy of this process (fork) that does `work`. Its exit code is what `work` returns, EXIT_OK for None.
 
     Use it from one thread.
     """
@@ -217,7 +217,7 @@ def serve_copies(
     `prepare` loads what a purpose needs, and returns what a copy does with its socket. This process must have no
     threads. With `ends_idle` it ends when a copy ended by itself, without an error, and no other is left.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent may have had it ignored: then no copy could be waited for
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where a parent had it ignored, copies could not be waited for
     poller, copies = select.poll(), dict[int, tuple[socket.socket, int, Copy]]()
     poller.register(control, select.POLLIN)
     while True:
@@ -251,7 +251,7 @@ def serve_copies(
 def _start_served_copy(
     fds: list[int], prepare: Callable[[], Callable[[socket.socket], None]]
 ) -> tuple[socket.socket, Copy]:
-    """Start a copy that works on a socket; return it and a socket whose other end is closed when it ends.
+    """Start a copy that works on a socket. Return a socket that hangs up when the copy ends, and the copy.
 
     Raises OSError.
     """
@@ -284,7 +284,7 @@ def close_all_but(kept: Collection[int]) -> None:
     """Close all file descriptors of this process but the standard ones and these."""
     for path in list(Path("/proc/self/fd").iterdir()):
         if (fd := int(path.name)) > STDERR and fd not in kept:
-            with contextlib.suppress(OSError):  # the one that was read to find them
+            with contextlib.suppress(OSError):  # the one by which they were listed
                 os.close(fd)
 
 
@@ -298,7 +298,7 @@ def _run_copy(parent: int, work: Callable[[], int | None]) -> NoReturn:
     """Do `work` in a process that `parent` forked just now."""
     try:
         die_with_parent()
-        if os.getppid() == parent:  # else it ended before the kernel knew
+        if os.getppid() == parent:  # else the parent ended before the kernel was told
             os._exit(work() or EXIT_OK)
     except BaseException:
         if sys.stderr is not None:  # else it would go to stdout
@@ -308,9 +308,9 @@ def _run_copy(parent: int, work: Callable[[], int | None]) -> NoReturn:
 
 
 class Descendants:
-    """Tells when a child, and all processes that it started, have ended. They inherit `end`, which only has to be open.
+    """Tells when a child, and all processes that it started, have ended.
 
-    `ours` can then be read from.
+    They inherit `end`, which only has to be open. `ours` becomes readable once all have ended.
     """
 
     def __init__(self) -> None:
@@ -336,8 +336,8 @@ class Descendants:
 class Parent(Generic[T]):
     """The child's end of its control pipe. Ends this process when the parent does.
 
-    A thread `watches` the pipe; on Linux the kernel ends this process as well. One that makes copies while it serves
-    has no such thread.
+    A thread watches the pipe; on Linux the kernel ends this process as well. A process that makes copies while it
+    serves must not have the thread: `watches` is then False.
     """
 
     def __init__(self, pipe: socket.socket, start: T, watches: bool = True) -> None:
@@ -401,7 +401,7 @@ def terminal_signals_held() -> Iterator[None]:
 
 
 def ignore_terminal_signals() -> None:
-    """Ignore terminal signals, pending ones too, and let a process group in the background write."""
+    """Ignore terminal signals, pending ones too, and let this process write while its group is in the background."""
     for number in (*TERMINAL_SIGNALS, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, TERMINAL_SIGNALS)

@@ -29,7 +29,7 @@ logger = logging.getLogger("pypto_serving.api")
 
 CLOSE_TIMEOUT_S = 2
 KEEP_ALIVE_S = 5
-"""Time from an answer to the first byte of the next request; a body that the answer did not wait for ends by then."""
+"""Longest time from an answer to the next request, and to the end of a body that the answer did not wait for."""
 TICK_S = 1.0
 BACKLOG = 2048
 OnBound = Callable[[int], None]
@@ -145,13 +145,13 @@ class ApiServer:
         await self._exit()
 
     async def _exit(self) -> None:
-        """End requests that are being read with a 503; cut connections that do not take theirs in CLOSE_TIMEOUT_S."""
+        """Answer requests that are still being read with a 503; cut clients that do not take it in CLOSE_TIMEOUT_S."""
         await self._reading.close()
         self._server.exit()
 
 
 async def serve(app: Starlette, server: ServerConfig, on_bound: OnBound) -> None:
-    """Serve `app` until SIGTERM or SIGINT; on SIGHUP reload, if there is anything to. Raises OSError if it cannot bind.
+    """Serve `app` until SIGTERM or SIGINT; on SIGHUP reload keys and certificate. Raises OSError if it cannot bind.
 
     Port 0 takes a free port; `on_bound` gets its number, 0 for a Unix socket. Call it in the main thread, where
     signals are handled.
@@ -159,7 +159,7 @@ async def serve(app: Starlette, server: ServerConfig, on_bound: OnBound) -> None
     running = ApiServer(app, server)
     loop = asyncio.get_running_loop()
     handlers = dict.fromkeys((signal.SIGTERM, signal.SIGINT), running.stop)
-    if running.reloads:  # otherwise the end of a terminal ends the server
+    if running.reloads:  # without files to reload, SIGHUP (a closed terminal) ends the server
         handlers[signal.SIGHUP] = running.reload
     for number, handler in handlers.items():
         loop.add_signal_handler(number, handler)
@@ -182,7 +182,7 @@ class _Uvicorn(uvicorn.Server):
         self._exit = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen as uvicorn does; on Unix sockets too, and with little patience for TLS handshakes."""
+        """Listen as uvicorn does; on Unix sockets too, and with a short timeout for TLS handshakes."""
         assert sockets is not None
         [listening], loop = sockets, asyncio.get_running_loop()
         create: Any = loop.create_unix_server if listening.family == socket.AF_UNIX else loop.create_server

@@ -174,7 +174,7 @@ class SamplingInputs(msgspec.Struct, frozen=True, kw_only=True):
 
     owners [n]: the row, an index into the r rows of StepInputs.
     draws [n]: DRAWs; `random` belongs to position `positions[i]` and is the first number of
-        Philox4x32-10(seed, choice, position), see `backend/numpy_sampler.py`. Other positions have others.
+        Philox4x32-10(seed, choice, position), see `backend/numpy_sampler.py`. Each position has its own numbers.
     seeds, choices [n] uint64; positions [n]: absolute position of the first token to sample.
     num_logprobs [n]: how many of the best log-probabilities to return beside that of the token; -1 for none at all.
     adjustments: None if no row has any.
@@ -224,17 +224,17 @@ class Drafter(Protocol):
     ) -> tuple[Int32Array, Float32Array]:
         """Write at most `most` [n] drafts after the `known` [n] tokens of `rows` [n], in `tokens` [R, max_model_len].
 
-        Return how many each row got, and how probable it is that such a draft is right if those before it are. All rows
-        that sample next are asked for, also those with `most` 0. `known` says what became of the drafts before. As many
-        of the drafts are verified as pay.
+        Return how many each row got, and how probable it is that such a draft is right if those before it are. Pass all
+        rows that sample next, also those with `most` 0: their new tokens tell which earlier drafts were right. The
+        caller verifies as many of the drafts as pay.
         """
 
 
 class Draft(Protocol):
-    """Predict with the draft layers of a model, where no dispatch in flight has a row of `inputs`.
+    """Predict the tokens that follow those of `inputs` with the draft layers of a model.
 
-    Each row of `inputs` has one token, after those that are computed, or after the one of the call before. Return
-    float32 logits [r, vocab] of the tokens that follow, valid until the next call or `submit`.
+    Each row of `inputs` has one token: the one after its computed tokens, or after its token of the call before. No
+    dispatch in flight may have such a row. Return float32 logits [r, vocab], valid until the next call or `submit`.
     """
 
     def __call__(self, inputs: StepInputs, /) -> Float32Array: ...
@@ -271,7 +271,7 @@ class Backend(ABC):
     """File descriptors that processes of the program inherit, by which others see when all have ended."""
 
     respawned = False
-    """Whether a worker was there before: then what cannot be had for a moment is worth waiting for."""
+    """Whether this worker replaces another. A resource that is still busy is then worth waiting for."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config

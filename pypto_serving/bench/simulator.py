@@ -91,7 +91,7 @@ class Machine:
     def engine_config(self, max_model_len: int) -> EngineConfig:
         """Return the configuration for requests of up to `max_model_len` tokens.
 
-        Raises ConfigError if the device does not hold one, and with tiers a block to move.
+        Raises ConfigError if the device does not hold one request and, if there are tiers, one more block to move.
         """
         needed = ceil_div(max_model_len, self.block_size) + bool(self.tiers)
         num_blocks = self.device_tokens // self.block_size

@@ -160,7 +160,7 @@ def _facts(model: ModelSpec) -> str:
 
 
 def _as_given(setting: Setting) -> str:
-    """Write a setting that the user gave, and where, unless by its own flag."""
+    """Write a setting that the user gave, and where it was given if not by its own flag."""
     origin = setting.reason.removeprefix("given ").removeprefix("by ")
     return f"{setting.name} {_value(setting.value)}" + (f" ({origin})" if origin != f"--{setting.name}" else "")
 
@@ -171,9 +171,9 @@ def _as_decided(setting: Setting) -> str:
 
 
 def _is_worth_showing(setting: Setting) -> bool:
-    """Return whether the model or the machine decided a setting, and not that it has no use here.
+    """Return whether the model or the machine decided a setting that is in use.
 
-    Without a chat template the parsers are off, too, for the same reason.
+    Only a chat template is shown when it is off: the parsers are then off for the same reason.
     """
     unused = (False, "none", "auto") if setting.name == "chat-template" else (False, "none", "auto", "off")
     return setting.is_decided and setting.value not in unused

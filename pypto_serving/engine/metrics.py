@@ -38,7 +38,10 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float] | None]] = {
     "vllm:request_max_num_generation_tokens": ("Output tokens of the longest choice of a finished HTTP request.", None),
     "vllm:request_prefill_kv_computed_tokens": ("Prompt tokens of a finished request that were not cached.", None),
     "vllm:request_params_n": ("Choices of each prompt of a finished HTTP request.", _CHOICES),
-    "vllm:request_params_max_tokens": ("Most output tokens of a finished HTTP request, by default too.", None),
+    "vllm:request_params_max_tokens": (
+        "Limit of output tokens (max_tokens) of a finished HTTP request, given or by default.",
+        None,
+    ),
     "vllm:request_num_preemptions": ("Preemptions of a finished request.", _PREEMPTIONS),
     "vllm:iteration_tokens_total": ("Tokens computed per engine step.", None),
 }

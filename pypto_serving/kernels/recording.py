@@ -209,8 +209,8 @@ class Recording:
 
         Expert weights are multiplied by `scale`. With Scoring.SQRT_SOFTPLUS, `bias` [experts] is added to the scores
         for the selection only. `tid2eid` [vocab, per_token] selects by token id instead (hash routing). Operations on
-        experts have the matrices of those `computed`, by default all, and leave out the others. Raises ValueError for
-        more experts per token than there are.
+        experts have the matrices of the experts in `computed`, by default all, and skip the others. Raises ValueError
+        for more experts per token than there are.
         """
         experts = logits.shape[1]
         routing = routing_fields(logits, per_token, scoring, range(experts) if computed is None else computed)
@@ -391,16 +391,17 @@ class Recording:
         self.names.append("barrier")
 
     def exchange(self, link: Link, sent: Mirrors, received: Mirrors, counts: UInt8Array) -> None:
-        """Send what this host wrote of the arrays `sent`, as the other does, and take what it wrote of `received`.
+        """Exchange arrays with the other host: send what this one wrote of `sent`, receive its part of `received`.
 
-        Where that fails, `counts` of a barrier are closed."""
+        If that fails, close the barrier with these `counts`.
+        """
         sizes = {"num_sent": len(sent), "num_received": len(received), "num_counts": RankBarrier.num_ranks(counts)}
         arrays = {"sent": sent.structs, "received": received.structs, "counts": counts}
         self._add("exchange", link=link.handle, **arrays, **sizes)
         self._kept += [link, sent, received]
 
     def send_slot(self, link: Link, mirrors: Mirrors, counts: UInt8Array) -> None:
-        """Send the array of the step's slot, one of `mirrors`; where that fails, `counts` of a barrier are closed."""
+        """Send the array of the step's slot, one of `mirrors`; if that fails, close the barrier with these `counts`."""
         num_counts = RankBarrier.num_ranks(counts)
         self._add("send_slot", link=link.handle, mirrors=mirrors.structs, counts=counts, num_counts=num_counts)
         self._kept += [link, mirrors]
@@ -410,7 +411,7 @@ class Recording:
     ) -> None:
         """Copy part `part` of `parts` of the columns of all rows to the same place of `out`.
 
-        Either side may have one dimension more, of the steps in flight: then it is the place of the step's slot.
+        One side may have a further dimension in front, the steps in flight: the step's slot is then its index.
         """
         sides = {"from": source, "to": out}
         slots = {
@@ -424,10 +425,11 @@ class Recording:
     def share_of_rows(
         self, rank: int, ranks: int, token_cost: int, x: Float32Array, mine: Float32Array
     ) -> Iterator[None]:
-        """Record what `rank` of `ranks` computes for its share of the rows only, with x [tokens, ...] in and out.
+        """Restrict the operations that are recorded inside to the share of rows that `rank` of `ranks` computes.
 
-        `mine` holds the share of x, from token 0 on. All that share rows have about the same work, where a token costs
-        `token_cost` and one for each token of its context. Attention of all layers works on the same share.
+        Its share of x [tokens, ...] is copied to `mine`, from token 0 on, and back at the end. All shares have about
+        the same work: a token costs `token_cost`, and 1 for each token of its context. Attention of all layers works on
+        the same share.
         """
         width = math.prod(x.shape[1:])
         self._lib.begin_share(self._handle, rank, ranks, token_cost)
@@ -469,7 +471,8 @@ class Recording:
     ) -> None:
         """Replay every step that is published on a StepBoard of this memory, until a barrier or the board is closed.
 
-        The arrays of a step begin those of one of `buffers`. `drafting`, if any, is replayed for steps in the last one.
+        A step takes the first elements of the arrays in one of `buffers`. If there is a `drafting`, it is replayed for
+        steps in the last buffer.
         """
         groups = [self._tables(slots, tables) for *_, slots, tables in buffers]
         fields = [(*arrays[:5], tables) for arrays, tables in zip(buffers, groups, strict=True)]

@@ -3,8 +3,6 @@
 The context of a sequence is cut into tiles of `TILE` absolute positions. Every product of queries with a tile has the
 same sizes whatever the context. So a query's result depends neither on other rows nor on how its context was computed.
 The online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) merges tiles in order. K and V are read as stored.
-
-from __future__ import annotations
 """
 
 from __future__ import annotations

@@ -155,9 +155,9 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = False,
     ) -> list[GenerationOutput]:
-        """Answer each conversation; return results in order. The arguments are those of HTTP's fields.
+        """Answer each conversation; return results in order. The arguments are named as the fields of the HTTP API.
 
-        None as parameters means the model's defaults without a limit of tokens but the context. Raises like `generate`.
+        None as parameters means the model's defaults, with no limit of tokens but the context. Raises like `generate`.
         """
         fields = {
             "chat_template": chat_template,

@@ -9,7 +9,7 @@ The experts of a layer are split among expert groups inside the tensor group:
     experts           0..63     0..63     64..127   64..127
     their columns     left      right     left      right
 
-Attention can be split by rows instead: each rank then computes all heads of a part of them. No sum is split either.
+Attention can be split by rows instead: each rank then computes all heads for its rows. No sum is split either.
 
 All parts are half-open ranges in rank order, without gaps, as equal as whole units allow.
 """
@@ -46,7 +46,7 @@ class Topology(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if min(self.tensor, self.pipeline, self.expert, self.data) < 1:
-            raise ValueError("sizes of a topology begin at 1")
+            raise ValueError("sizes of a topology must be at least 1")
         if self.data not in (1, self.tensor):
             raise ValueError(f"{self.tensor} tensor ranks split rows among all of them or not at all, not {self.data}")
         if self.tensor % self.expert:
@@ -125,7 +125,7 @@ class Rank(msgspec.Struct, frozen=True):
 
     @property
     def attention(self) -> Rank:
-        """Return the rank whose part of an attention layer's weights it has: all of them if it has rows of its own."""
+        """Return the rank whose part of attention weights it holds: if rows are split, a rank that has all of them."""
         return Rank() if self.topology.data > 1 else self
 
     @property
@@ -150,7 +150,7 @@ class Rank(msgspec.Struct, frozen=True):
         return part(num_layers, self.topology.pipeline, self.stage)
 
     def heads(self, num_heads: int, num_kv_heads: int = 1) -> range:
-        """Return its query heads: those of its key and value heads, or a part of those of its only one.
+        """Return its query heads: all of its key and value heads, or a part if several ranks have the same one.
 
         `num_kv_heads` divides `num_heads`. Empty for some ranks if there are fewer heads than tensor ranks.
         """
@@ -237,7 +237,7 @@ class TokenBytes(msgspec.Struct, frozen=True, kw_only=True):
     whole: of each rank.
     split: of all ranks of a stage together.
     attention: of all ranks of a stage together, unless they split its rows: then of each, beside its share of x.
-    passed: of x, which a stage hands on.
+    passed: of x, the hidden state, which a stage passes on.
     """
 
     whole: int = 0

@@ -200,8 +200,8 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     rows: how many ranks share the rows of attention.
     experts: empty for a model without.
     workspace_bytes: of this rank's process; the rest of the plan's workspace is for the other processes of the server.
-    scoring_bytes: more of the plan's workspace for the process, once tokens of prompts have been scored; in a pipeline,
-        also what it takes once all requests have sampled in the same step, not in as many steps as there are stages.
+    scoring_bytes: what the process takes of the plan's workspace besides, once tokens of prompts have been scored. In a
+        pipeline, also once all requests have sampled in one step, instead of in as many steps as there are stages.
     cpus, node: see Placement; a host that joins, `host` 1, chooses its own.
     """
 
@@ -258,8 +258,8 @@ class RankWorkspace(msgspec.Struct, frozen=True, kw_only=True):
     def _logits_held(self, rank: Rank) -> float:
         """Return how many times a rank holds all logits of a step.
 
-        Each rank of the last stage computes a part of them, which the leader reads: in a pipeline from a copy for each
-        step in flight. What two processes share is half of either.
+        Each rank of the last stage computes a part of them, and the leader reads it. In a pipeline there is a copy for
+        each step in flight. Memory that two processes share counts half for each.
         """
         if self.torch:
             return TORCH_LEADER_LOGITS if rank.leads else TORCH_LOGITS

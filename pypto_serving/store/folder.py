@@ -177,7 +177,7 @@ class Folder:
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError:
-            return True  # for whoever reads or writes to find out
+            return True  # the next read or write will tell
 
     def close(self) -> None:
         """Release the locks."""

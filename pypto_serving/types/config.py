@@ -25,9 +25,9 @@ NGRAM_TOKEN_BYTES = 16
 
 
 class NgramConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Drafts are what followed the last tokens of a row before: at least `shortest` of them.
+    """How drafts are looked up: they are the tokens that followed an earlier match of the last tokens of the row.
 
-    Beyond `longest` tokens no match is better than another.
+    A match has at least `shortest` tokens. Of matches of `longest` tokens or more, none is better than another.
     """
 
     shortest: int = SHORTEST_MATCH
@@ -64,7 +64,7 @@ Activations = Literal["int8", "bf16"]
 """What activations become before they are multiplied by 4-bit codes."""
 
 Head = Literal["auto", "int8"]
-"""What the output layer is served in: as it is stored, or int8."""
+"""The form of the output layer in serving: as it is stored, or int8."""
 
 
 def default_of(struct: type[msgspec.Struct], name: str) -> Any:
@@ -85,7 +85,7 @@ class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_s: how often an idle process sends a heartbeat; it is dead after SILENT_BEATS missed ones.
     step_timeout_s: longest step, and longest time without a completed step while work waits.
     load_timeout_s: longest time without progress while loading.
-    transfer_timeout_s: longest transfer between tiers, beside the time that its bytes take in a slow one.
+    transfer_timeout_s: longest transfer between tiers, plus the time that its bytes take in a slow one.
     max_respawns: restarts of a worker without a completed step in between.
     max_deaths: deaths of a worker, or of a core, within `deaths_window_s`, also with steps in between.
     respawn_delay_s: delay before the first restart; it doubles with each further one.
@@ -283,7 +283,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_buffers(self) -> int:
-        """Return how many StepBuffers a worker has: for each dispatch that is held, and for draft layers the last."""
+        """Return how many StepBuffers a worker has: one per dispatch that is held and, last, one for draft layers."""
         return self.limits.held_dispatches + self.drafts_in_model
 
 
@@ -291,10 +291,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Configure the API process. Port 0 lets the system choose one; without `api_keys` the API is open.
 
     uds: path of a Unix socket, in place of host and port; empty for none.
-    ssl_certfile, ssl_keyfile: files of the certificate and of its key, if it is not in there too; empty for no TLS.
+    ssl_certfile, ssl_keyfile: files of the certificate and, if it is in another file, of its key; empty for no TLS.
     api_key_file: where the keys were read; empty for elsewhere.
     access_log: whether each HTTP answer is logged.
-    log_requests, max_log_len: whether each request for an answer is, with so many characters of its prompts.
+    log_requests, max_log_len: whether each request is logged, and how many characters of its prompts.
     otlp_traces_endpoint: where traces are sent; empty for no traces.
     client_priority: whether requests may name a priority.
     tool_call_parser, reasoning_parser: "auto" chooses by the model, "none" parses nothing.

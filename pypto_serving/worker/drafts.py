@@ -18,9 +18,9 @@ STEP_KEPT = 0.95
 PRIOR_SLOPE = 0.1
 """What a token adds to the time of a step without tokens, as a share of it, before it is measured."""
 PRIOR_SPREAD = 0.25
-"""Variance of the numbers of tokens from which on what was measured counts more than the prior."""
+"""If the numbers of tokens vary more than this (variance), measurements count more than the prior."""
 LEAST_GAIN = 1.1
-"""How much more than it costs a draft must be expected to bring, since both are estimates."""
+"""The expected gain of a draft must be this many times its cost, since both are estimates."""
 MOST_LATE = 3.0
 """A step counts as at most this many times as long as expected."""
 
@@ -68,10 +68,10 @@ def paying_drafts(counts: Int32Array, odds: Float32Array, num_tokens: int, steps
 
     `odds` [n] are those of a draft to be right if all before it are. All n rows sample a token anyway.
 
-    A draft adds to the time of its step, and with its odds a token to the output. The tokens per second are highest
-    where drafts are taken as long as they add more tokens per second than the step has with those taken before, the
-    likeliest first (Dinkelbach, On Nonlinear Fractional Programming, 1967). So few rows on a device that reads
-    weights for all of them have many drafts, and many rows none but the sure ones.
+    A draft adds to the time of its step, and with its odds a token to the output. To maximize tokens per second, take
+    the likeliest draft as long as it adds more tokens per second than the step has with the drafts taken before
+    (Dinkelbach, On Nonlinear Fractional Programming, 1967). So on a device whose step mostly reads weights, few rows
+    get many drafts, and many rows only those that are almost certain.
     """
     ranks = np.arange(1, 1 + int(counts.max(initial=0)))
     chances = np.where(ranks <= counts[:, None], odds[:, None] ** ranks, 0.0).ravel()
@@ -154,10 +154,10 @@ class Odds:
 class ModelDrafter:
     """Implements Drafter with `draft`, which runs the draft layers. A pass gives each of its rows one more draft.
 
-    `sampler` chooses it with the numbers that its position has in `draws`. So a row that samples gets what the model
-    would choose, if its draft layers say the same: at temperature 0.7, 23 % of a small model's drafts were right
-    instead of 9 % of the likeliest tokens. What changes logits of a row is left out. A pass costs time before anything
-    is verified, so only those are run that pay by what passes and `steps` cost. `clock` returns seconds.
+    `sampler` chooses the draft with the random numbers that its position has in `draws`. So where the draft layers
+    agree with the model, the draft is the token that the model will sample: at temperature 0.7, 23 % of a small model's
+    drafts were right, and 9 % if the likeliest tokens were taken. Adjustments of logits are left out. A pass costs time
+    before anything is verified, so it is run only if it pays, by its cost and that of `steps`. `clock` returns seconds.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ Block = Mapping[str, Any]
 
 
 def read_history(system: Any, messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the messages for an encoder, which begin with the system's.
+    """Return the messages for an encoder, the system message first.
 
     Blocks of text are joined by line breaks. Results of tools become messages of their own. Messages of one role that
     follow each other become one.
@@ -133,7 +133,7 @@ def _blocks(content: Any, where: str) -> Iterator[tuple[Block, str]]:
 
 
 def _texts(content: Any, where: str) -> list[str]:
-    """Return the texts of something that must have nothing else."""
+    """Return the texts of a content that must have only blocks of text."""
     found = []
     for block, place in _blocks(content, where):
         if block["type"] != "text":

@@ -20,7 +20,7 @@ from pypto_serving.errors import ConfigError, RequestError
 MAX_FILES, MAX_BATCHES = 1000, 1000
 """Of one key."""
 MAX_BYTES = 16 << 30
-"""Of all files of one key; a batch that runs may write more, but no other begins."""
+"""Most bytes of all files of one key. A running batch may write more; no other batch begins then."""
 PIECE_BYTES = 64 << 10
 _ID = re.compile(r"(?:file|batch)[-_][0-9a-f]{32}")
 T = TypeVar("T", File, Batch)
@@ -49,7 +49,7 @@ class KeyStore:
 
     @classmethod
     def of(cls, key: bytes, folder: Path) -> KeyStore:
-        """Return the store of a key. Nobody sees those of others, since its name is a salted hash of the key."""
+        """Return the store of a key. The name of its folder is a salted hash, which only the key leads to."""
         own = folder / hashlib.blake2b(key, key=_salt(folder), digest_size=16).hexdigest()
         own.mkdir(mode=0o700, parents=True, exist_ok=True)
         return cls(own)
@@ -61,7 +61,7 @@ class KeyStore:
 
     @property
     def owner(self) -> bytes:
-        """Return what stands for the key. Nobody else's has it, and it is no key."""
+        """Return an identifier of the key: unique to it, and useless as a key."""
         return self._folder.name.encode()
 
     def content(self, file_id: str) -> Path:
@@ -69,7 +69,7 @@ class KeyStore:
         return self._path(file_id, ".jsonl")
 
     def read(self, file: File) -> Iterator[bytes]:
-        """Open a file, and iterate over the bytes that its record counts. Raises LostError."""
+        """Open a file, and iterate over its bytes, as many as its record says. Raises LostError."""
         try:
             opened = self.content(file.id).open("rb")
         except FileNotFoundError:
@@ -90,7 +90,7 @@ class KeyStore:
         return self.file(file.id)
 
     def require_room(self, size: int = 0) -> None:
-        """Raise RequestError if `size` bytes more are too many."""
+        """Raise RequestError unless another file of `size` bytes may be stored."""
         files = self.files()
         if len(files) >= MAX_FILES:
             raise RequestError(f"there are {MAX_FILES} files already; delete some", param="file", code="too_many_files")
@@ -137,7 +137,7 @@ class KeyStore:
         self.content(file_id).unlink()
 
     def clear_up(self) -> None:
-        """Delete what a server that was killed had begun to write: records, and files without one."""
+        """Delete what a killed server left: unfinished records, and files without a record."""
         for path in self._folder.iterdir():
             begun = path.suffix == ".new" or (path.suffix == ".jsonl" and not path.with_suffix(".json").exists())
             if begun and _ID.fullmatch(path.stem):

@@ -1,4 +1,4 @@
-"""Read and parse request bodies; every malformed one is a 4xx. What one says is a ReadBody."""
+"""Read and parse request bodies; a malformed one is a 4xx. A ReadBody holds what a body says."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
     - `request_id`: what the id of the answer ends with; None for the server's own.
     - `n`: choices of each prompt, the best ones if more are made.
     - `usage`, `usage_so_far`: the last event of a stream has the usage; each event has the usage so far.
-    - `logprobs`: so many most likely tokens beside each token of the text; None for no log-probabilities.
+    - `logprobs`: how many most likely tokens to list for each token of the text; None for no log-probabilities.
     - `echo`: the text begins with the prompt.
-    - `prompt_logprobs`: so many most likely tokens beside each token of the prompt, in a field of their own.
+    - `prompt_logprobs`: how many to list for each token of the prompt, in a field of their own.
     - `token_ids`: those of prompt and output. `tokens_as_ids`: log-probabilities name tokens by their ids.
     - `truncation`: how many tokens of the prompts were cut off.
-    - `service_tier`: the only one that there is, if the body names any.
+    - `service_tier`: "default", the only one, if the body names a tier.
     """
 
     request_id: str | None = None
@@ -70,7 +70,7 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Repeated(msgspec.Struct, frozen=True):
-    """What a response repeats of its body, and the items that it answers, as JSON; `store`: it is to be kept."""
+    """What a response repeats of its body (`echo`), and the `items` that it answers, as JSON; `store`: keep it."""
 
     echo: bytes
     items: bytes
@@ -99,8 +99,8 @@ class IgnoredFields(msgspec.Struct, frozen=True):
 class ReadBody(msgspec.Struct, frozen=True, tag="read", kw_only=True):
     """A body after parsing, rendering and encoding.
 
-    `new_parser` makes the parser of one choice's text; None means plain text. `params` are those of what is made,
-    which may be more than what is `shown`. `asked` are the questions of a decision.
+    `new_parser` makes the parser of one choice's text; None means plain text. `params` are those of all choices
+    that are made; the answer may show fewer, see `shown`. `asked` are the questions of a decision.
     """
 
     model: str
@@ -164,7 +164,7 @@ async def answer_read(request: Request, endpoint: Answering) -> Response:
 
 
 def require_json(request: Request) -> None:
-    """Raise ContentTypeError unless the body is declared as JSON, which no form of a web page can do."""
+    """Raise ContentTypeError unless the body is declared as JSON. HTML forms cannot declare that."""
     declared = request.headers.get("content-type", "")
     kind = declared.partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
@@ -193,7 +193,7 @@ async def read_body(request: Request, limit: int) -> bytearray:
 
 @contextmanager
 def telling_when_parsed(request: Request) -> Iterator[None]:
-    """Tell the connection after the block that the body needs no more memory."""
+    """After the block, tell the connection that the body is no longer in memory."""
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ from pypto_serving.util import brief
 MAX_QUESTIONS, MAX_OPTIONS, MAX_LEVELS = 400, 255, 10
 MAX_NAME_CHARS = 1024
 MAX_JSON_LEVELS, MAX_JSON_VALUES, MAX_JSON_BYTES = 32, 10_000, 256 << 10
-"""Levels, values and bytes of one part of JSON."""
+"""Most levels, values and bytes of one part of JSON."""
 _PARTS = {
     "user": {"input_text": "text", "input_json": "data"},
     "assistant": {"output_text": "text", "refusal": "refusal"},
@@ -117,7 +117,7 @@ def _num_values(data: Any) -> int:
 
 
 _KINDS = get_args(Kind)
-"""A tuple, in which anything may be looked up: what a client sends as a type may be a list."""
+"""A tuple, not a set: a client may send a list as the type, which has no hash."""
 _LISTS = {"choice": ("choices", "value", MAX_OPTIONS), "score": ("levels", "label", MAX_LEVELS)}
 _TASKS = {
     "predicate": ("Statement", "Is the statement true of the input? Answer with Yes or No only."),

@@ -1,4 +1,4 @@
-"""Make the prompt and the parameters of a generation, and engine requests of it, whichever endpoint it came from."""
+"""Make the prompts, parameters and engine requests of a generation, in the same way for every endpoint."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ MAY_LACK_CONTENT = frozenset({"assistant", "tool", "function"})
 _PARTS = {"text": "text"}
 MAX_TIMEOUT_S = 86_400
 MAX_CHOICES = 512
-"""Bounds the choices of all prompts of one request, since the event loop makes them at one go."""
+"""Bounds the choices of all prompts of one request, since the event loop makes them all at once."""
 
 
 class FittedPrompt(msgspec.Struct, frozen=True):
     """A prompt and how many tokens continue it; together they fit the context. Made by `fit_prompt`.
 
-    `packed_ids` are its token ids as bytes of `pack_ids`, after `num_cut` that were cut off. `text` is kept where the
-    answer repeats it; None if token ids were given.
+    `packed_ids` holds its token ids, packed by `pack_ids`; `num_cut` tokens before them were cut off. `text` is kept if
+    the answer repeats it; None if token ids were given.
     """
 
     packed_ids: bytes
@@ -104,7 +104,7 @@ def fit_params(params: SamplingParams, prompter: Prompter, new_parser: OutputFor
     """Return the parameters of a request, with bad words as token ids and structured outputs as a guide.
 
     Special tokens stay in the text if the parser needs to see them. Raises RequestError if a parameter
-    names a token id outside the vocabulary, or like `encode_bad_words` and `with_guide`.
+    names a token id outside the vocabulary, and where `encode_bad_words` and `with_guide` do.
     """
     params = with_guide(encode_bad_words(params, prompter.tokenizer), prompter)
     check_named_ids(params, prompter.config.model.vocab_size)
@@ -158,7 +158,7 @@ def fit_num_logprobs(prompts: Sequence[FittedPrompt], params: SamplingParams, as
 
 
 def new_prompt_logprobs(prompts: Sequence[FittedPrompt], params: SamplingParams) -> Sequence[CollectedPromptLogprobs]:
-    """Make what collects the log-probabilities of each prompt; () if `params` ask for none."""
+    """Make a collector of log-probabilities for each prompt; () if `params` ask for none."""
     return () if params.prompt_logprobs is None else [CollectedPromptLogprobs(prompt.token_ids) for prompt in prompts]
 
 
@@ -167,8 +167,8 @@ def engine_requests(
 ) -> list[EngineRequest]:
     """Make one engine request for each choice, in order.
 
-    Choices of a prompt share its seed and token ids; all choices share their parameters, which have no stop strings:
-    those are found here. Only the first choice of a prompt asks for the log-probabilities of the prompt. Raises
+    Choices of a prompt share its seed and token ids; all choices share their parameters, without stop strings, which
+    this process finds. Only the first choice of a prompt asks for the log-probabilities of the prompt. Raises
     RequestError if `min_tokens` does not fit.
     """
     made: list[EngineRequest] = []

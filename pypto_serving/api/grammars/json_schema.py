@@ -16,10 +16,10 @@ from pypto_serving.util import brief
 WHITESPACE = r"\x20|\r?\n[\x20\x09]{0,20}"
 """White space between the parts of JSON: one space, or a line break and its indentation."""
 ESCAPES = 'nrbtf\\"'
-"""Escapes in texts. Without `u` each text has one spelling, so no key can be another one's in disguise."""
+"""Escapes in texts. Without `u` each text has one spelling, so two keys that look different are different."""
 
 DEFINITIONS = "#/$defs/"
-"""What all references in a prepared schema begin with, but those to all of it."""
+"""How references in a prepared schema begin, except those to the whole schema."""
 
 _SCHEMAS = frozenset({"additionalProperties", "items"})
 _LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
@@ -46,9 +46,9 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 """Keywords that cannot be enforced, with the values that change nothing. Annotations and unknown ones are left out."""
 
 MAX_COPIED = 1 << 18
-"""Keywords of all parts that references lead to."""
+"""Most keywords that are copied by following references."""
 _UNWRITABLE = re.compile("[\\x00-\\x07\\x0b\\x0e-\\x1f\\x7f\\ud800-\\udfff]")
-"""Characters that JSON writes as \\u, or should."""
+"""Characters without a short escape in JSON: control characters, and halves of surrogate pairs."""
 
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
@@ -75,7 +75,7 @@ class SchemaError(Exception):
 def prepare(
     schema: Mapping[str, Any], options: Mapping[str, Any], close_objects: bool = False, keep_free: bool = False
 ) -> dict[str, Any]:
-    """Return a schema that llguidance enforces as it stands, in its own order, with `options` for llguidance.
+    """Return a schema that llguidance enforces as it stands, with `options` for it. Properties keep their order.
 
     With `close_objects`, objects have no properties but those they name; with `keep_free`, objects that name none may
     have any. Raises SchemaError.
@@ -90,9 +90,9 @@ def prepare(
 
 
 def prepare_parts(schema: Mapping[str, Any]) -> tuple[dict[str, Any], Definitions]:
-    """Return a schema as `prepare` does, without options, and apart from it the definitions that it refers to.
+    """Return a prepared schema without options, and separately the definitions that it refers to.
 
-    Its parts may stand without it: what refers to all of it refers to a definition, too.
+    Each part of it can be used alone: a reference to the whole schema leads to a definition, too.
     """
     copier = _SchemaCopier(schema, is_split=True)
     return copier.whole(), Definitions(copier.definitions)
@@ -137,7 +137,7 @@ class Definitions:
         return self._schemas.get(str(schema.get("$ref")).removeprefix(DEFINITIONS))
 
     def with_those_of(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Add the definitions that a schema refers to, by whatever way. Raises SchemaError beyond MAX_COPIED."""
+        """Add the definitions that a schema refers to, directly or not. Raises SchemaError beyond MAX_COPIED."""
         found: dict[str, Any] = {}
         todo, _ = _references(schema)
         while todo:

@@ -22,13 +22,13 @@ from pypto_serving.errors import SHUTTING_DOWN
 MAX_HEAD_BYTES, MAX_HEADERS = 64 << 10, 128
 """Largest head of a request (its first line, headers and trailers), and most headers."""
 MAX_LINE_BYTES = MAX_HEAD_BYTES + (256 << 10)
-"""Most bytes that the parser may keep to itself: a line, and what else came in the read that began it."""
+"""Most bytes that the parser may buffer: an unfinished line, and the rest of the read in which it began."""
 HEAD_TIMEOUT_S = 10.0
 """Longest time from the connection, or from the first byte of a later request, to the end of the head."""
 BODY_PATIENCE_S, BODY_BYTES_PER_S = 30.0, 16 << 10
 """A body must end, or come at BODY_BYTES_PER_S, in every BODY_PATIENCE_S."""
 FREE_PIECES, PIECE_BYTES = 16_384, 64
-"""A body may come in FREE_PIECES chunks, or reads, of any size; with more, they must have PIECE_BYTES in the mean."""
+"""A body may come in FREE_PIECES chunks, or reads, of any size; more must have PIECE_BYTES on average."""
 MAX_PIPELINED = 16
 """Most requests that a client may send before the first is answered."""
 _UPGRADES = frozenset({b"upgrade", b"http2-settings"})
@@ -60,12 +60,12 @@ class _Request:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Uvicorn's protocol with limits. A request beyond one gets its status, and the connection is closed.
+    """Uvicorn's protocol with limits. A request that exceeds one gets its status, and the connection is closed.
 
     - A request to upgrade to another protocol is answered as if it had not asked, as RFC 9110, section 7.8, allows.
       Most clients that offer HTTP/2 in this way need that.
-    - A body that is announced as too large is refused before it is sent, if the client waits for leave to send it.
-    - A body that is answered before it ended may end while the connection is kept alive; then the connection is closed.
+    - A body that is announced as too large is refused before it is sent, if the client waits for `100 Continue`.
+    - A body that is answered before it ends must end within the keep-alive time; else the connection is closed.
     - Trailers are dropped. Answers to HTTP/1.0 have no chunks.
     """
 
@@ -98,7 +98,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """Refuse an unfinished request; the server, which ends, waits for the other answers."""
+        """Refuse an unfinished request, since the server ends. It waits for the other answers."""
         if self._phase in (_Phase.HEAD, _Phase.BODY):
             self._refuse(_ENDING)
         else:
@@ -232,7 +232,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._read_bytes -= len(body)
         self._line_bytes = self._read_bytes
         if self._body_bytes > self._gate.max_body_bytes and self._answered is self.cycle:
-            self._drop(self._request)  # by the handler
+            self._drop(self._request)  # the handler has dropped it
         super().on_body(body)
         if self._answered is not self.cycle and self._body_bytes <= self._gate.max_body_bytes:
             self._keep_reading()
@@ -404,7 +404,7 @@ _PIPELINED = ApiError(
 )
 _SMALL_PIECES = ApiError(
     HTTPStatus.BAD_REQUEST,
-    f"the body came in more than {FREE_PIECES} chunks of less than {PIECE_BYTES} bytes in the mean; send larger ones",
+    f"the body came in more than {FREE_PIECES} chunks of less than {PIECE_BYTES} bytes on average; send larger ones",
 )
 _LATE_HEAD = ApiError(HTTPStatus.REQUEST_TIMEOUT, f"the headers did not end within {HEAD_TIMEOUT_S:g} s")
 _LATE_BODY = ApiError(HTTPStatus.REQUEST_TIMEOUT, f"the body came slower than {BODY_BYTES_PER_S} bytes per second")

@@ -14,7 +14,7 @@ from pypto_serving.logs import with_fields
 from pypto_serving.util import Clock, counted
 
 MAX_FILES = 16384
-"""Open files that are counted on at most."""
+"""Most open files that are planned for, whatever the system allows."""
 FILES_FOR_OTHERS, SPARE_PLACES = 128, 64
 """Files kept for other uses, and for surplus connections."""
 MIN_HELD_BYTES = 64 << 20
@@ -117,7 +117,7 @@ class Gate:
     def sending(self, connection: Waiting, body_bytes: int) -> None:
         """Note that the client sent a part of a request, and the bytes of its body so far.
 
-        For a place, a head that does not end counts as silence, and so does a body that comes in drops.
+        When places are short, a head that does not end counts as silence, and so does a body that trickles in.
         """
         self._idle.pop(connection, None)
         if connection not in self._served:
@@ -133,7 +133,7 @@ class Gate:
         self._sending.pop(connection, None)
 
     def _make_place(self) -> bool:
-        """End a connection that waits for its client, if one has for SILENCE_S."""
+        """End a connection that has waited SILENCE_S for its client, idle ones first. Return False if there is none."""
         latest_s = self._clock() - SILENCE_S
         if self._idle and next(iter(self._idle.values())) <= latest_s:
             connection, _ = self._idle.popitem(last=False)
@@ -192,7 +192,7 @@ class Gate:
 class RefusalLog:
     """Log one line for each reason in QUIET_S, with the number of refusals since the line before.
 
-    Reasons are few: none has what a client sent.
+    Reasons are few, since none contains text of a client.
     """
 
     def __init__(self, clock: Clock) -> None:

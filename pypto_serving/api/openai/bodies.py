@@ -60,7 +60,7 @@ _GUIDED: dict[str, tuple[str, Any]] = {
     "guided_grammar": ("grammar", ""),
     "structural_tag": ("structural_tag", {}),
 }
-"""Older names of vLLM, with those in structured_outputs and with values that ask for nothing."""
+"""vLLM's older fields: the name of each in structured_outputs, and the value that asks for nothing."""
 
 
 def sampling_params(
@@ -69,7 +69,7 @@ def sampling_params(
     max_tokens: int | None,
     logprobs: int | None,
 ) -> SamplingParams:
-    """Join the body with the server's defaults. Raises RequestError that names the field at fault."""
+    """Merge the body with the server's defaults. Raises RequestError that names the field at fault."""
     values: dict[str, Any] = defaults.given()
     values |= {name: value for name in _PLAIN if (value := getattr(body, name)) is not None}
     return SamplingParams(
@@ -148,7 +148,7 @@ def parse_body(
 
 
 def read_shown(body: GenerationBody, params: SamplingParams) -> Shown:
-    """Read what `body` asks for, whose sampling parameters are `params`. Raises RequestError."""
+    """Read what the answer to `body` shows; `params` are its sampling parameters. Raises RequestError."""
     if body.stream and body.prompt_logprobs is not None:
         refuse("prompt_logprobs", "is not available together with stream = true; leave one of them out")
     if body.request_id is not None and not _REQUEST_ID.fullmatch(body.request_id):
@@ -322,7 +322,7 @@ def read_completion(prompter: Prompter, serving: ServingConfig, raw: bytes | byt
 
 
 def _made(params: SamplingParams, shown: Shown, num_made: int) -> SamplingParams:
-    """Return what to make for what is shown: log-probabilities for choosing the best, and those of echoed prompts."""
+    """Add to `params` the log-probabilities by which the best choices are found, and those of echoed prompts."""
     made: dict[str, Any] = {}
     if num_made > shown.n:
         made |= {"n": num_made, "logprobs": shown.logprobs or 0}
@@ -350,7 +350,7 @@ class EncodedPrompt(NamedTuple):
 
 
 def encode_prompts(prompter: Prompter, prompt: Any, num_each: int, add_special_tokens: bool) -> Iterator[EncodedPrompt]:
-    """Iterate over the prompts, of each of which `num_each` choices are made.
+    """Encode the prompts one by one; `num_each` choices are made of each.
 
     Raises RequestError that names the prompt at fault.
     """

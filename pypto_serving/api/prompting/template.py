@@ -41,7 +41,10 @@ _CUT_HERE = "\ue000the answer goes on here\ue001 "
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """A compiled template, the form of its calls, "none" for none, and how its model marks reasoning."""
+    """A compiled template, and how to parse the outputs of its model.
+
+    `family` is the form of tool calls, "none" to parse none; `habit` tells how reasoning is marked, None to parse none.
+    """
 
     compiled: jinja2.Template
     takes_tools: bool
@@ -130,7 +133,7 @@ class TemplateEncoder:
 
 
 def _continues(options: dict[str, Any]) -> bool:
-    """Take `continue_final_message` from the options of a request; without a word no answer is opened then."""
+    """Remove `continue_final_message` from `options` and return it; by default it turns `add_generation_prompt` off."""
     continues = bool(options.pop("continue_final_message", False))
     if continues and options.get("add_generation_prompt"):
         refuse("continue_final_message", "and add_generation_prompt are both true; set one of them to false")
@@ -173,13 +176,13 @@ def load(serving: ServingConfig, tokenizer: Tokenizer) -> TemplateEncoder:
     except ModelError as error:
         if serving.chat_template is not None or not serving.trust_request_chat_template:
             raise
-        logger.warning("chats need a template of the request: %s", error)
+        logger.warning("each chat request has to bring its template: %s", error)
     special = load_special_tokens(serving.model_dir)
     return TemplateEncoder(source, special, tokenizer.is_special, serving.tool_call_parser, serving.reasoning_parser)
 
 
 def origin(serving: ServingConfig) -> ChatOrigin:
-    """Return the template's file and why it was chosen, and so for both parsers. Raises ModelError like `load`."""
+    """Return the template's file and why it was chosen; the same for both parsers. Raises ModelError like `load`."""
     source, path = find_template(Path(serving.model_dir), serving.chat_template)
     TemplateEncoder(source, {})
     found = (path.name, "from the model's files") if serving.chat_template is None else (str(path), "given")
@@ -221,9 +224,9 @@ def template_messages(messages: Sequence[Mapping[str, Any]], knows_developers: b
     """Return messages for a template. Raises RequestError that names the place.
 
     - Fields that are null are left out, and so is an empty list of calls: templates ask whether they are there.
-    - The arguments of a call are an object; text that is none, which a model may write, stays text.
-    - Reasoning has both of its names.
-    - For a template that knows no developers, their messages are the system's.
+    - The arguments of a call are an object; text that is not one, which a model may write, stays text.
+    - Reasoning stands under both names, `reasoning` and `reasoning_content`.
+    - For a template without the role developer, its messages become system messages.
     """
     given = [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
     for message in given:

@@ -74,7 +74,7 @@ class ReaderCopy(NamedTuple):
 class ReaderQueue:
     """Owns a copy of the reader, and the jobs that wait for it. Next is the host that used the least CPU time.
 
-    If more than `max_waiting` wait, the newest of the host with the most is refused. See FairQueue.
+    If more than `max_waiting` wait, the newest job of the host with the most jobs is refused. See FairQueue.
     """
 
     def __init__(self, max_waiting: int) -> None:
@@ -259,7 +259,7 @@ class Reader:
         return ours
 
     def _take_ends(self) -> None:
-        """Take in how copies ended; if the process itself did, so did all of them."""
+        """Take in how copies ended; if the process itself ended, all of them did."""
         assert self._control is not None
         with suppress(BlockingIOError):
             while end := _receive(self._control):

@@ -37,9 +37,9 @@ logger = logging.getLogger("pypto_serving.api")
 SMALL_BYTES, SMALL_VALUES = 16 << 10, 128
 """A body of at most this size, with at most so many lists and strings, is read at once, in a few milliseconds."""
 LARGE_BYTES = 256 << 10
-"""A body of more, or with a template of its own, holds up its like only."""
+"""Larger bodies, and those that bring a template, have a queue of their own."""
 _MAY_BRING_TEMPLATE = re.compile(rb'"chat_template"|\\u00(?:5[fF]|[67])')
-"""The field's name, or the escape of a character as it has, which no program needs to write."""
+"""The field's name, or the escape of one of its characters, which no program needs to write."""
 _MAY_CHAT = frozenset[Endpoint]({"chat", "messages", "count_tokens", "tokenize", "decisions", "responses"})
 """Their bodies may hold a chat, whose template may not end."""
 _FIELDS: dict[Endpoint, str | None] = {

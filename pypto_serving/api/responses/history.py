@@ -52,7 +52,7 @@ def full_name(namespace: str | None, name: str) -> str:
 
 
 def callable_tools(tools: Sequence[Any]) -> dict[str, Called]:
-    """Return what calls tell of tools that were read, by the names that the model knows."""
+    """Return, by the names that the model knows, what a call of each tool tells the client."""
     found = [Called(tool["name"], namespace, tool["type"] == "custom") for _, namespace, tool in _offered(tools)]
     return {full_name(called.namespace, called.name): called for called in found}
 
@@ -162,7 +162,7 @@ def read_items(given: Any) -> list[Item]:
 
 
 def read_history(instructions: str | None, items: Sequence[Item], num_earlier: int = 0) -> list[dict[str, Any]]:
-    """Return the messages for an encoder; what the assistant says in a row is one.
+    """Return the messages for an encoder; consecutive items of the assistant make one.
 
     The first `num_earlier` items are those of earlier responses.
     """
@@ -197,7 +197,7 @@ class _ItemHistory:
             self._add_message(item["role"], text_of(item.get("content"), f"{where}.content", _TEXTS))
 
     def _add_message(self, role: str, text: str) -> None:
-        """Add what the user or the application says; at the beginning, instructions and what follows them are one."""
+        """Add a message. Those of system and developer right after a leading system message are joined to it."""
         if role in ("system", "developer") and [message["role"] for message in self.messages] == ["system"]:
             self.messages[0]["content"] += f"\n\n{text}"
         else:

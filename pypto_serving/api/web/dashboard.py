@@ -34,9 +34,10 @@ def _count(text: str) -> int:
 
 
 def dashboard(service: Service, memory: MemoryPlan | None, samples: int, finished: int, now_s: float) -> dict[str, Any]:
-    """Collect what the dashboard shows; a reader that has seen more than there is sees all.
+    """Collect what the dashboard shows.
 
-    `samples` has a list for each field of Sample; `seen` are the counts that the next question names.
+    `samples` and `finished` count what the page has seen. If they exceed the history, as after a restart, send all of
+    it. In the result `samples` has a list for each field of Sample; the page sends `seen` with its next request.
     """
     engine, history, metrics = service.engine, service.history, service.metrics
     history.observe(now_s)

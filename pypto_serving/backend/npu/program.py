@@ -98,7 +98,7 @@ class Device:
             for begin in range(0, len(data), len(staging.array)):
                 part = data[begin : begin + len(staging.array)]
                 if place + len(part) > start + num_bytes:
-                    raise ValueError(f"more than {num_bytes} bytes are written to a tensor of as many")
+                    raise ValueError(f"more than {num_bytes} bytes are written to a tensor of {num_bytes}")
                 staging.array[: len(part)] = part
                 self._worker.copy_to(place, staging.tensor.data_ptr(), len(part), worker_id=device)
                 place += len(part)

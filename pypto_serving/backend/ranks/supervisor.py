@@ -42,7 +42,7 @@ class RankError(PyptoError):
 class RankSupervisor:
     """Owns the processes of the other ranks of this host, and watches the connection to the other host.
 
-    A rank that gives up a step because another one has ended, ends without a fault; it is not to blame.
+    A rank that gives up a step because another one has ended ends without a fault; it is not to blame.
     """
 
     def __init__(self) -> None:
@@ -64,8 +64,8 @@ class RankSupervisor:
     ) -> None:
         """Start copies of this process that `run` one rank each.
 
-        They inherit `memory`, `descendants` and their connections `links`, which are closed here. Raises RankError if
-        one cannot be started.
+        They inherit `memory`, `descendants` and `links`. The `links`, connections of each rank, are closed here. Raises
+        RankError if one cannot be started.
         """
         for rank in ranks:
             own, name = links.get(rank.index, {}), f"rank {rank.index}"
@@ -120,7 +120,7 @@ class RankSupervisor:
             progress(LOADING, self._slowest(), self._total)
 
     def _take_reports(self) -> None:
-        """Take in reports. Raises the error of a rank that failed, or after BLAME_S of one that left."""
+        """Take in reports. Raise the error of a rank that failed; blame a rank that left once BLAME_S have passed."""
         for name, member in self._present():
             messages = member.messages()
             if member.gone:
@@ -138,7 +138,7 @@ class RankSupervisor:
                 raise RankError(f"{name} gave up a step")
 
     def _take_end(self, name: str, member: Child | ControlConnection) -> None:
-        """Remember that a rank left; raise RankError if it ended in another way."""
+        """Note that a rank gave up a step and left; raise RankError for any other end."""
         if isinstance(member, ControlConnection):
             raise RankError(f"{name} {member.gone}")
         code = member.end(PATIENCE_S)

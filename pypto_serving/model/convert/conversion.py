@@ -2,8 +2,6 @@
 
 A file gets its name when it is complete and on disk, and config.json comes last, so an unfinished conversion never
 looks like a checkpoint. The output depends on the source, the format and the version of this program alone.
-
-from __future__ import annotations
 """
 
 from __future__ import annotations

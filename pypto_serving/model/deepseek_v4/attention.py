@@ -2,8 +2,6 @@
 
 Every query gathers its own rows: first its window, then compressed entries in order, padded to whole tiles. The size
 of a query's products depends on its position alone. So prefill and decode compute the same, alone or in a batch.
-
-from __future__ import annotations
 """
 
 from __future__ import annotations
@@ -238,7 +236,7 @@ def _parts_of_heads(comm: TorchCollectives, num_heads: int, head_dim: int) -> li
 class IndexerTopK:
     """The lightning indexer of a CSA layer: selects the top-k compressed entries of a query.
 
-    Ties go to the earlier entry. Ranks split the projections; the scores, which are sums over all heads, each repeats.
+    Ties go to the earlier entry. Ranks split the projections. Each computes all scores, which are sums over all heads.
     """
 
     def __init__(

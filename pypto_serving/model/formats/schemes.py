@@ -32,7 +32,7 @@ class Scheme(Protocol):
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """List by last component tensors that files may hold besides, whose values serving does not need."""
+        """List, by last component, further tensors that files may hold and serving does not need."""
 
     def expected(self, module: str, n: int, k: int) -> dict[str, Expected]:
         """List the tensors of a matrix by name. Raises ModelError for sizes that the scheme cannot have."""
@@ -42,7 +42,7 @@ class Scheme(Protocol):
         """Name the tensor of scales by its last component; empty if there is none."""
 
     def packed_bytes(self, n: int, k: int, scales: str = "") -> int:
-        """Count the bytes of a matrix as kernels hold it, n in half panels.
+        """Count the bytes of a matrix as kernels hold it, with n rounded up to half panels.
 
         `scales` is the stored dtype of its scales, by default the usual one.
         """
@@ -52,7 +52,7 @@ class Coded(Scheme, Protocol):
     """A scheme of codes of 4 bits or FP8."""
 
     def read(self, tensors: MatrixTensors, n: int, k: int) -> StoredCodes | StoredFp8:
-        """View a matrix in its mapped files. Raises ModelError for scales that are no numbers."""
+        """View a matrix in its mapped files. Raises ModelError for scales that are not numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ PLAIN = Plain()
 def held(schemes: Sequence[Scheme], headers: Mapping[str, StoredTensor], module: str, n: int, k: int) -> Scheme:
     """Return the first of `schemes` whose tensors are all in `headers`, or the first of all if none is.
 
-    Quantisers leave matrices in floats whose sizes their scheme cannot have.
+    Quantisers leave a matrix in floats if their scheme cannot have its sizes.
     """
 
     def holds(scheme: Scheme) -> bool:
@@ -109,7 +109,7 @@ def groups_in(module: str, k: int, group: int, scheme: str) -> int:
 
 E4M3, E8M0 = "F8_E4M3", "F8_E8M0"
 BLOCK = f"[rows, columns] of a block, columns in multiples of {FP8_INPUTS}"
-"""What a section may say of blocks, for people."""
+"""The form of a block in a section, for error messages."""
 _OF_INPUTS = ("input_scale", "input_zero_point", "activation_scale")
 """Scales of static activations, which are not quantised that way here."""
 
@@ -138,7 +138,7 @@ class Int8:
 class Fp8:
     """F8_E4M3 weights times the scale of their block of (rows, columns); 0 stands for all.
 
-    `scale` names the tensor of scales, which multiply under every name. Activations stay bfloat16.
+    `scale` names the tensor of scales, which multiply, also if the name ends in `_inv`. Activations stay bfloat16.
     """
 
     block: tuple[int, int]

@@ -8,8 +8,8 @@
 Sizes that a dispatch chooses: T tokens, B rows, BM entries of their block tables; ROWS are those of the KV pools.
 
 A program over n devices takes inputs once, and everything else for each device: `wq` becomes `wq_0`, `wq_1` and so on.
-A device has its heads and their pages, its part of the columns between an MLP's products, and of the vocabulary that it
-computes logits of. It embeds any token.
+A device has its heads and their pages, its part of the columns between an MLP's products, and its part of the
+vocabulary for logits. Each device embeds all tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _TRANSPOSED = {
     "w_down": "mlp.down_proj",
 }
 _SPLIT_BY_INPUTS = ("wo", "w_down")
-"""Devices add up what these give."""
+"""Matrices whose products the devices add up."""
 _NORMS = {
     "input_rms_weight": "input_layernorm",
     "q_norm_weight": "self_attn.q_norm",
@@ -173,7 +173,7 @@ class Qwen3Contract:
         )
 
     def inputs(self, stage: StageName, step: StepArrays, embedding: BFloat16Array | None) -> dict[str, Array]:
-        """As Contract says. Tokens of row i are [chunk_offsets[i], chunk_offsets[i] + chunk_lens[i])."""
+        """Implement Contract. Tokens of row i are [chunk_offsets[i], chunk_offsets[i] + chunk_lens[i])."""
         values: dict[str, Array] = {
             "seq_lens": step.context_lens,
             "block_table": self._table(step.block_tables[0]),
@@ -199,7 +199,7 @@ class Qwen3Contract:
         return flat.reshape(-1)
 
     def embedding(self, tensors: StoredTensors) -> BFloat16Array | None:
-        """As Contract says."""
+        """Implement Contract."""
         return None if self._ids_in else self._rows(tensors, "model.embed_tokens.weight")
 
     def weights(self, tensors: StoredTensors) -> Iterator[tuple[str, Iterable[Array]]]:
@@ -244,7 +244,7 @@ class Qwen3Contract:
         return tensors.read_bfloat16(stored, 0, stored.shape[0] * stored.shape[1]).reshape(stored.shape)
 
     def pages(self, num_pages: int, page: int) -> Mapping[str, Spans]:
-        """As Contract says: in each pool, layer l has its rows of a page at l * pages + page."""
+        """Implement Contract. In each pool, layer l has its rows of a page at l * pages + page."""
         size = PAGE_TOKENS * self.kv_heads * self.model.head_dim * 2
         firsts = [size * (layer * num_pages + page) for layer in range(self.model.num_layers)]
         spans = tuple((first, first + size) for first in firsts)

@@ -43,23 +43,21 @@ T = TypeVar("T")
 WAIT_S = 10.0
 """How long a row waits for memory before it ends."""
 ROW_BYTES = MAX_MATCHER_BYTES // 4
-"""Memory that one row may take. When a row that took an eighth of it leaves, it is given back to the system."""
+"""Memory that one row may take. If a row took an eighth of it, its memory is given back to the system at its end."""
 ANSWER_S = 0.002
-"""How long answers are collected while rows are followed, and how often to look after a grammar that compiles."""
+"""Time between answers while rows are followed, and between checks of a grammar that compiles."""
 DECAY = 0.9
 """What a token took decays by this factor with each later one of its row."""
 COMPILES_TOO_LONG = signal.SIGVTALRM
 """Ends the process when a grammar takes too long to compile. SIGPROF ends it when a token takes too long."""
 NO_ROW = 0, 0
-HELD = (
-    f"other grammars take the memory that there is to follow grammars, and none ended in {WAIT_S:g} s; try again later"
-)
+HELD = f"other grammars take all memory for grammars, and none of them ended in {WAIT_S:g} s; try again later"
 TOO_LARGE = f"the grammar takes more than {format_size(ROW_BYTES)} of memory to follow; simplify it"
 
 
 @lru_cache(maxsize=1)
 def load_compiler(model_dir: str, vocab_size: int, eos_ids: bytes) -> tuple[Compiler, TokenTexts]:
-    """Prepare the tokenizer of a checkpoint for outputs that end with one of `eos_ids`. The last one is kept."""
+    """Prepare the tokenizer of a checkpoint for outputs that end with one of `eos_ids`. The last result is cached."""
     compiler = Compiler.of(model_dir, vocab_size, id_list(eos_ids))
     return compiler, TokenTexts(compiler.tokens)
 

@@ -34,7 +34,7 @@ OutputPart = TextPart | ToolCallStart | ToolCallArguments
 
 
 class ParsedCall(msgspec.Struct, frozen=True):
-    """One whole tool call. `arguments` is a JSON object, as text; cut or wrong where the model wrote it so."""
+    """One whole tool call. `arguments` is the text of a JSON object, truncated or invalid if the model's was."""
 
     name: str
     arguments: str
@@ -122,7 +122,7 @@ class OutputScanner:
 
 
 class OutputParser:
-    """Parse one output that comes in pieces, with one reader. How it is cut does not change the joined parts.
+    """Parse one output that comes in pieces, with one reader. Where pieces are cut does not change the joined parts.
 
     A parser never fails: text that is not valid syntax of its family is content.
     """
@@ -174,12 +174,12 @@ def to_json(value: Any) -> str:
 
 
 def with_gaps(marks: Sequence[str]) -> tuple[str, ...]:
-    """Return the forms of `marks` with the line breaks that models write before them, which belong to them."""
+    """Return `marks`, each also with the line breaks that models write before it and that belong to it."""
     return tuple(gap + mark for mark in marks for gap in ("\n\n", "\n", ""))
 
 
 def seek(scanner: OutputScanner, marks: Sequence[str], give: Callable[[int], None]) -> Steps[str]:
-    """`give` the text up to the first of `marks`, which stays on the scanner; return it, "" if the output ends before.
+    """`give` the text before the first of `marks`. Return that mark, which is not consumed; "" if there is none.
 
     A mark may contain another at its end only.
     """
@@ -205,7 +205,7 @@ def overlap(text: str, mark: str) -> int:
 
 
 def past_space(scanner: OutputScanner, at: int = 0) -> Steps[int]:
-    """Return where the first character from `at` on stands that is no white space; the end if there is none."""
+    """Return the index of the first character from `at` on that is not white space; the end if there is none."""
     while True:
         at = len(scanner.text) - len(scanner.text[at:].lstrip())
         if at < len(scanner.text) or scanner.ended:
@@ -244,9 +244,9 @@ def read_marked(
     ends: Sequence[str] = (),
     more: Sequence[str] | None = None,
 ) -> Steps[None]:
-    """Read content, and with `read` the calls after each of `starts`; it consumes nothing where there are none.
+    """Read content, and with `read` the calls after each of `starts`. If there are none, `read` consumes nothing.
 
-    `ends` may follow calls; then come one of `more`, by default `starts`, or content.
+    After calls, `ends` are consumed. So is white space before one of `more`, by default `starts`, and at the end.
     """
     sought = with_gaps(starts)
     while mark := (yield from seek(scanner, sought, scanner.say)):
@@ -272,8 +272,8 @@ def end_calls(scanner: OutputScanner, *marks: str) -> Steps[None]:
 class Thinking(msgspec.Struct, frozen=True):
     """How the outputs of one prompt begin with reasoning.
 
-    With `opened` every output begins within it, else one that begins with `start`. It ends at `end`, which belongs to
-    it, or before one of `calls`.
+    With `opened` every output begins inside the reasoning. Else an output has reasoning if it begins with `start`. The
+    reasoning ends with `end`, or before one of `calls`.
     """
 
     start: str

@@ -33,7 +33,7 @@ ROWS, PAGE = 16, 128
 STEP, MOST_HIDDEN, MOST_TILES = 32, 960, 1471
 """Sizes are multiples of the first. The others: inputs of a norm, and tiles of logits, that fit into vector memory."""
 _MATRIX_BYTES, _STEP_ELEMENTS = 512 << 10, 16384
-"""What the compiler has for the operands of a product, and for those of one step of it on one side."""
+"""Memory for both operands of a product, and elements of one operand in a step of it."""
 _RUN_TIME_SIZES = (
     "LAYERS",
     "HIDDEN_ROWS",
@@ -147,7 +147,7 @@ def _program_text(stage: str, devices: int) -> str:
 
 
 def _host_text(stage: str, devices: int) -> str:
-    """Write the host function of a program: of several devices each has arguments of its own, but for inputs."""
+    """Write the host function of a program: each of several devices has its own arguments, except inputs."""
     arguments = _parsed(stage)[1].args.args
     names = [[_named(each, device, devices) for each in arguments] for device in range(devices)]
     if devices == 1:
@@ -179,7 +179,7 @@ def _host_function(stage: str, arguments: Sequence[ast.arg], lines: Sequence[str
 
 
 def _is_input(argument: ast.arg) -> bool:
-    """Return True for what a dispatch gives: tokens and where they belong, the tensors of whole numbers."""
+    """Return True for inputs of a dispatch, such as token ids and slots: the tensors of integers."""
     assert argument.annotation is not None
     text = ast.unparse(argument.annotation)
     return "pl.INT32" in text and "pl.Out" not in text
@@ -229,8 +229,8 @@ def _constants(sizes: Any, tokens: int) -> dict[str, int | float]:
 def _tile(outputs: int, inputs: int) -> int:
     """Return the widest tile of outputs that PyPTO compiles a product in; 0 if there is none.
 
-    It must divide the outputs at least twice: loops of one trip are miscompiled. The inputs are cut into the longest
-    equal steps that fit; an odd number of them, but for one, is refused.
+    It must divide the outputs into at least two tiles: loops of one trip are miscompiled. The inputs are cut into the
+    longest equal steps that fit; an odd number of them, but for one, is refused.
     """
     for tile in (128, 64, 32, 16):
         fits = inputs * (ROWS + tile) * 2 <= _MATRIX_BYTES
