@@ -1,4 +1,4 @@
-"""Small tools: clocks, measured rates, backoff, stable hashes, lazy registries, size parsing.
+"""Small tools: clocks, measured rates, backoff, stable hashes, size parsing.
 
 Imports nothing of ours.
 """

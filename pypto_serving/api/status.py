@@ -37,6 +37,10 @@ class KVGroupInfo(Answer):
     num_blocks: int
 
 
+KVGroupInfo.__name__ = "KVGroup"
+"""Its name in /openapi.json."""
+
+
 class ServerInfo(Answer):
     version: str
     served_model_names: list[str]

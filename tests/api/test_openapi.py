@@ -44,6 +44,10 @@ def test_references_lead_somewhere(document: dict[str, Any]) -> None:
             found = found[name]
 
 
+def test_schemas_keep_their_names(document: dict[str, Any]) -> None:
+    assert {"KVGroup", "Model", "ServerInfo"} <= set(document["components"]["schemas"])
+
+
 def test_there_is_no_page_that_needs_the_internet(server: RunningServer) -> None:
     for path in ("/docs", "/redoc", "/docs/oauth2-redirect"):
         assert server.http.get(path).status_code == 404

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import time
 import uuid
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
@@ -190,7 +191,7 @@ class Direct:
             "query_string": b"",
             "headers": [(b"content-type", b"application/json"), (b"x-api-key", owner)],
             "app": self._app,
-            "state": {"request_id": request_id},
+            "state": {"request_id": request_id, "arrival_s": time.monotonic()},
         }
         trace = None if self._tracing is None else self._tracing.begin(scope, request_id)
         scope["state"]["trace"] = trace

@@ -59,7 +59,7 @@ def choose_tools(
         if name not in names:
             refuse(place, f"is {brief(name)}, but the names in tools are {brief(names) if names else 'none'}")
     if mode == "required" and not functions:
-        refuse("tool_choice", "needs a call, but there are no tools; send tools, or set it to 'auto'")
+        refuse("tool_choice", "needs a call, but there are no tools; send tools, or choose 'auto'")
     if mode == "none":
         return ToolUse()
     chosen = tuple(dict.fromkeys(allowed.values()))

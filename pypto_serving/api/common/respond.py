@@ -180,7 +180,7 @@ class EventStream(Response):
             last = self._form.failure(internal_error(self._generation.id))
         await write({"type": "http.response.body", "body": last, "more_body": False})
 
-    def _consumer(self, write: Send, write_now: WriteNow, note_write: Callable[[], None]) -> Consume:
+    def _consumer(self, write: Send, write_now: WriteNow, note_write: Callable[[], None] | None) -> Consume:
         """Return the consumer that writes deltas, at once if `write_now` can.
 
         The opening waits for the first delta: clients take it for a token.
@@ -190,7 +190,8 @@ class EventStream(Response):
 
         async def pass_on_in_thread(deltas: list[Delta]) -> None:
             if body := await asyncio.to_thread(lambda: b"".join(map(event, deltas))):
-                note_write()
+                if note_write is not None:
+                    note_write()
                 await send_part(write, body)
 
         if self._has_prompt_logprobs:
@@ -205,7 +206,8 @@ class EventStream(Response):
             body = opening + (event(deltas[0]) if len(deltas) == 1 else b"".join(map(event, deltas)))
             if not body:
                 return None
-            note_write()
+            if note_write is not None:
+                note_write()
             return None if write_now(body) else send_part(write, body)
 
         return pass_on
@@ -219,10 +221,13 @@ async def send_part(write: Send, body: bytes) -> None:
 @asynccontextmanager
 async def pinging(
     write: Send, ping: Callable[[], bytes], interval_s: float | None
-) -> AsyncIterator[Callable[[], None]]:
-    """Write a ping in the block whenever nothing was written for `interval_s`; yield what notes other writes."""
+) -> AsyncIterator[Callable[[], None] | None]:
+    """Write a ping in the block whenever nothing was written for `interval_s`; yield what notes other writes.
+
+    Without an interval there are no pings, and it yields None.
+    """
     if interval_s is None:
-        yield lambda: None
+        yield None
         return
     written_s = time.monotonic()
 

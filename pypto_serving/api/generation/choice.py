@@ -124,6 +124,33 @@ class Choice:
     the drafts that were verified, and `num_accepted` those that are among the tokens.
     """
 
+    __slots__ = (
+        "_detokenizer",
+        "_entries",
+        "_min_tokens",
+        "_num_chars",
+        "_pending_ids",
+        "_plain",
+        "_push_plain",
+        "_reasoning",
+        "_shows_stop",
+        "_stops",
+        "_texts",
+        "cached_by_tier",
+        "finish_reason",
+        "index",
+        "last_s",
+        "num_accepted",
+        "num_cached",
+        "num_drafts",
+        "num_prompt",
+        "num_reasoning",
+        "num_tokens",
+        "prompt",
+        "request_id",
+        "timeline",
+    )
+
     def __init__(
         self,
         index: int,
@@ -257,6 +284,8 @@ class Choice:
 
 class ChoiceOutput:
     """Collect all deltas of one choice. `logprobs` and `token_ids` stay None if the request asked for none."""
+
+    __slots__ = ("finish_reason", "index", "logprobs", "stop_reason", "texts", "token_ids")
 
     def __init__(self, index: int) -> None:
         self.index = index

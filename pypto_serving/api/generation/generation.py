@@ -34,6 +34,21 @@ class Generation:
     they are filled before the first delta of a prompt's first choice.
     """
 
+    __slots__ = (
+        "_arrival_s",
+        "_choices",
+        "_closed",
+        "_given_up",
+        "_observe_first",
+        "_observe_next",
+        "_open",
+        "_outputs",
+        "_request",
+        "_service",
+        "id",
+        "prompt_logprobs",
+    )
+
     def __init__(self, service: Service, request: GenerationRequest) -> None:
         self.id = request.id
         self._request = request

@@ -464,6 +464,14 @@ def test_batches_ask_for_no_batches(start: Start, tmp_path: Path) -> None:
     assert not direct.paths & (others | {"/tokenize"})
 
 
+def test_a_request_of_a_batch_may_have_a_deadline(start: Start, tmp_path: Path) -> None:
+    server = start(batch_dir=str(tmp_path))
+    client = server.openai()
+    batch_id = create(client, [line("a", timeout=60)])
+    wait(server, batch_id, "completed")
+    assert answers(client, batch_id)["a"]["response"]["status_code"] == 200
+
+
 def test_answers_are_as_described(start: Start, tmp_path: Path) -> None:
     server = start(batch_dir=str(tmp_path))
     client, http = server.openai(), server.http
