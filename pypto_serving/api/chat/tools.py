@@ -97,10 +97,10 @@ def _read_choice(choice: Any) -> tuple[str, dict[str, str], bool]:
 
 def read_tools(tools: Any, where: str) -> list[Mapping[str, Any]]:
     """Return the function objects of OpenAI's `tools`. Raises RequestError."""
-    listed = list_of_tools(tools, where, _FORM)
-    functions = [read_function(tool, f"{where}[{i}]") for i, tool in enumerate(listed)]
-    for i, function in enumerate(functions):
-        check_function(function, f"{where}[{i}].function", "parameters")
+    functions = []
+    for i, tool in enumerate(list_of_tools(tools, where, _FORM)):
+        functions.append(read_function(tool, f"{where}[{i}]"))
+        check_function(functions[i], f"{where}[{i}].function", "parameters")
     return functions
 
 
