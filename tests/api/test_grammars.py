@@ -138,7 +138,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Grammar]:
     do = Reader.do
 
     async def counting(self: Reader, name: QueueName, host: str, kind: JobKind, raw: bytes) -> process.Answer:
-        found.append(msgspec.msgpack.decode(raw, type=Grammar))
+        if name == "grammars":
+            found.append(msgspec.msgpack.decode(raw, type=Grammar))
         return await do(self, name, host, kind, raw)
 
     monkeypatch.setattr(Reader, "do", counting)
@@ -165,6 +166,19 @@ def test_a_grammar_that_takes_too_long_is_named_and_remembered(
         assert error["message"].startswith(f"{field}: it took more than 0.25 s of CPU time to compile")
         assert len(compiled) == 1, "a repeat is not compiled"
     assert guided(server, guided_regex="b").status_code == 200
+
+
+def test_rules_that_nest_more_deeply_than_the_stack_are_refused(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler is recursive there, so it ends its copy, once."""
+    compiled, depth = asked(monkeypatch), 10_000
+    rules = "start: r0\n" + "".join(f'r{i}: r{i + 1} | "a"\n' for i in range(depth)) + f'r{depth}: "b"\n'
+    for _ in range(2):
+        response = guided(server, guided_grammar=rules)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"], error["code"]) == (400, "guided_grammar", "request_too_large")
+    assert len(compiled) == 1, "a repeat is not compiled"
 
 
 def test_a_busy_machine_is_not_the_fault_of_a_grammar_or_body(

@@ -255,6 +255,7 @@ def test_a_client_that_leaves_takes_no_turn_and_gets_nobody_elses_answer(
         (signal.SIGKILL, 1, None),
         (signal.SIGKILL, 2, "ended unexpectedly"),
         (signal.SIGABRT, 1, "too much memory"),
+        (signal.SIGSEGV, 1, "too much memory"),
     ],
 )
 def test_a_reader_that_dies_costs_one_request_at_most_and_is_replaced(

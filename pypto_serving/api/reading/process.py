@@ -365,7 +365,7 @@ def _error_of(code: int) -> RequestError:
     if code == -signal.SIGPROF:
         return TooSlowError("reading this took too long")
     logger.error("a job of the reader ended with code %d", code)
-    if code == -signal.SIGABRT:
+    if code in (-signal.SIGABRT, -signal.SIGSEGV):  # SIGSEGV: it nests more deeply than the stack
         return TooLargeError("this request takes too much memory to read; send less")
     return RequestFailedError(
         "the process that read this request ended unexpectedly; the log of the server may say why"
