@@ -158,6 +158,30 @@ def test_memory_is_refused_to_those_who_ask_for_it(rows: Rows, monkeypatch: pyte
     )
 
 
+def test_a_row_that_waited_for_its_turn_waits_for_memory_as_long(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that was short only for a moment ends no row, however long it waited before."""
+    ahead_s, memory, server = 0.0, rows.process.memory, rows.process.server
+    monkeypatch.setattr("pypto_serving.worker.guiding.server.time", clock_of(lambda: ahead_s))
+    for row in (1, 2, 3):
+        rows.start(row, OTHER)
+        constraints = rows.ready(row)
+        if row < 3:
+            rows.append(constraints, [row], ids("a"))
+            memory.num_bytes += MAX_MATCHER_BYTES // 5
+            rows.ready(row)
+    server._owed_s = 1.0
+    rows.start(4, REGEX)
+    rows.guides.append(np.array([3], np.int32), constraints, np.array([4], np.int32), np.array(ids("aaaa"), np.int32))
+    server.turn(0.0)
+    ahead_s = WAIT_S + 1
+    memory.num_bytes += MAX_MATCHER_BYTES // 5
+    server.turn(0.0)
+    assert server._is_full
+    assert rows.constrain(3, 4).withheld == {1} and not rows.constrain(3, 4).faults
+    ahead_s += WAIT_S + 1
+    assert {at: fault.status for at, fault in rows.ready(3, 4).faults.items()} == {1: 503}
+
+
 def test_the_largest_row_ends_when_memory_is_short(rows: Rows) -> None:
     for row in range(6):
         rows.start(row, OTHER)

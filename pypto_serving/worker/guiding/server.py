@@ -151,6 +151,8 @@ class GuideServer:
         """How long rows may work before the next grammar compiles: as long as they waited for the last one."""
         self._resident_bytes = 0
         self._held_bytes = 0
+        self._had_room_s = 0.0
+        """When a new grammar last had not to wait for memory."""
         self._answers = GuideAnswers([], [], [])
         self._answered_s = self._worked_s = time.monotonic()
 
@@ -222,6 +224,8 @@ class GuideServer:
     def _compile(self) -> None:
         """Compile the next grammar, or take the outcome of the last one. One that takes too long ends the process."""
         thread = self._compiling
+        if not self._is_full:
+            self._had_room_s = time.monotonic()
         if thread.row is None:
             if self._is_full:
                 self._refuse_late()
@@ -236,6 +240,8 @@ class GuideServer:
     def _refuse_late(self) -> None:
         """End rows that wait for memory for too long."""
         late_s = time.monotonic() - WAIT_S
+        if self._had_room_s >= late_s:
+            return
         for row in [each for each in self._rows.values() if each.guide is None and each.matcher is None]:
             if row.since_s < late_s:
                 self._refuse(row, UnavailableError(HELD))
