@@ -207,7 +207,7 @@ class GuideKiller:
 
 def test_an_ambiguous_grammar_holds_up_nobody(model: Path) -> None:
     """Others, with a grammar and without, are answered while the worker finds out that it takes too long."""
-    hostile = SamplingParams(max_tokens=20, temperature=0, guide=Guide(ambiguous_grammar(100)))
+    hostile = SamplingParams(max_tokens=20, temperature=0, guide=Guide(ambiguous_grammar(200)))
     good = SamplingParams(max_tokens=12, seed=1, guide=Guide(Grammar("regex", "[a-c]{12}")))
 
     async def scenario(engine: AsyncEngine) -> None:
