@@ -50,7 +50,7 @@ INLINE void gather_queries(const Item& it, AttentionScratch& s) {
   });
 }
 
-// The scales of 32 positions, behind their panel.
+// The scales of 32 positions, after their panel.
 INLINE const float* scales_of(const Item& it, const Pair* panel) {
   return reinterpret_cast<const float*>(panel + it.op.cache.number_words());
 }

@@ -33,8 +33,8 @@ INLINE PairRegister group_zeros(const char* head, const Form& form, int64_t inde
   return load_bytes(head + form.heads() * form.scale_bytes() + index * kLanes + lane);
 }
 
-// The codes of a line as unsigned bytes: quads of inputs k to k + 3, and of the 4 behind. `kRun` lines make a run; every
-// group is whole runs.
+// The codes of a line as unsigned bytes: quads of inputs k to k + 3, and of the 4 after them. `kRun` lines make a run;
+// every group is whole runs.
 template <Weights kWeights>
 struct Codes {  // int4
   static constexpr int kRun = 4, kOffset = 8;

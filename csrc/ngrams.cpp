@@ -67,7 +67,7 @@ void Ngrams::learn(Row& row, const int32_t* tokens, int32_t known) {
   row.length = right == added ? row.length + added : 0;
 }
 
-// Adds the n-grams that end before the last token, so behind each of them there is one.
+// Adds the n-grams that end before the last token, so each is followed by one.
 void Ngrams::index(Row& row, const int32_t* tokens, int32_t known) const {
   int32_t end = std::max(static_cast<int32_t>(row.links.size()), shortest_);
   if (end >= known) return;

@@ -16,7 +16,7 @@ class Ngrams {
   // Forget a row.
   void start(int32_t row) { rows_[row] = Row(); }
 
-  // Write `most` drafts behind the `known` tokens of a row, if those end like others before. Return how many.
+  // Write `most` drafts after the `known` tokens of a row, if those end like others before. Return how many.
   // `odds` becomes how probable it is that such a draft is right, if all before it are.
   int32_t propose(int32_t row, int32_t* tokens, int32_t known, int32_t most, float& odds);
 
@@ -32,7 +32,7 @@ class Ngrams {
 
   // n-grams end at position `end` if they are tokens [end - shortest, end).
   // heads: by hash, where the newest n-gram with it ends; 0 for none. links: by end, that of the one before.
-  // The last proposal was tokens [source, ...) behind `known` tokens, since `length` tokens match; source 0 for none.
+  // The last proposal was tokens [source, ...) after `known` tokens, since `length` tokens match; source 0 for none.
   struct Row {
     std::vector<int32_t> heads, links;
     int32_t source = 0, length = 0, known = 0;

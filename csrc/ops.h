@@ -37,7 +37,7 @@ struct Embed {
   const Pair* packed;
   const float* scales;
   int64_t first, count, width;
-  int32_t copies;  // of each row, one behind the other
+  int32_t copies;  // of each row, one after the other
   float* x;
   FIELDS(NULLABLE table, NULLABLE packed, NULLABLE scales, first, count, width, copies, x)
 };
@@ -86,7 +86,7 @@ ENUM(Epilogue,
 
 // GEMM: y = x W^T + bias, x in strips. Sums of int8 are multiplied by x_scales[row], then by scales[output]; those of
 // codes by scales[output]. `out` may be columns of wider rows. Each `group` of a row's outputs (whole panels, or more
-// than there are) has strips x of its own, one group behind the other.
+// than there are) has strips x of its own, one group after the other.
 struct Linear {
   const Pair *x, *weight;
   Inputs inputs;
@@ -108,8 +108,8 @@ struct Linear {
 
 // Paged KV cache of a layer, in group 0. For every 32 positions, a block of `size` tokens holds for each kv head a
 // panel of keys, [dim / 2][32] pairs of dimensions, and a panel of values, [dim / 32][16][32] pairs of positions, one
-// head behind the other. With `int8` these are [dim / 4][32] quads of dimensions and [dim / 32][8][32] quads of
-// positions, of bytes plus 128; behind them lie the scales of the 32 positions, float32.
+// head after the other. With `int8` these are [dim / 4][32] quads of dimensions and [dim / 32][8][32] quads of
+// positions, of bytes plus 128; after them lie the scales of the 32 positions, float32.
 struct KvCache {
   Pair *keys, *values;   // of block 0
   int64_t block_stride;  // words from one block to the next
@@ -340,7 +340,7 @@ struct MlaAttention {
          NULLABLE indices, out)
 };
 
-// Sampling parameters of a row; DRAW in pypto_serving/types/draws.py.
+// Sampling parameters of a row; DRAW in pypto_serving/types/sampler.py.
 struct Draw {
   double random, top_p, min_p;
   float temperature;
@@ -357,7 +357,7 @@ struct Sample {
   FIELDS(logits, stride, vocab, rows, draws, chosen)
 };
 
-// Changes to the logits of a row; CHANGE in pypto_serving/types/adjustments.py, which says in which order they are made.
+// Changes to the logits of a row; CHANGE in pypto_serving/types/sampler.py, which says in which order they are made.
 struct Change {
   float repetition, frequency, presence;
   int32_t prompt_len, banned_until, bias_from, bias_to, ban_from, ban_to, word_from, word_to;

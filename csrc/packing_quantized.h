@@ -42,7 +42,7 @@ struct HalfPanels {
   ALWAYS_INLINE int64_t line(int64_t line) const { return (line / head_lines + 1) * head_bytes + line * 64; }
 };
 
-// Scales and zero points of a half panel; those of outputs behind n are zero.
+// Scales and zero points of a half panel; those of outputs from n on are zero.
 template <typename Element>
 static void pack_heads(const PackQuantized& op, const HalfPanels& panels, int64_t half) {
   const int64_t groups = op.form.groups(op.k), stored = (op.k + op.stored_span - 1) / op.stored_span;

@@ -31,7 +31,7 @@ INLINE void rms_norm_bf16(const RmsNorm& op, const float* x, float scale, int64_
                           static_cast<Pair>(narrow(x[i + 1] * scale * op.weight[i + 1])) << 16;
 }
 
-// A row of the norm, 16 inputs at a time; those behind its end are zero.
+// A row of the norm, 16 inputs at a time; those after its end are zero.
 struct NormedRow {
   const RmsNorm& op;
   const float* x;

@@ -78,7 +78,7 @@ struct SamplingScratch {
 
 INLINE int64_t chunks_of(int64_t vocab) { return (vocab + kChunk - 1) / kChunk; }
 
-// Logits i to i + 15, -inf behind the last.
+// Logits i to i + 15, -inf after the last.
 INLINE Floats logits_at(const float* logits, int64_t i, int64_t vocab) {
   if (i + kLanes <= vocab) return load(logits + i);
   float lane[kLanes];

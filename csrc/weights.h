@@ -11,7 +11,7 @@
 namespace pypto {
 
 // Packed bfloat16 weights [n, k]: panels of 32 outputs, each [k / 2][2][16] pairs in VNNI layout. The GEMM reads a
-// panel as one linear stream; two loads fill two registers with 16 outputs each. Outputs behind n are zero.
+// panel as one linear stream; two loads fill two registers with 16 outputs each. Outputs from n on are zero.
 constexpr int kPanel = 32;
 constexpr int kGateHalf = kPanel / 2;  // gate or up in a shared panel
 
@@ -19,7 +19,7 @@ constexpr int kGateHalf = kPanel / 2;  // gate or up in a shared panel
 // activations: strips of [k / 4][rows] quads of uint8, each number plus 128. The sums start at -128 times the sum of an
 // output's weights, which cancels that offset.
 
-// Packed 4-bit codes and FP8 weights: half panels of 16 outputs, one behind the other, each one stream of lines of 64
+// Packed 4-bit codes and FP8 weights: half panels of 16 outputs, one after the other, each one stream of lines of 64
 // bytes. A line of codes is [16][4] bytes of 8 inputs: the low halves of an output's bytes belong to inputs k, k + 2,
 // k + 1, k + 3, the high ones to those 4 further on. So both the quads of int8 activations and, with every other byte,
 // the pairs of bfloat16 ones meet their weights without a permutation. A line of FP8 is [4][2][4][2] bytes of 4 inputs:
