@@ -15,6 +15,7 @@ import pytest
 from pypto_serving.kernels import Matrix, PackedForm, runnable
 from pypto_serving.kernels.forms import Scale, Weights
 from pypto_serving.model.packed_weights import PackedWeights
+from pypto_serving.model.products import ExpertBuffers
 from pypto_serving.model.registry import Serving, load_spec
 from pypto_serving.parallel.topology import Rank, Topology
 from tests.checkpoints import make_checkpoint
@@ -126,8 +127,10 @@ def test_ranks_load_what_is_planned_for_them(
 
 
 def arrays_in(held: Any) -> Iterable[tuple[str, np.ndarray]]:
-    """The arrays of an object and of its dictionaries, by name."""
+    """The arrays of an object, of its dictionaries and of the buffers of its experts, by name."""
     for name, value in vars(held).items():
+        if isinstance(value, ExpertBuffers):
+            yield from arrays_in(value)
         values = value.values() if isinstance(value, dict) else [value]
         yield from ((name, each) for each in values if isinstance(each, np.ndarray))
 
