@@ -29,3 +29,24 @@ SWITCHED = THINKS.replace(
 )
 BARE = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
 """Its model begins to think at once."""
+ONE_SYSTEM = HERMES.replace(
+    "{% for m in messages %}",
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}",
+)
+"""As Qwen3.5's."""
+NO_SYSTEM = ONE_SYSTEM.replace(" and not loop.first", "")
+"""As Gemma's."""
+IN_TURNS = (
+    "{% set ns = namespace(index=0) %}{% for m in messages %}"
+    "{% if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}"
+    "{% if (m.role == 'user') != (ns.index % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% set ns.index = ns.index + 1 %}{% endif %}{% endfor %}"
+) + ONE_SYSTEM
+"""As Mistral's."""
+HOISTED = (
+    "{% set ns = namespace(system='') %}{% for m in messages %}{% if m.role == 'system' %}"
+    "{% set ns.system = m.content %}{% endif %}{% endfor %}{{ ns.system }}"
+    + TURNS.replace("CALLS", "").replace("{{ m.content }}", "{{ '' if m.role == 'system' else m.content }}")
+)
+"""As DeepSeek R1's: the last system message counts, and comes first."""

@@ -197,7 +197,7 @@ def _chat(prompter: Prompter, body: CountTokensBody, params: SamplingParams) -> 
         )
     thought = _thought(body.thinking)
     history = read_history(body.system, body.messages)
-    if not history or history[-1]["role"] == "system":
+    if not any(message["role"] in ("user", "tool") for message in history):
         refuse("messages", "have nothing to answer; send a user's message with content")
     return ChatRequest(
         messages=history,

@@ -15,6 +15,7 @@ from pypto_serving.api.chat.parsers.families import FAMILIES, HABITS, Habit, cho
 from pypto_serving.api.chat.parsers.scanner import Thinking
 from pypto_serving.api.chat.tools import check_effort, parameter_types, read_calls, read_tools, refuse
 from pypto_serving.api.prompting.jinja import compile_template, render
+from pypto_serving.api.prompting.manners import Manners
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.api.text.files import load_special_tokens, read_optional_json
 from pypto_serving.api.text.tokenizer import Tokenizer
@@ -44,21 +45,28 @@ class ChatTemplate:
     """A compiled template, and how to parse the outputs of its model.
 
     `family` is the form of tool calls, "none" to parse none; `habit` tells how reasoning is marked, None to parse none.
+    `manners` fit conversations to it.
     """
 
     compiled: jinja2.Template
+    manners: Manners
     takes_tools: bool
     knows_developers: bool
     family: str
     habit: Habit | None
 
     @classmethod
-    def make(cls, source: str, tool_parser: str = "auto", reasoning_parser: str = "auto") -> ChatTemplate:
+    def make(
+        cls, source: str, special_tokens: Mapping[str, str], tool_parser: str = "auto", reasoning_parser: str = "auto"
+    ) -> ChatTemplate:
         """Compile `source`; "auto" chooses a parser by the template. Raises ModelError if it is not valid."""
+        compiled = compile_template(source)
+        values = {**special_tokens, "tools": None, "documents": None, "add_generation_prompt": False}
+        manners = Manners(lambda messages: render(compiled, {**values, "messages": messages}))
         family = choose_family(source)[0] if tool_parser == "auto" else tool_parser
         habit = choose_habit(source)[0] if reasoning_parser == "auto" else reasoning_parser
         roles = "developer" in source
-        return cls(compile_template(source), takes_tools(source), roles, family, HABITS.get(habit))
+        return cls(compiled, manners, takes_tools(source), roles, family, HABITS.get(habit))
 
 
 class TemplateEncoder:
@@ -79,9 +87,12 @@ class TemplateEncoder:
     ) -> None:
         """Compile `source`. Raises ModelError if it is not a valid template."""
         self._parsers = (tool_parser, reasoning_parser)
-        self._template = None if source is None else ChatTemplate.make(source, *self._parsers)
         self._special_tokens = dict(special_tokens)
+        self._template = None if source is None else self._make(source)
         self._is_special = is_special
+
+    def _make(self, source: str) -> ChatTemplate:
+        return ChatTemplate.make(source, self._special_tokens, *self._parsers)
 
     def encode(self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]) -> EncodedChat:
         """Render the conversation. Raises RequestError, with the template's own message if it has one."""
@@ -91,7 +102,7 @@ class TemplateEncoder:
         if functions and not template.takes_tools:
             refuse("tools", "cannot be used: the chat template of this model describes no tools")
         continues = _continues(options)
-        given = template_messages(messages, template.knows_developers)
+        given = template.manners.fit(template_messages(messages, template.knows_developers))
         continued = _open_last(given) if continues else None
         values = self._special_tokens | {"tools": None, "documents": None, "messages": given} | _with_effort(options)
         prompt = render(template.compiled, values)
@@ -105,7 +116,7 @@ class TemplateEncoder:
         if not isinstance(source, str):
             refuse("chat_template", f"is {brief(source)}, but must be a Jinja template: this model has none of its own")
         try:
-            return ChatTemplate.make(source, *self._parsers)
+            return self._make(source)
         except ModelError as error:
             raise RequestError(str(error).replace(" of this model", ""), param="chat_template") from error
 

@@ -314,7 +314,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": "9"}, "max_tokens"),
     ({"messages": []}, "messages have nothing"),
     ({"messages": [{"role": "user", "content": []}]}, "nothing to answer"),
-    ({"messages": [HELLO, {"role": "system", "content": "now"}]}, "nothing to answer"),
+    ({"messages": [{"role": "system", "content": "now"}]}, "nothing to answer"),
     ({"messages": {}}, "messages"),
     ({"messages": [HELLO] * 16_385}, "at most 16384"),
     ({"messages": ["hello"]}, "messages[0].role"),

@@ -1,0 +1,136 @@
+"""Fit conversations to templates that take system messages only at the beginning, or roles only in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from pypto_serving.errors import RequestError
+
+Message = dict[str, Any]
+INSTRUCTING = ("system", "developer")
+_CALL = {"id": "call00001", "type": "function", "function": {"name": "qz_call", "arguments": {"qz_key": "qz_value"}}}
+
+
+def _says(role: str, text: str) -> Message:
+    return {"role": role, "content": text}
+
+
+_FIRST, _ASKS, _ASKS_MORE = _says("system", "qz_first"), _says("user", "qz_asks"), _says("user", "qz_more")
+_ANSWERS = _says("assistant", "qz_answers")
+_CALLS = {**_says("assistant", ""), "tool_calls": [_CALL]}
+_RESULT = {**_says("tool", "qz_result"), "tool_call_id": _CALL["id"], "name": "qz_call"}
+
+
+class Manners:
+    """What a template takes, found out by rendering short conversations once. `render` raises RequestError."""
+
+    def __init__(self, render: Callable[[Sequence[Mapping[str, Any]]], str]) -> None:
+        self._render = render
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """Whether it shows a system message at the beginning."""
+        return self._takes([_ASKS], [_FIRST, _ASKS])
+
+    @cached_property
+    def takes_later_system(self) -> bool:
+        """Whether it shows system messages where they stand, after the user's and after the assistant's."""
+        later, last = _says("system", "qz_later"), _says("system", "qz_last")
+        return self._takes([_FIRST, _ASKS], [_FIRST, _ASKS, later, _ANSWERS, last, _ASKS_MORE])
+
+    @cached_property
+    def takes_repeated_roles(self) -> bool:
+        """Whether messages of the user may follow each other."""
+        return self._takes([_ASKS], [_ASKS, _ASKS_MORE])
+
+    @cached_property
+    def takes_user_after_tool(self) -> bool:
+        """Whether the user may speak right after the result of a tool."""
+        return self._takes([_ASKS, _CALLS, _RESULT], [_ASKS, _CALLS, _RESULT, _ASKS_MORE])
+
+    def _takes(self, plain: Sequence[Message], tried: Sequence[Message]) -> bool:
+        """Return whether the texts of `tried` appear in order. So it is if the template cannot render even `plain`."""
+        return self._shows(tried) or not self._shows(plain)
+
+    def _shows(self, messages: Sequence[Message]) -> bool:
+        try:
+            prompt, at = self._render(messages), 0
+        except RequestError:
+            return False
+        for text in filter(None, (message["content"] for message in messages)):
+            at = prompt.find(text, at)
+            if at < 0:
+                return False
+        return True
+
+    def fit(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages that the template gets.
+
+        - System and developer messages at the beginning become one.
+        - Later ones stay where the template takes them; else their text joins the turn of the user or tool before
+          them, or the user's after them.
+        - Messages of one role become one where the template wants roles in turns.
+        """
+        fitted = _join_first(messages)
+        start = int(fitted[0]["role"] in INSTRUCTING) if fitted else 0
+        if start and not self.takes_system:
+            fitted = _move(fitted, 0)
+        elif any(message["role"] in INSTRUCTING for message in fitted[start:]) and not self.takes_later_system:
+            fitted = _move(fitted, start)
+        pairs = {(one["role"], other["role"]) for one, other in pairwise(fitted)}
+        if pairs & {("user", "user"), ("assistant", "assistant")} and not self.takes_repeated_roles:
+            fitted = _join(fitted, ("user", "assistant"))
+        if ("tool", "user") in pairs and not self.takes_user_after_tool:
+            fitted = _join(fitted, ("tool",), ("user",))
+        return fitted
+
+
+def _joined(first: Message, second: Message) -> Message:
+    """Return `first` with the text of `second` after its own."""
+    texts = [message["content"] for message in (first, second) if message.get("content")]
+    return {**first, "content": "\n\n".join(texts)}
+
+
+def _join_first(messages: Sequence[Message]) -> list[Message]:
+    """Join the system and developer messages at the beginning."""
+    joined = list(messages)
+    while len(joined) > 1 and joined[0]["role"] in INSTRUCTING and joined[1]["role"] in INSTRUCTING:
+        joined[:2] = [_joined(*joined[:2])]
+    return joined
+
+
+def _join(messages: Sequence[Message], roles: Collection[str], others: Collection[str] = ()) -> list[Message]:
+    """Join each message to one of `roles` before it, if it has the same role, or one of `others`."""
+    joined: list[Message] = []
+    for message in messages:
+        last = joined[-1] if joined else {}
+        same = message["role"] in others if others else message["role"] == last.get("role")
+        if last.get("role") in roles and same and not last.get("tool_calls"):
+            calls = {"tool_calls": message["tool_calls"]} if "tool_calls" in message else {}
+            joined[-1] = _joined(last, message) | calls
+        else:
+            joined.append(message)
+    return joined
+
+
+def _move(messages: Sequence[Message], start: int) -> list[Message]:
+    """Move the texts of system messages from `start` on into neighbouring turns."""
+    moved, waiting = list(messages[:start]), list[Message]()
+    for message in messages[start:]:
+        if message["role"] not in INSTRUCTING:
+            if waiting and message["role"] in _HEARD:
+                message = {**message, "content": _joined(waiting.pop(), message)["content"]}
+            moved += [*waiting, message]
+            waiting = []
+        elif moved and moved[-1]["role"] in _HEARD:
+            moved[-1] = _joined(moved[-1], message)
+        else:
+            waiting = [_joined(_says("user", waiting[0]["content"] if waiting else ""), message)]
+    return moved + waiting
+
+
+_HEARD = ("user", "tool")
+"""Roles whose messages the model answers."""

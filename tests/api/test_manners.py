@@ -1,0 +1,127 @@
+"""Conversations that a template would refuse reach the model all the same, in all three APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from pypto_serving.api.prompting.template import TemplateEncoder
+from pypto_serving.api.text.tokenizer import Tokenizer
+from tests.api.chat_events import prompt_of
+from tests.api.checkpoint import CHATML, write_checkpoint
+from tests.api.running import CHAT, RunningServer
+from tests.api.templates import HERMES, HOISTED, IN_TURNS, NO_SYSTEM, ONE_SYSTEM, with_tools
+from tests.api.tool_samples import NOW_TOOL
+
+Message = dict[str, Any]
+Start = Callable[..., RunningServer]
+CALLS = {"tool_calls": [{"id": "call00001", "type": "function", "function": {"name": "now", "arguments": "{}"}}]}
+
+
+def said(role: str, text: Any, **fields: Any) -> Message:
+    return {"role": role, "content": text, **fields}
+
+
+def turns(*texts: tuple[str, str]) -> str:
+    return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in texts)
+
+
+LEADING = [said("developer", "a"), said("developer", "b"), said("user", "c"), said("user", "d")]
+LATER = [said("system", "a"), said("user", "b"), said("system", "c")]
+AFTER_ANSWER = [said("user", "a"), said("assistant", "b"), said("system", "c"), said("system", "d"), said("user", "e")]
+CALLED = [said("user", "a"), said("assistant", "b", **CALLS), said("tool", "c", tool_call_id="call00001", name="now")]
+CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "wanted"),
+    [
+        (HERMES, LEADING, [("system", "a\n\nb"), ("user", "c"), ("user", "d")]),
+        (HERMES, LATER, [("system", "a"), ("user", "b"), ("system", "c")]),
+        (ONE_SYSTEM, LEADING, [("system", "a\n\nb"), ("user", "c"), ("user", "d")]),
+        (ONE_SYSTEM, LATER, [("system", "a"), ("user", "b\n\nc")]),
+        (ONE_SYSTEM, AFTER_ANSWER, [("user", "a"), ("assistant", "b"), ("user", "c\n\nd\n\ne")]),
+        (ONE_SYSTEM, AFTER_ANSWER[:-1], [("user", "a"), ("assistant", "b"), ("user", "c\n\nd")]),
+        (ONE_SYSTEM, [*CALLED, said("system", "d")], [("user", "a"), ("assistant", f"b{CALL}"), ("tool", "c\n\nd")]),
+        (
+            ONE_SYSTEM,
+            [*CALLED[:2], said("system", "d"), CALLED[2]],
+            [("user", "a"), ("assistant", f"b{CALL}"), ("tool", "d\n\nc")],
+        ),
+        (NO_SYSTEM, LEADING, [("user", "a\n\nb\n\nc"), ("user", "d")]),
+        (NO_SYSTEM, LATER, [("user", "a\n\nb\n\nc")]),
+        (NO_SYSTEM, [said("system", "a"), said("assistant", "b")], [("user", "a"), ("assistant", "b")]),
+        (IN_TURNS, LEADING, [("system", "a\n\nb"), ("user", "c\n\nd")]),
+        (IN_TURNS, [*CALLED, said("user", "d")], [("user", "a"), ("assistant", f"b{CALL}"), ("tool", "c\n\nd")]),
+        (
+            IN_TURNS,
+            [said("user", "a"), said("assistant", "b"), said("assistant", "c", **CALLS), *CALLED[2:]],
+            [("user", "a"), ("assistant", f"b\n\nc{CALL}"), ("tool", "c")],
+        ),
+    ],
+)
+def test_what_a_template_gets(template: str, messages: list[Message], wanted: list[tuple[str, str]]) -> None:
+    assert TemplateEncoder(template, {}).encode(messages, {"add_generation_prompt": False}).prompt == turns(*wanted)
+
+
+def test_a_template_that_moves_system_messages_gets_one() -> None:
+    options = {"add_generation_prompt": False}
+    prompt = TemplateEncoder(HOISTED, {}).encode(LATER, options).prompt
+    assert prompt == "a" + turns(("system", ""), ("user", "b\n\nc"))
+
+
+def test_a_template_that_renders_nothing_is_left_alone() -> None:
+    strange = "{{ messages[0].content[1] }}{{ 1 // (messages | length - 3) if messages | length < 4 }}"
+    assert TemplateEncoder(strange, {}).encode([said("system", "ab"), *[said("user", "a")] * 4], {}).prompt == "b"
+
+
+def test_special_tokens_are_known_when_a_template_is_tried() -> None:
+    source = "{{ bos_token + '' }}" + ONE_SYSTEM
+    prompt = TemplateEncoder(source, {"bos_token": "<s>"}).encode(LATER, {"add_generation_prompt": False}).prompt
+    assert prompt == "<s>" + turns(("system", "a"), ("user", "b\n\nc"))
+
+
+@pytest.fixture
+def strict_server(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = write_checkpoint(tmp_path_factory.mktemp("strict"), template=IN_TURNS)
+    yield start(folder, config={"max_model_len": 4096})
+
+
+def test_agents_speak_to_a_template_with_one_system_message(strict_server: RunningServer, tokenizer: Tokenizer) -> None:
+    server, asks = strict_server, "<|im_start|>assistant\n"
+    wanted = turns(("system", "a\n\nb"), ("user", "c\n\nd")) + asks
+    item = [{"type": "message", **message} for message in LEADING]
+    assert server.http.post("/v1/responses", json={"input": item}).status_code == 200
+    assert prompt_of(server, tokenizer) == wanted
+    assert server.post(CHAT, {"messages": LEADING}).status_code == 200
+    assert prompt_of(server, tokenizer) == wanted
+    body = {"max_tokens": 9, "system": "a", "messages": [said("user", "b"), said("system", "c")]}
+    assert server.http.post("/v1/messages", json=body).status_code == 200
+    assert prompt_of(server, tokenizer) == turns(("system", "a"), ("user", "b\n\nc")) + asks
+    result = {"type": "tool_result", "tool_use_id": "x", "content": "r"}
+    use = {"type": "tool_use", "id": "x", "name": "now", "input": {}}
+    said_after = [said("user", "b"), said("assistant", [use]), said("user", [result]), said("system", "c")]
+    body = {"max_tokens": 9, "messages": said_after}
+    assert server.http.post("/v1/messages", json=body).status_code == 200
+    assert prompt_of(server, tokenizer).endswith(turns(("tool", "r\n\nc")) + asks)
+
+
+def test_a_system_message_alone_is_nothing_to_answer(strict_server: RunningServer) -> None:
+    body = {"max_tokens": 9, "system": "a", "messages": [said("system", "b")]}
+    answer = strict_server.http.post("/v1/messages", json=body)
+    assert answer.status_code == 400 and "nothing to answer" in answer.json()["error"]["message"]
+
+
+def test_a_template_of_the_request_is_tried_too(chat_server: RunningServer, tokenizer: Tokenizer) -> None:
+    answer = chat_server.post(CHAT, {"messages": LATER, "chat_template": ONE_SYSTEM, "tools": [NOW_TOOL]})
+    assert answer.status_code == 200
+    assert prompt_of(chat_server, tokenizer).endswith("<|im_start|>user\nb\n\nc<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("template", [CHATML, HERMES, with_tools("[TOOL_CALLS]")])
+def test_a_template_that_takes_all_gets_all(template: str) -> None:
+    encoder = TemplateEncoder(template, {})
+    prompt = encoder.encode([*CALLED, said("user", "d"), said("system", "e"), said("user", "f")], {}).prompt
+    assert isinstance(prompt, str) and prompt.index("d<") < prompt.index("system\ne") < prompt.index("f<")
