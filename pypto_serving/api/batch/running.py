@@ -1,4 +1,4 @@
-"""Answer all requests of a file that are not answered yet."""
+"""Answer all requests of a batch file that have no answer yet."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pypto_serving.api.http.middleware import VERSION, FaultHandler
 from pypto_serving.logs import REQUEST_ID
 
 BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
-"""Answers after which a request is sent again."""
+"""Status codes after which a request is sent again."""
 RETRY_S = 1.0
 
 
@@ -42,15 +42,15 @@ _LINE = msgspec.json.Decoder(_AnswerLine)
 
 
 class AnswerFile:
-    """Owns a file of answers. A process that is killed leaves whole lines, and maybe the beginning of one.
+    """Owns a file of answers. A killed process leaves whole lines, and perhaps an incomplete last one.
 
-    `answered` are the keys of the requests that have an answer, `num_failed` how many of these are errors.
+    `answered`: keys of the requests that have an answer; `num_failed`: how many of these answers are errors.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open or make the file, and drop a line that is not whole.
+        """Open or create the file, and cut off an incomplete last line.
 
-        Raises OSError, BlockingIOError if somebody else writes the file, ValueError for another file.
+        Raises OSError, BlockingIOError if another process writes the file, ValueError if it is not a file of answers.
         """
         self.answered: set[bytes] = set()
         self.num_failed = 0
@@ -69,7 +69,7 @@ class AnswerFile:
         self._file.truncate(end)
 
     def add(self, request: BatchRequest, answer: bytes, status: int) -> None:
-        """Append an answer; it is in the file when this returns, even if this process is killed then."""
+        """Append an answer. Once this returns, the answer survives a kill of this process."""
         left = memoryview(answer)
         while left:
             left = left[self._file.write(left) or 0 :]
@@ -84,7 +84,7 @@ class AnswerFile:
 
 
 class Run:
-    """Answer requests of `owner`, `width` at once. Made for one file; `left` ends those that are not answered yet."""
+    """Answers the requests of one file for `owner`, `width` at once. Setting `left` ends unanswered requests."""
 
     def __init__(
         self,
@@ -102,9 +102,9 @@ class Run:
         self._owner = owner
 
     async def answer(self, requests: Iterable[BatchRequest]) -> None:
-        """Return when all requests have answers, or `left` is set. Those that the server is too busy for wait.
+        """Return when all requests have answers, or `left` is set. Retry requests while the server is too busy.
 
-        A thread iterates over the requests: their lines may be long.
+        A thread iterates over the requests, since their lines may be long.
         """
         running: set[asyncio.Task[None]] = set()
         unread = iter(requests)
@@ -141,9 +141,9 @@ NOT_FOR_BATCHES = (f"{VERSION}/files", f"{VERSION}/batches")
 
 
 class Direct:
-    """Call endpoints. They read bodies, admit, trace and answer requests as they do for clients.
+    """Calls endpoints of the application directly: bodies, admission, traces and answers are as for HTTP clients.
 
-    `paths` are those that requests of a batch may ask for.
+    `paths`: the endpoints that requests of a batch may use.
     """
 
     def __init__(self, app: Starlette) -> None:
@@ -160,9 +160,9 @@ class Direct:
         self._handle = bare.build_middleware_stack()
 
     async def post(self, path: str, body: bytes | memoryview, left: asyncio.Event, owner: bytes = b"") -> DirectAnswer:
-        """Return the answer to a request of `owner`, which stands for a key that the application does not check.
+        """Return the answer to a request. `owner` takes the place of its API key, which is not checked here.
 
-        Once `left` is set, the request ends like one whose client left.
+        When `left` is set, the request ends as if its client had disconnected.
         """
         request_id = uuid.uuid4().hex
         unread, status, written = [body], 0, bytearray()

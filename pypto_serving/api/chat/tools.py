@@ -1,4 +1,4 @@
-"""Read what a request says of tools: those that the model may call, and whether it has to."""
+"""Read a request's tools: the functions that the model may call, and whether it must call one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
 
 MAX_TOOLS, MAX_NAME_CHARS, MAX_DEPTH = 1024, 128, 64
-"""Tools of a request, characters of a name, and levels of a schema."""
+"""Limits: tools per request, characters per tool name, nesting levels per schema."""
 MAX_HOPS = 8
-"""References that lead to references, for the parameters of a tool."""
+"""Longest chain of `$ref`s that is followed to the parameters of a tool."""
 NAME = re.compile(r"[\w.:/-]+")
 _FORM = "{'type': 'function', 'function': {'name': ...}}"
 MODES = ("none", "auto", "required")
@@ -25,9 +25,9 @@ MODES = ("none", "auto", "required")
 class ToolUse:
     """The tools of a request.
 
-    - `functions`: those that the prompt describes, OpenAI's function objects
-    - `forced`: the names of those of which the output must be calls; () if the model decides
-    - `parallel`: an output may have several calls
+    - `functions`: OpenAI's function objects, which the prompt describes
+    - `forced`: the output must consist of calls of functions with these names; () if the model decides
+    - `parallel`: an output may contain several calls
     """
 
     functions: Sequence[Mapping[str, Any]] = ()
@@ -35,13 +35,13 @@ class ToolUse:
     parallel: bool = True
 
     def described(self) -> list[dict[str, Any]]:
-        """Return the tools for the prompt. `strict` is for the server only."""
+        """Return the tools for the prompt, without `strict`, which concerns only the server."""
         kept = [{key: value for key, value in f.items() if key != "strict"} for f in self.functions]
         return [{"type": "function", "function": function} for function in kept]
 
 
 def read_tool_use(tools: Any, tool_choice: Any, parallel: bool | None) -> ToolUse:
-    """Read OpenAI's `tools` and `tool_choice`. Raises RequestError that names the place."""
+    """Read OpenAI's `tools` and `tool_choice`. Raises RequestError that names the field at fault."""
     functions = read_tools(tools, "tools")
     names = check_names(functions, "tools")
     mode, allowed, is_named = _read_choice(tool_choice)
@@ -51,9 +51,9 @@ def read_tool_use(tools: Any, tool_choice: Any, parallel: bool | None) -> ToolUs
 def choose_tools(
     functions: Sequence[Mapping[str, Any]], names: Sequence[str], mode: str, allowed: Mapping[str, Any], parallel: bool
 ) -> ToolUse:
-    """Return the use of functions with these `names` in one of MODES. Raises RequestError that names the place.
+    """Apply `mode`, one of MODES, to functions with these `names`. Raises RequestError that names the field at fault.
 
-    `allowed` are the names that the request lists, by their places; {} for all.
+    `allowed` maps fields of the request to the function names there; {} allows all functions.
     """
     for place, name in allowed.items():
         if name not in names:
@@ -69,7 +69,7 @@ def choose_tools(
 
 
 def _read_choice(choice: Any) -> tuple[str, dict[str, str], bool]:
-    """Return the mode, the names that the choice lists, by their place, and whether it is one function's name."""
+    """Return the mode, the listed function names by field, and whether the choice names a single function."""
     if choice is None or (isinstance(choice, str) and choice in MODES):
         return choice or "auto", {}, False
     kind = choice.get("type") if isinstance(choice, dict) else None
@@ -105,7 +105,7 @@ def read_tools(tools: Any, where: str) -> list[Mapping[str, Any]]:
 
 
 def list_of_tools(tools: Any, where: str, form: str) -> list[Any]:
-    """Return `tools`, [] for None. Raises RequestError unless they are a list that is not too long."""
+    """Return `tools`, or [] for None. Raises RequestError unless it is a list of at most MAX_TOOLS."""
     if not isinstance(tools, list | None):
         refuse(where, f"is {brief(tools)}, but must be a list of {form}")
     if tools and len(tools) > MAX_TOOLS:
@@ -114,7 +114,7 @@ def list_of_tools(tools: Any, where: str, form: str) -> list[Any]:
 
 
 def check_function(function: Mapping[str, Any], where: str, schema_field: str, needs_schema: bool = False) -> None:
-    """Check what describes a function. Raises RequestError that names the field at fault."""
+    """Check a function's description, schema and `strict`. Raises RequestError that names the field at fault."""
     description, schema, strict = (function.get(name) for name in ("description", schema_field, "strict"))
     if not isinstance(description, str | None):
         refuse(f"{where}.description", f"is {brief(description)}, but must be a string")
@@ -129,7 +129,7 @@ def check_function(function: Mapping[str, Any], where: str, schema_field: str, n
 def check_names(functions: Sequence[Mapping[str, Any]], where: str, field: str = "function.name") -> list[str]:
     """Return the names of functions, which were sent as `field` of the tools at `where`.
 
-    Raises RequestError for one that calls cannot be told by.
+    Raises RequestError for an invalid name, or one that two functions have.
     """
     places: dict[str, str] = {}
     for i, function in enumerate(functions):
@@ -153,7 +153,7 @@ def read_function(entry: Any, where: str) -> Mapping[str, Any]:
 
 
 def read_calls(message: Mapping[str, Any], where: str) -> list[tuple[Mapping[str, Any], dict[str, Any] | str]]:
-    """Return each call of a message, and its arguments: an object, or text that is none. Raises RequestError."""
+    """Return each call of a message with its arguments, as `object_in` returns them. Raises RequestError."""
     calls, read = message.get("tool_calls"), []
     if not isinstance(calls, list | None):
         form = "{'id': ..., 'function': {'name': ..., 'arguments': ...}}"
@@ -168,7 +168,7 @@ def read_calls(message: Mapping[str, Any], where: str) -> list[tuple[Mapping[str
 
 
 def object_in(text: str) -> dict[str, Any] | str:
-    """Return the JSON object in `text`, which is empty for {}; text that is none, which a model may write, as it is."""
+    """Parse a JSON object; empty text is {}. Return other text unchanged: a model may have written it."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -182,7 +182,7 @@ def refuse(where: str, complaint: str, code: str | None = None) -> NoReturn:
 
 
 def string_in(given: Mapping[str, Any], field: str, where: str) -> str:
-    """Return the text of a field of what stands at `where`. Raises RequestError if it has none."""
+    """Return the string in `field` of `given`, the object at `where`. Raises RequestError if it is not a string."""
     value = given.get(field)
     if not isinstance(value, str):
         refuse(f"{where}.{field}", "is missing; send a string" if value is None else f"is {brief(value)}, not a string")
@@ -190,9 +190,9 @@ def string_in(given: Mapping[str, Any], field: str, where: str) -> str:
 
 
 def text_of(content: Any, where: str, fields: Mapping[str, str]) -> str:
-    """Return the text of a content: a string, or parts, joined by line breaks. Raises RequestError.
+    """Return a content's text: the string itself, or its parts joined by line breaks. Raises RequestError.
 
-    `fields` have the field of the text in parts of each type.
+    `fields` maps each type of part to the field that contains its text.
     """
     if isinstance(content, str):
         return content
@@ -204,7 +204,7 @@ def text_of(content: Any, where: str, fields: Mapping[str, str]) -> str:
 
 
 def part_text(part: Any, where: str, fields: Mapping[str, str]) -> str:
-    """Return the text of one part. Raises RequestError."""
+    """Return the text of one part; `fields` as in `text_of`. Raises RequestError."""
     kind = part.get("type") if isinstance(part, Mapping) else part
     if not isinstance(kind, str) or kind not in fields:
         allowed = ", ".join(f"{{'type': {name!r}, {field!r}: ...}}" for name, field in fields.items())
@@ -214,7 +214,7 @@ def part_text(part: Any, where: str, fields: Mapping[str, str]) -> str:
 
 
 def _name(function: Any, where: str) -> str:
-    """Return the name in a function object at `where`."""
+    """Return the name in a function object at `where`. Raises RequestError if it has none."""
     if not isinstance(function, dict) or function.get("name") is None:
         refuse(f"{where}.name", "is missing; send a string")
     name = function["name"]
@@ -224,13 +224,13 @@ def _name(function: Any, where: str) -> str:
 
 
 def is_shallow(value: Any, levels: int) -> bool:
-    """Tell whether lists and objects in `value` are nested at most `levels` deep."""
+    """Return whether lists and objects in `value` are nested at most `levels` deep."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return not inner or (levels > 0 and all(is_shallow(one, levels - 1) for one in inner))
 
 
 def parameter_types(schema: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the JSON types of an object's properties; [] for one whose schema names none."""
+    """Return the JSON types of each property of an object; [] where a property's schema names no type."""
     for _ in range(MAX_HOPS):
         if not isinstance(schema.get("$ref"), str):
             break
@@ -241,9 +241,9 @@ def parameter_types(schema: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def types_of(schema: Any, root: Mapping[str, Any], known: set[str] | None = None) -> list[str]:
-    """Return the JSON types that a schema allows, [] if it names none.
+    """Return the JSON types that a schema names, or [].
 
-    `root` has the definitions that it refers to; those that are `known` already are not followed again.
+    References are looked up in `root`; references in `known` were followed already and are skipped.
     """
     known = set() if known is None else known
     if not isinstance(schema, Mapping):
@@ -262,7 +262,7 @@ def types_of(schema: Any, root: Mapping[str, Any], known: set[str] | None = None
 
 
 def _referred(reference: str, root: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the schema in `root` that `reference` names; None for none."""
+    """Return the schema in `root` that `reference` points to, or None."""
     found: Any = root
     for part in unquote(reference.removeprefix("#")).split("/")[1:]:
         found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
@@ -270,7 +270,7 @@ def _referred(reference: str, root: Mapping[str, Any]) -> Mapping[str, Any] | No
 
 
 def _listed(value: Any, kind: type) -> list[Any]:
-    """List a value of `kind`, or those of a list."""
+    """Return the values of type `kind` in a list; a single value counts as a list of one."""
     return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, kind)]
 
 
@@ -287,6 +287,6 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 def check_effort(effort: Any, field: str) -> None:
-    """Raise RequestError, about a client's field, unless it is null or one of EFFORTS."""
+    """Raise RequestError about `field` unless `effort` is None or one of EFFORTS."""
     if effort is not None and effort not in EFFORTS:
         refuse(field, f"is {brief(effort)}, but must be one of {', '.join(EFFORTS)}")

@@ -1,4 +1,4 @@
-"""Answer with a generation: one JSON object or server-sent events. A disconnect ends the generation."""
+"""Answer with a generation, as one JSON object or as server-sent events. A disconnect ends the generation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pypto_serving.util import brief
 
 logger = logging.getLogger("pypto_serving.api")
 WriteNow = Callable[[bytes], bool]
-"""Writes a part of a body, or returns False if it has to be sent."""
+"""Writes a part of a body at once; returns False if the part must be sent as a message instead."""
 T = TypeVar("T")
 CLIENT_CLOSED_REQUEST = 499
 TIMEOUT_HEADER = "x-request-timeout"
@@ -40,36 +40,36 @@ DONE = b"data: [DONE]\n\n"
 
 
 class AnswerFormat(ABC):
-    """Write one answer in an endpoint's form: whole, or as server-sent events. Made for one request."""
+    """Writes the answer to one request in an endpoint's form, whole or as server-sent events."""
 
     @abstractmethod
     def response(self, outputs: list[ChoiceOutput], usage: TokenUsage) -> object:
-        """Write the whole answer, to be encoded as JSON."""
+        """Return the whole answer as an object to encode as JSON."""
 
     def opening(self, usage: TokenUsage) -> bytes:
-        """Write the events before the first token; `usage` is that of the prompt."""
+        """Return the events before the first token; `usage` counts the prompt."""
         return b""
 
     def ping(self, usage: TokenUsage) -> bytes:
-        """Write what keeps a silent stream alive, by default a comment; it may come before the opening."""
+        """Return bytes that keep a silent stream alive, by default a comment. They may precede the opening."""
         return b": ping\n\n"
 
     @abstractmethod
     def event(self, delta: Delta) -> bytes:
-        """Write the events of one delta; b"" if it is held back for later."""
+        """Return the events of one delta; b"" if the delta is held back for later."""
 
     @property
     def writer(self) -> Callable[[Delta], bytes]:
-        """Return what writes the events of one delta."""
+        """Return the function that encodes one delta as events."""
         return self.event
 
     @abstractmethod
     def closing(self, usage: TokenUsage) -> bytes:
-        """Write the last events."""
+        """Return the last events."""
 
     @abstractmethod
     def failure(self, error: ApiError) -> bytes:
-        """Write the event that ends a stream in which `error` came up."""
+        """Return the event that ends a stream after `error`."""
 
 
 NewFormat = Callable[[ReadBody, GenerationRequest], AnswerFormat]
@@ -78,9 +78,9 @@ NewFormat = Callable[[ReadBody, GenerationRequest], AnswerFormat]
 async def generate(
     request: Request, endpoint: Generating, prefix: str, new_format: NewFormat, prepare: Prepare | None = None
 ) -> Response:
-    """Read a body, submit what it asks for under an id that begins with `prefix`, and answer in the endpoint's form.
+    """Read a body, submit its request under an id that begins with `prefix`, and answer in the endpoint's form.
 
-    Raises what reading the body and Generation raise.
+    Raises the errors of `Reading.read` and of Generation.
     """
     body: ReadBody = await request.app.state.reading.read(request, endpoint, prepare)
     wanted = body.generation(prefix + uuid.uuid4().hex)
@@ -96,9 +96,9 @@ def answer_json(value: object, status: int = 200) -> Response:
 
 
 def _of_request(request: Request, wanted: GenerationRequest) -> GenerationRequest:
-    """Add the id and the trace of the HTTP request, and the earlier deadline of body and header.
+    """Add the id and trace of the HTTP request, and a deadline: the shorter timeout of body and header.
 
-    Deadlines are counted from the request's first line. Raises RequestError for a header that is no time.
+    Timeouts count from the arrival of the request's first line. Raises RequestError for a header that is not a time.
     """
     state, given = request.state, request.headers.get(TIMEOUT_HEADER)
     limits = [] if given is None else [_seconds(given)]
@@ -114,7 +114,7 @@ async def respond_whole(
     make: Callable[[list[ChoiceOutput], TokenUsage], object],
     headers: dict[str, str],
 ) -> Response:
-    """Submit what is `wanted`, and answer with the JSON that `make` makes of its outputs."""
+    """Submit the request `wanted`, and answer with `make(outputs, usage)` as JSON."""
     generation = Generation(request.app.state.service, _of_request(request, wanted))
     try:
         outputs = await until_disconnect(request.receive, generation.collect())
@@ -131,11 +131,11 @@ async def respond_whole(
 
 
 class EventStream(Response):
-    """Stream a generation as server-sent events; waiting deltas leave in one write.
+    """Streams a generation as server-sent events; deltas that wait are sent in one write.
 
-    Making one submits the request, as the last thing that may fail. The status line leaves at once, since the request
-    is admitted; an error that comes later is an event. With `ping_s`, a ping is sent whenever nothing else was for that
-    many seconds.
+    The constructor submits the request, after everything else that may fail. The request is admitted then, so the
+    status line is sent at once, and later errors become events. With `ping_s`, a ping is sent after that many seconds
+    without another event.
     """
 
     def __init__(
@@ -181,10 +181,10 @@ class EventStream(Response):
         await write({"type": "http.response.body", "body": last, "more_body": False})
 
     def _consumer(self, write: Send, write_now: WriteNow, note_write: Callable[[], None] | None) -> Consume:
-        """Return the consumer that writes deltas, at once if `write_now` can.
+        """Return the consumer that writes deltas, without waiting if `write_now` can.
 
-        The opening waits for the first delta: clients take it for a token.
-        The log-probabilities of a prompt take long to write, so that happens in a thread.
+        The opening is sent with the first delta, since clients take it for the first token.
+        Prompt log-probabilities take long to encode, so a thread encodes them.
         """
         event = self._form.writer
 
@@ -214,7 +214,7 @@ class EventStream(Response):
 
 
 async def send_part(write: Send, body: bytes) -> None:
-    """Send a part of a body as a message, for clients that do not keep up."""
+    """Send a part of a body, and wait while the client does not keep up."""
     await write({"type": "http.response.body", "body": body, "more_body": True})
 
 
@@ -222,9 +222,9 @@ async def send_part(write: Send, body: bytes) -> None:
 async def pinging(
     write: Send, ping: Callable[[], bytes], interval_s: float | None
 ) -> AsyncIterator[Callable[[], None] | None]:
-    """Write a ping in the block whenever nothing was written for `interval_s`; yield what notes other writes.
+    """Within the block, write a ping after each `interval_s` without a write.
 
-    Without an interval there are no pings, and it yields None.
+    Yield a function to call at each other write; yield None, and send no pings, if `interval_s` is None.
     """
     if interval_s is None:
         yield None
@@ -254,7 +254,7 @@ async def pinging(
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`; if the client disconnects first, cancel `work` and raise ClientDisconnect.
 
-    Call it after the request's body was read: `receive` then waits for the disconnect.
+    Must be called after the request's body was read, when `receive` waits for the disconnect.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnected(receive))
@@ -275,7 +275,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def nobody_listens() -> Response:
-    """Make the response for a client that is gone; only logs and metrics see its status."""
+    """Return the response for a client that has disconnected; only logs and metrics see its status."""
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
@@ -297,5 +297,5 @@ def one_line(event: bytes) -> bytes:
 
 
 def named(event: msgspec.Struct) -> bytes:
-    """Write a server-sent event that is named by the type of its data."""
+    """Encode a server-sent event whose name is the type of its data."""
     return f"event: {event.__struct_config__.tag}\ndata: ".encode() + one_line(encode(event)) + b"\n\n"

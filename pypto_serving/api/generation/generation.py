@@ -1,4 +1,4 @@
-"""Submit a request to the engine, hand out the deltas of its choices, abort it."""
+"""Submit a request to the engine, deliver the deltas of its choices, abort it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from pypto_serving.util import counted
 
 logger = logging.getLogger("pypto_serving.api")
 Consume = Callable[[list[Delta]], Pause]
-"""Takes all waiting deltas, in order; returns what to await before it takes more."""
+"""Takes all waiting deltas, in order. Returns an awaitable to finish before it takes more, or None."""
 
 
 class Generation:
-    """Run the choices of one request. Owned by its maker, which must call `close`.
+    """Runs the choices of one request. Owned by its creator, which must call `close`.
 
-    Making one submits the request. Raises QueueFullError or UnavailableError if it is not admitted,
-    RequestError if it has more choices than the server can ever hold. `prompt_logprobs` are those of the request;
-    they are filled before the first delta of a prompt's first choice.
+    The constructor submits the request. It raises QueueFullError or UnavailableError if the request is not admitted,
+    RequestError if it has more choices than the server can ever hold. The request's `prompt_logprobs` are filled
+    before the first delta of a prompt's first choice.
     """
 
     __slots__ = (
@@ -80,17 +80,17 @@ class Generation:
         return list(self._choices.values())
 
     async def run(self, consume: Consume) -> None:
-        """Hand every delta to `consume` until all choices have finished; deltas that arrive together come together.
+        """Pass every delta to `consume` until all choices have finished; deltas that arrive together stay together.
 
         Raises EngineFaultError if the engine gave a choice up, RequestFailedError if it ended one without a reason, and
-        whatever `consume` raises. Choices whose ends arrive together are all counted before one of them raises.
+        the errors of `consume`. If several choices end at once, all are counted before an error is raised.
         """
         await self._outputs.deliver_to(partial(self._take, consume))
         if self._open:
             raise RequestFailedError("the engine ended this request without an answer; send it again")
 
     async def collect(self) -> list[ChoiceOutput]:
-        """Run to the end; return the whole output of each choice. Raises what `run` raises."""
+        """Run to the end; return the whole output of each choice. Raises the errors of `run`."""
         outputs = [ChoiceOutput(choice.index) for choice in self._choices.values()]
 
         def add(deltas: list[Delta]) -> None:
@@ -145,7 +145,7 @@ class Generation:
         self._tell_end()
 
     def _tell_end(self) -> None:
-        """Log the request and describe it in its trace, where these are on."""
+        """Log the request and describe it in its trace, if these are enabled."""
         service, request = self._service, self._request
         if service.serving.log_requests:
             log_end(request, self.choices, service.tokenizer, service.serving.max_log_len)
@@ -209,7 +209,7 @@ class Generation:
 
 
 class EngineFaultError(RequestFailedError):
-    """The engine gave an admitted request up; `fault` says why."""
+    """The engine gave up an admitted request, because of `fault`."""
 
     def __init__(self, fault: RequestFault) -> None:
         super().__init__(fault.message, param=fault.param, code=fault.code)

@@ -14,21 +14,20 @@ from pypto_serving.types.guide import MAX_GRAMMAR_CHARS, Grammar
 
 ANY = "(?s:.*)"
 PLACE = "// "
-"""What begins the comment that says, as a JSON text, what the rules below it are from."""
+"""Begins a comment with the origin, as a JSON string, of the rules below it."""
 _IN_SLASHES = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\\\n": r"\n", "\\\r": r"\r"}
 
 
 class GrammarText:
     """Owns the rules of one grammar. Raises SchemaError once they are too long.
 
-    Equal rules are written once, but count each time, so that the work is bounded, too.
+    Equal rules are written once. Repetitions count towards the length all the same, to bound the work of writing them.
     """
 
     def __init__(self, split: Split, options: Mapping[str, Any], close_objects: bool = False) -> None:
-        """Take llguidance's `options` for JSON.
+        """Take llguidance's JSON `options`.
 
-        With `close_objects`, objects have no properties but those they name, if they name any: models would add more
-        without end.
+        With `close_objects`, a schema that names properties allows no others: models would add more without end.
         """
         self.split = split
         self._options = options
@@ -40,7 +39,7 @@ class GrammarText:
         self._num_chars = 0
 
     def grammar(self, *first: str) -> Grammar:
-        """Return the grammar that begins with some rules."""
+        """Return the grammar: the rules `first`, then all added rules."""
         self._count(sum(map(len, first)))
         lines, last = [*first], ""
         for body, name in self._names.items():
@@ -73,7 +72,7 @@ class GrammarText:
         return self._add("T", f": {body}")
 
     def include(self, write: Callable[[str], str]) -> str:
-        """Add rules that `write` returns for what their names must begin with; return that."""
+        """Call `write` with a new prefix for names of rules, add the rules it returns, and return the prefix."""
         prefix = f"g{len(self._others)}-"
         self._others.append(f"{PLACE}{json.dumps(self._place)}\n{write(prefix)}")
         self._count(len(self._others[-1]))
@@ -92,24 +91,24 @@ class GrammarText:
             raise SchemaError(f"the grammar has more than {MAX_GRAMMAR_CHARS} characters up to here; send less")
 
     def json(self, schema: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> str:
-        """Write JSON of a schema, maybe with other options."""
+        """Add a rule for JSON that matches a schema, with `options` instead of the usual ones; return its name."""
         made = prepare(schema, self._options if options is None else options, self._close_objects, keep_free=True)
         return self.new("%json " + json.dumps(made))
 
     def prepared(self, schema: Mapping[str, Any]) -> str:
-        """Write JSON of a schema that is prepared, with all definitions that it refers to."""
+        """Add a rule for JSON that matches a prepared schema, which contains its definitions; return its name."""
         if self._close_objects:
             close_all(schema, keep_free=True)
         return self.new("%json " + json.dumps(with_options(schema, self._options)))
 
     def text(self, text: str) -> str:
-        """Write a text, in which special tokens stand for themselves."""
+        """Return the pattern of a fixed text, with special tokens as token ids."""
         return _tokens(self.split(text))
 
     def until(self, ends: Sequence[str], text: str = "TEXT", spelled: str = "") -> str:
-        """Write text up to the first of `ends`, inclusive; any text if there are none.
+        """Return the pattern of text up to the first of `ends`, inclusive; of any text if there are no ends.
 
-        If an end begins with text and has a special token, no text may spell that token, which is `spelled`.
+        An end may begin with text and have a special token, spelled `spelled`: the text before may not contain it.
         """
         found, plain = [], []
         for end in ends:
@@ -127,7 +126,7 @@ class GrammarText:
 
 
 def placed(place: str, problem: str) -> str:
-    """Put a place before a problem, or before a place within it: parts of a schema begin with #."""
+    """Put `place` before a problem. A problem that begins with # names a part of a schema, which is appended."""
     if place and problem.startswith("#"):
         return place + problem[1:] if "#" in place else f"{place}: {problem}"
     return ": ".join(filter(None, (place, problem)))
@@ -138,17 +137,17 @@ def _tokens(parts: Sequence[str | int]) -> str:
 
 
 def joined(*parts: str) -> str:
-    """Write what follows each other; "" is nothing."""
+    """Return the sequence of patterns, without empty ones."""
     return " ".join(filter(None, parts))
 
 
 def any_of(options: Sequence[str]) -> str:
-    """Write one of `options`."""
+    """Return the pattern that matches any of `options`."""
     return options[0] if len(options) == 1 else f"({' | '.join(options)})"
 
 
 def regex(pattern: str) -> str:
-    """Write a regular expression between slashes. Raises SchemaError if it ends with a backslash."""
+    """Return a regular expression between slashes. Raises SchemaError if it ends with a backslash."""
     if len(pattern) - len(pattern.rstrip("\\")) & 1:
         raise SchemaError("a pattern ends with a backslash")
     found = re.sub(r"\\.|[/\n\r]", lambda match: _IN_SLASHES.get(match[0], match[0]), pattern, flags=re.DOTALL)
@@ -161,5 +160,5 @@ def literal(text: str) -> str:
 
 
 def without(text: str) -> str:
-    """Write the terminal of all texts that do not hold `text`."""
+    """Return the terminal of all texts that do not contain `text`."""
     return f"~{regex(ANY + literal(text) + ANY)}"

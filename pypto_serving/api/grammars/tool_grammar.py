@@ -1,4 +1,4 @@
-"""Write the grammar of tool calls in a family's form, for outputs that have to be calls."""
+"""Write the grammar of tool calls in the form of a model family, for outputs that must be calls."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from pypto_serving.types.guide import Grammar
 Function = Mapping[str, Any]
 T = TypeVar("T")
 SpecialId = Callable[[str], int | None]
-"""Returns the id of a text that is a special token; None for others."""
+"""Returns the id of a special token, or None if the text is not a special token."""
 
 
 def forced_calls(
     form: CallForm, functions: Sequence[Function], one: bool, special_id: SpecialId, options: Mapping[str, Any]
 ) -> Grammar:
-    """Return the grammar of outputs that are calls of `functions`: only `one`, or one and more.
+    """Return the grammar of outputs that call `functions`: exactly once with `one`, else at least once.
 
-    `options` are llguidance's for JSON. Raises RequestError that names the tool whose schema cannot be enforced.
+    `options` are llguidance's JSON options. Raises RequestError that names the tool whose schema cannot be enforced.
     """
     with _refused():
         writer = _CallWriter(form, special_id, options).adding(functions)
@@ -35,10 +35,10 @@ def forced_calls(
 def calls_beside_json(
     form: CallForm, functions: Sequence[Function], one: bool, special_id: SpecialId, options: Mapping[str, Any]
 ) -> Grammar:
-    """Return the grammar of calls for `either`. Raises like `forced_calls`.
+    """Return the grammar of calls that `either` combines with a JSON schema. Raises like `forced_calls`.
 
-    Calls that are JSON without a mark are written as schemas, too: a grammar cannot distinguish JSON from similar text.
-    Such calls come one by one, never as a list, which would be one more kind of JSON.
+    A form may write calls as plain JSON, without a mark. A grammar cannot distinguish JSON from similar text, so these
+    calls are written as JSON schemas, too. They come one by one: a list would be one more kind of JSON.
     """
     if not form.opens or form.arguments != "json":
         return forced_calls(form, functions, one, special_id, options)
@@ -53,9 +53,9 @@ def calls_beside_json(
 def strict_calls(
     form: CallForm, functions: Sequence[Function], one: bool, special_id: SpecialId, options: Mapping[str, Any]
 ) -> Grammar:
-    """Return the grammar of free text in which calls follow the schemas of strict functions.
+    """Return the grammar of free text with calls; calls of strict functions must match their schemas.
 
-    Wherever the parser of the form would begin to read a call, one must follow. Raises like `forced_calls`.
+    Wherever the form's parser would begin to read a call, a valid call must follow. Raises like `forced_calls`.
     """
     loose = [f if f.get("strict") else {"name": f["name"], "parameters": {"type": "object"}} for f in functions]
     with _refused():
@@ -64,12 +64,12 @@ def strict_calls(
 
 
 def either(calls: Grammar, content_schema: str) -> Grammar:
-    """Return the grammar of outputs that are calls, or JSON of a schema."""
+    """Return the grammar of outputs that are either `calls` or JSON that matches `content_schema`."""
     return Grammar("lark", calls.text.replace("start: ", f"start: %json {content_schema} | ", 1))
 
 
 class _CallWriter:
-    """Write rules for the calls of one request. Raises SchemaError that names the function at fault."""
+    """Writes the grammar rules for the calls of one request. Raises SchemaError that names the function at fault."""
 
     def __init__(self, form: CallForm, special_id: SpecialId, options: Mapping[str, Any]) -> None:
         special = {mark: token_id for mark in form.marks if (token_id := special_id(mark)) is not None}
@@ -78,12 +78,12 @@ class _CallWriter:
         self._calls: list[tuple[str, str]] = []
 
     def adding(self, functions: Sequence[Function]) -> Self:
-        """Write the rules of each function."""
+        """Add a rule for the calls of each function, and return the writer."""
         self._calls += self.for_each(functions, self._call)
         return self
 
     def for_each(self, functions: Sequence[Function], write: Callable[[Function], T]) -> list[T]:
-        """Write something for each function; errors name it."""
+        """Return `write(function)` for each function; a SchemaError names the function."""
         made = []
         for function in functions:
             with self.rules.at(f"the parameters of {function['name']}"):
@@ -91,13 +91,13 @@ class _CallWriter:
         return made
 
     def calls(self, one: bool) -> str:
-        """Write all calls of an output, with the text around and between them."""
+        """Return the pattern of one call, or of several, with the text around and between them."""
         form = self._form
         begin, end = ("", "") if one and form.alone else (form.begin, form.end)
         return joined(self._calls_after(begin + form.head, one), self.rules.text(end))
 
     def marked(self, one: bool) -> list[str]:
-        """Write free text in which each start of calls is followed by calls."""
+        """Return the rules of free text in which calls must follow each start of calls."""
         form, rules, text = self._form, self.rules, self._without(self._tokens)
         blocks = []
         for start in form.starts:
@@ -107,9 +107,9 @@ class _CallWriter:
         return [f"start: block{'?' if one else '*'} {text}", f"block: {any_of(blocks)}"]
 
     def opened(self, one: bool) -> list[str]:
-        """Write calls at the beginning, or free text that does not begin like one; calls follow starts, too.
+        """Return the rules of outputs that begin with calls, or with free text that does not begin like a call.
 
-        Where no special token tells a start, its calls could not be followed: it does not stand in the text.
+        Calls also follow each start with a special token. Text may not contain other starts: grammars cannot find them.
         """
         form, rules = self._form, self.rules
         first = [self.calls(one), *(joined(rules.text(a), self.calls(one), rules.text(b)) for a, b in form.fences)]
@@ -127,24 +127,24 @@ class _CallWriter:
 
     @property
     def _tokens(self) -> list[str]:
-        """Return the starts that hold special tokens: text that spells them is read as they are."""
+        """Return the starts that contain special tokens. The parser also takes text that spells one for the token."""
         return [start for start in self._form.starts if self.rules.split(start) != [start]]
 
     def _without(self, starts: Sequence[str]) -> str:
-        """Write text in which none of `starts` is spelled."""
+        """Return the terminal of text that contains none of `starts`."""
         return self.rules.terminal(" & ".join(["TEXT", *map(without, starts)])) if starts else "TEXT"
 
     def _calls_after(self, head: str, one: bool) -> str:
-        """Write a call after `head`, and maybe more calls."""
+        """Return the pattern of a call after `head`, then of further calls unless only `one` is allowed."""
         first, form = self._any_call(head), self._form
         return first if one else f"{first} ({self._any_call(form.between + form.head)})*"
 
     def _any_call(self, head: str) -> str:
-        """Write a call of any function. What tells it from text is one terminal: a shorter one would lose to text."""
+        """Return the pattern of any function's call; head and name are one terminal, since text beats a shorter one."""
         return any_of([joined(self.rules.text(head + name), rest) for name, rest in self._calls])
 
     def _call(self, function: Function) -> tuple[str, str]:
-        """Return the name of a call with what follows it, and the rule of the rest."""
+        """Return a call's fixed text from name to arguments, and the rule of the rest."""
         form, name, schema = self._form, function["name"], _parameters(function)
         if form.arguments == "python":
             check_name(name, all(part.isidentifier() for part in name.split(".")))
@@ -158,7 +158,7 @@ def _not_begun(pattern: str) -> str:
 
 @contextmanager
 def _refused() -> Iterator[None]:
-    """Turn what cannot be written into a RequestError."""
+    """Turn a SchemaError in the block into a RequestError."""
     try:
         yield
     except SchemaError as error:
@@ -170,7 +170,7 @@ def _parameters(function: Function) -> Mapping[str, Any]:
 
 
 def _as_schema(form: CallForm, function: Function) -> Mapping[str, Any]:
-    """Return the prepared schema of a call that is JSON as a whole."""
+    """Return the prepared schema of a whole call that is one JSON object."""
     whole, definitions = prepare_object(_parameters(function))
     key = "parameters" if '"parameters"' in form.middle else "arguments"
     properties = {"name": {"const": function["name"]}, key: as_object(whole)}

@@ -1,4 +1,4 @@
-"""Share the places of connections and the memory of unfinished requests among all clients."""
+"""Limit the number of connections and the memory of unfinished requests, over all clients."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pypto_serving.logs import with_fields
 from pypto_serving.util import Clock, counted
 
 MAX_FILES = 16384
-"""Most open files that are planned for, whatever the system allows."""
+"""Plan for at most this many open files, even if the system allows more."""
 FILES_FOR_OTHERS, SPARE_PLACES = 128, 64
-"""Files kept for other uses, and for surplus connections."""
+"""Open files reserved for other uses, and for surplus connections."""
 MIN_HELD_BYTES = 64 << 20
 SMALL_BYTES, SMALL_ROOM_BYTES = 64 << 10, 64 << 20
-"""What a connection holds without counting as large, and the memory that only such connections may use."""
+"""A connection that holds at most SMALL_BYTES is small; only small ones may use the extra SMALL_ROOM_BYTES."""
 SILENCE_S, SIGN_BYTES = 1.0, 16 << 10
-"""A client is silent if it sends less of a body than this in that time. Its connection gives way to a newcomer."""
+"""A client that sends less than SIGN_BYTES of a body in SILENCE_S is silent; a new connection may take its place."""
 NO_PLACE = "too many connections are open; try again later"
 NO_MEMORY = "too many unfinished requests are held; try again later"
 logger = logging.getLogger("pypto_serving.api")
@@ -29,14 +29,14 @@ QUIET_S = 10.0
 
 
 class ConnectionPlaces(NamedTuple):
-    """How many connections are served, and how many more are read, to be refused or asked for /health."""
+    """Numbers of served connections, and of spare ones, which are only refused or answered for /health."""
 
     connections: int
     spare: int
 
 
 def places(file_limit: int) -> ConnectionPlaces:
-    """Return the places that fit under the process's soft limit of open files."""
+    """Return how many connections fit under `file_limit`, the process's soft limit of open files."""
     files = MAX_FILES if file_limit == resource.RLIM_INFINITY else min(MAX_FILES, file_limit)
     left = files - min(FILES_FOR_OTHERS, files // 2)
     spare = min(SPARE_PLACES, left // 4)
@@ -44,7 +44,7 @@ def places(file_limit: int) -> ConnectionPlaces:
 
 
 class _Sign(NamedTuple):
-    """When the gate last heard of a client that sends, and the bytes of the body by then."""
+    """Time of a client's last progress in sending a request, and the bytes of the body received by then."""
 
     at_s: float
     body_bytes: int
@@ -54,7 +54,7 @@ class Waiting(Protocol):
     """A connection, as the gate sees it."""
 
     def close_idle(self) -> None:
-        """End the connection, on which no request is under way."""
+        """Close the connection; no request is in progress on it."""
 
     def refuse_busy(self, reason: str) -> None:
         """Answer the unfinished request with a 503, and end the connection."""
@@ -65,10 +65,10 @@ class Gate:
 
     A connection is idle, or its client is sending a request, or it is busy: the server is answering.
 
-    - Places are short: idle connections give way to newcomers, then clients that send, if silent for SILENCE_S.
-    - Memory is short: of the connections that hold more than SMALL_BYTES, the largest is refused its unfinished
-      request. Small ones have SMALL_ROOM_BYTES of their own; beyond that, the client that was silent longest is
-      refused.
+    - No place is free: close the connection that was idle longest, or else the client that stopped sending first; only
+      after SILENCE_S.
+    - Memory is short: refuse the unfinished request of the connection that holds most, if more than SMALL_BYTES. Small
+      ones have SMALL_ROOM_BYTES of their own; beyond that, refuse the client that was silent longest.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Gate:
     # Places.
 
     def enter(self, connection: Waiting) -> bool:
-        """Give a new connection a place. Return False if it is surplus: it may only ask for /health."""
+        """Give a new connection a place. Return False if none is free: it may then only ask for /health."""
         if len(self._served) < self._places.connections or self._make_place():
             self._served.add(connection)
             self.idle(connection)
@@ -101,7 +101,7 @@ class Gate:
         return False
 
     def leave(self, connection: Waiting) -> None:
-        """Forget a connection that ended."""
+        """Free the place and the memory of a connection that ended."""
         self.busy(connection)
         self._served.discard(connection)
         self._surplus.pop(connection, None)
@@ -109,15 +109,15 @@ class Gate:
         self._num_held -= self._held.pop(connection, 0)
 
     def idle(self, connection: Waiting) -> None:
-        """Note that no request is under way."""
+        """Record that no request is in progress."""
         self._sending.pop(connection, None)
         if connection in self._served:
             self._idle.setdefault(connection, self._clock())
 
     def sending(self, connection: Waiting, body_bytes: int) -> None:
-        """Note that the client sent a part of a request, and the bytes of its body so far.
+        """Record that the client sent a part of a request, of whose body `body_bytes` have arrived so far.
 
-        When places are short, a head that does not end counts as silence, and so does a body that trickles in.
+        Only a new request and SIGN_BYTES more of a body count as progress; more of a head, or a trickle, does not.
         """
         self._idle.pop(connection, None)
         if connection not in self._served:
@@ -128,12 +128,12 @@ class Gate:
             self._sending.move_to_end(connection)
 
     def busy(self, connection: Waiting) -> None:
-        """Note that the connection does not wait for its client."""
+        """Record that the connection is not waiting for its client."""
         self._idle.pop(connection, None)
         self._sending.pop(connection, None)
 
     def _make_place(self) -> bool:
-        """End a connection that has waited SILENCE_S for its client, idle ones first. Return False if there is none."""
+        """Close a connection that has waited SILENCE_S for its client, idle ones first. Return False if none has."""
         latest_s = self._clock() - SILENCE_S
         if self._idle and next(iter(self._idle.values())) <= latest_s:
             connection, _ = self._idle.popitem(last=False)
@@ -150,12 +150,12 @@ class Gate:
     # Memory.
 
     def hold(self, connection: Waiting, num_bytes: int, complete: bool) -> bool:
-        """Count more bytes of a connection's newest request. Return False if it must be refused.
+        """Count more bytes of a connection's newest request. Return False if the request must be refused.
 
-        A `complete` request is not refused later on: its bytes are held until they are released.
+        A `complete` request is never refused later; its bytes count until `release`.
         """
         if connection in self._surplus:
-            return True  # few, and refused after the head
+            return True  # surplus connections are few, and are refused after the head
         held = self._held[connection] = self._held.get(connection, 0) + num_bytes
         self._num_held += num_bytes
         if held > SMALL_BYTES:
@@ -171,7 +171,7 @@ class Gate:
         return True
 
     def release(self, connection: Waiting, num_bytes: int) -> None:
-        """Note that so many bytes are no longer in memory."""
+        """Record that `num_bytes` are no longer in memory."""
         if connection in self._held:
             self._held[connection] -= num_bytes
             self._num_held -= num_bytes
@@ -179,7 +179,7 @@ class Gate:
                 self._large.discard(connection)
 
     def _too_many(self, newest: Waiting) -> Waiting | None:
-        """Return the connection whose request is refused because memory is short, or None."""
+        """Return the connection whose request must be refused for lack of memory, or None."""
         if self._num_held <= self.max_held_bytes:
             return None
         if self._large:
@@ -190,15 +190,15 @@ class Gate:
 
 
 class RefusalLog:
-    """Log one line for each reason in QUIET_S, with the number of refusals since the line before.
+    """Logs at most one line per reason in QUIET_S, with the number of refusals since the last line.
 
-    Reasons are few, since none contains text of a client.
+    There are few reasons, since none contains a client's text.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._told: dict[str, tuple[float, int]] = {}
-        """When a reason was logged, and how often it came since then."""
+        """For each reason: time of its last log line, and number of refusals since then."""
 
     def note(self, status: int, reason: str) -> None:
         """Log a refusal, or count it for the next line."""

@@ -21,19 +21,19 @@ import jinja2.sandbox
 from pypto_serving.errors import ModelError, RequestError
 
 MAX_CHARS = 256 << 20
-"""Longest output of a template; no context holds more."""
+"""Longest output of a template; no model's context is longer."""
 MAX_REPEATED = 1 << 20
-"""Characters or values that `*` may repeat something to."""
+"""Largest length, in characters or values, of a text or list that `*` makes."""
 MAX_POWER_BITS = 1 << 16
-"""Bits of an integer that `**` makes."""
+"""Largest size, in bits, of an integer that `**` makes."""
 MAX_STEPS, MAX_STEPS_CHARS = 4000, 32 << 10
-"""Rounds of loops and calls of a template, and characters or values that it makes at once, where steps are limited. A
-chat in a small body takes a few steps for each of its messages and tools, in all some milliseconds. Its prompt, of at
-most so many characters, is encoded in some more."""
+"""Limits of a template under `steps_limited`: steps (rounds of loops, and calls), and length, in characters or values,
+of any text or list that it makes. A chat in a small body takes a few steps per message and tool, a few milliseconds in
+all; tokenizing a prompt of at most MAX_STEPS_CHARS takes a few more."""
 VALUES_PER_STEP = 64
-"""Characters or values that a call or filter may work on in one step."""
+"""Characters or values that a call or filter processes per counted step."""
 _steps_left: ContextVar[list[int] | None] = ContextVar("_steps_left", default=None)
-"""The steps that are left to the template that runs, if they are limited."""
+"""Remaining steps of the running template, as a list of one number; None without a limit."""
 
 
 class TooManyStepsError(Exception):
@@ -63,14 +63,14 @@ def _check_size(size: int) -> None:
 
 
 def _size(value: Any) -> int:
-    """Return how much of a value a call may have to go through: values or characters, or bits of an integer."""
+    """Return the size of a value: its characters or values, or the bits of an integer; 0 for other types."""
     if isinstance(value, int):
         return value.bit_length()
     return len(value) if isinstance(value, str | bytes | list | tuple | dict | range) else 0
 
 
 def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a function count the steps that its arguments and result take, and refuse large numbers, where limited."""
+    """Wrap a function: under `steps_limited`, count steps by its arguments, and limit its numbers and its result."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -122,7 +122,7 @@ def _join(pieces: Iterable[str]) -> str:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """Render the body of `{% generation %}`, a tag that matters in training only."""
+    """Renders the body of `{% generation %}`, a tag that matters only in training."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
@@ -132,9 +132,9 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _CodeGenerator(jinja2.compiler.CodeGenerator):
-    """Count rounds of loops, and compute nothing while compiling.
+    """Generates code that counts rounds of loops, and evaluates no constant expression at compile time.
 
-    `9 ** 9 ** 9` would never end, and compiling has no bound of its own.
+    Evaluating `9 ** 9 ** 9` would not terminate, and nothing limits the time of compiling.
     """
 
     def visit_For(self, node: jinja2.nodes.For, frame: jinja2.compiler.Frame) -> None:
@@ -165,7 +165,7 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Bounds what a text or list is repeated to: unlike a long loop, that takes gigabytes at once. Counts steps."""
+    """Counts steps, and bounds the length of a repeated text or list: one `*` could take gigabytes at once."""
 
     code_generator_class = _CodeGenerator
     intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -179,7 +179,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return _counted(super().call)(context, called, *args, **kwargs)
 
     def join_texts(self, parts: Iterable[Any]) -> str:
-        """Return the text that `~` makes."""
+        """Concatenate the operands of `~`."""
         joined = "".join(map(str, parts))
         _check_size(len(joined))
         return joined
@@ -192,7 +192,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             if isinstance(value, Sized) and isinstance(count, int) and len(value) * count > MAX_REPEATED:
                 raise jinja2.TemplateError(f"it repeats something to more than {MAX_REPEATED} characters or values")
         if operator == "%" and isinstance(left, str):
-            _check_size(MAX_STEPS_CHARS + 1)  # a width in the format may be any number
+            _check_size(MAX_STEPS_CHARS + 1)  # a field width in the format may have any size
         if operator == "*" and integers:
             _check_size(left.bit_length() + right.bit_length())
         result = super().call_binop(context, operator, left, right)
@@ -219,7 +219,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON without Jinja's HTML escapes."""
+    """Encode JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""Decide where a body is read: small ones here, others by the reader, which also finds out what grammars compile."""
+"""Read small bodies in the API process, and others in the reader process, which also checks grammars."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from pypto_serving.types.guide import Grammar, Guide
 logger = logging.getLogger("pypto_serving.api")
 
 SMALL_BYTES, SMALL_VALUES = 16 << 10, 128
-"""A body of at most this size, with at most so many lists and strings, is read at once, in a few milliseconds."""
+"""Bodies with at most these bytes, and at most this many lists and strings, are read here, in a few milliseconds."""
 LARGE_BYTES = 256 << 10
-"""Larger bodies, and those that bring a template, have a queue of their own."""
+"""Larger bodies, and bodies with a chat template, wait in a queue of their own."""
 _MAY_BRING_TEMPLATE = re.compile(rb'"chat_template"|\\u00(?:5[fF]|[67])')
-"""The field's name, or the escape of one of its characters, which no program needs to write."""
+"""Finds the field `chat_template`, or an escape of a letter of its name, which ordinary clients do not write."""
 _MAY_CHAT = frozenset[Endpoint]({"chat", "messages", "count_tokens", "tokenize", "decisions", "responses"})
-"""Their bodies may hold a chat, whose template may not end."""
+"""Endpoints whose bodies may contain a chat; the chat template may not terminate."""
 _FIELDS: dict[Endpoint, str | None] = {
     "completions": "prompt",
     "tokenize": None,
@@ -49,14 +49,14 @@ _FIELDS: dict[Endpoint, str | None] = {
     "decisions": "input",
     "responses": "input",
 }
-"""What takes long to read, where it is not the messages."""
+"""The field to name when reading takes too long, if it is not `messages`."""
 
 
 class Reading:
-    """Read bodies so that none holds up the event loop. Owned by the application; used in its event loop only.
+    """Reads bodies without blocking the event loop. Owned by the application; used in its event loop only.
 
-    Small bodies are read here, also chats with the checkpoint's template, as long as that takes few steps. Others, and
-    grammars, go to the reader, since only a process can be stopped.
+    Small bodies are read here, including chats if the checkpoint's template takes few steps. Other bodies and all
+    grammars go to the reader: only a process can be stopped while it computes.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Reading:
         require_admission: Callable[[int], None],
         warn_ignored: Callable[[list[str]], None],
     ) -> None:
-        """`require_admission` raises if so many requests would not be admitted now: then none of them is read.
+        """`require_admission(n)` raises if n requests would not be admitted now; then the body is not read.
 
-        `warn_ignored` is told of unknown fields.
+        `warn_ignored` is called with the names of unknown fields.
         """
         self._here = reader
         self._require_admission = require_admission
@@ -76,9 +76,9 @@ class Reading:
         self._known = KnownGrammars[Compiles | Refusal]()
 
     async def read(self, request: Request, endpoint: Generating, prepare: Prepare | None = None) -> ReadBody:
-        """Return what the body says, once `prepare` changed it.
+        """Read the body, after `prepare` has changed it.
 
-        Raises RequestError, and ClientDisconnect if the client leaves before.
+        Raises RequestError, or ClientDisconnect if the client leaves first.
         """
         with telling_when_parsed(request):
             read = await self._read(request, endpoint, prepare)
@@ -110,8 +110,8 @@ class Reading:
         return await until_disconnect(request.receive, self._read_apart(endpoint, raw, host_of(request)))
 
     def _is_read_here(self, endpoint: Endpoint, raw: bytes | bytearray) -> bool:
-        """Return whether a body takes little time: it is small, and brings no template."""
-        if not is_small(raw) or endpoint == "decisions":  # which may repeat its input many times
+        """Return whether a body takes little time to read: it is small and contains no template."""
+        if not is_small(raw) or endpoint == "decisions":  # decisions may repeat their input many times
             return False
         return not self._may_bring_template(raw)
 
@@ -137,10 +137,10 @@ class Reading:
         return with_guide(read, await until_disconnect(request.receive, check))
 
     async def check_guide(self, guide: Guide, host: str = "") -> Guide:
-        """Return a guide whose grammar compiles, in a syntax that workers read.
+        """Check that a guide's grammar compiles; return the guide with the grammar in a syntax that workers read.
 
-        Raises RequestError that names its field, UnavailableError if the machine is too busy, and RuntimeError if the
-        reader fails on it. A call that is cancelled before its turn costs nothing.
+        Raises RequestError that names the guide's field, UnavailableError if the machine is too busy, and RuntimeError
+        if the reader fails on the grammar. A call that is cancelled while it waits in the queue costs nothing.
         """
         grammar = guide.grammar
         if grammar is None:
@@ -153,7 +153,7 @@ class Reading:
         return msgspec.structs.replace(guide, grammar=verdict.grammar or grammar, client=host)
 
     async def _judge(self, grammar: Grammar, key: int, host: str) -> Compiles | Refusal:
-        """Find out whether a grammar compiles, unless one before it in the queue was the same."""
+        """Compile a grammar, unless an equal one earlier in the queue has been compiled meanwhile."""
         if (verdict := self._known.find(key)) is None:
             verdict = await self._compile(grammar, host)
             translated = verdict.grammar if isinstance(verdict, Compiles) else None
@@ -186,12 +186,12 @@ def host_of(request: Request) -> str:
 
 
 def is_small(raw: bytes | bytearray) -> bool:
-    """Return whether a body is read at once: prompts are lists or strings, so there are few of them."""
+    """Return whether a body is short and has few lists and strings, so also few prompts, which are lists or strings."""
     return len(raw) <= SMALL_BYTES and raw.count(b"[") + raw.count(b'"') // 2 <= SMALL_VALUES
 
 
 def _too_slow(endpoint: Endpoint, allowed_s: float) -> RequestError:
-    """Log that a body took too long, and return the error."""
+    """Log that a body took too long to read, and return the client's error."""
     advice = "send less text or fewer prompts"
     if endpoint in _MAY_CHAT:
         advice = "send fewer or shorter messages; if short chats fail too, the model's chat template does not end"
