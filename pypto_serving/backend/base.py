@@ -26,7 +26,7 @@ from pypto_serving.types.step import BackendLimits
 
 
 class BlockMemory(Protocol):
-    """The KV blocks of a device. Threads call it during steps, but never for a block that a step in flight writes."""
+    """The KV blocks of a device. Threads use it during steps, but never for blocks that a step in flight writes."""
 
     block_bytes: tuple[int, ...]
     """Bytes of a block, per group."""
@@ -53,7 +53,7 @@ class HostBlocks:
         return [self.arenas[group][block] for block in blocks]
 
     def staging(self, group: int, blocks: Sequence[int]) -> list[BlockBytes]:
-        """Return views of the blocks, so that loads write to them directly."""
+        """Return views of the blocks, into which loads write directly."""
         return self.read_blocks(group, blocks)
 
     def write_blocks(self, group: int, blocks: Sequence[int], contents: Sequence[BlockBytes]) -> None:
@@ -61,13 +61,13 @@ class HostBlocks:
 
 
 Progress = Callable[[str, int, int], None]
-"""Reports progress while a program is prepared, as (phase, done, total)."""
+"""Reports progress while a program is prepared: progress(phase, done, total)."""
 
 Zeros = Callable[..., Array]
-"""Allocates zeros of a dtype, in the shape that follows it."""
+"""Allocates an array of zeros: zeros(dtype, *shape)."""
 
 Fault = Callable[[str, int], None]
-"""Reports the error that ends this process, as (message, exit code)."""
+"""Reports the error that ends this process: fault(message, exit_code)."""
 
 DispatchKind = Literal["mixed", "prefill", "decode"]
 
@@ -168,16 +168,16 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """How a device samples: one entry for each of the n rows of a dispatch that sample, in row order.
+    """Sampling parameters for a device, one entry for each of the n sampling rows of a dispatch, in row order.
 
-    Log-probabilities are those of the logits before any adjustment.
+    Log-probabilities are computed from the logits before any adjustment.
 
     owners [n]: the row, an index into the r rows of StepInputs.
     draws [n]: DRAWs; `random` belongs to position `positions[i]` and is the first number of
         Philox4x32-10(seed, choice, position), see `backend/numpy_sampler.py`. Each position has its own numbers.
     seeds, choices [n] uint64; positions [n]: absolute position of the first token to sample.
-    num_logprobs [n]: how many of the best log-probabilities to return beside that of the token; -1 for none at all.
-    adjustments: None if no row has any.
+    num_logprobs [n]: return the token's log-probability and this many of the highest ones; -1 returns none.
+    adjustments: None if no row has an adjustment.
     """
 
     owners: Int32Array
@@ -190,7 +190,7 @@ class SamplingInputs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens that a device sampled: `counts[i]` >= 1 of `token_ids` for the i-th sampling row, row after row.
+    """The tokens that a device sampled: `counts[i]` >= 1 for the i-th sampling row; `token_ids` concatenates all rows.
 
     A token is -1 if the row's logits are not finite. If any row asks for log-probabilities, `logprobs` covers all of
     `token_ids`, as wide as the largest `num_logprobs`.
@@ -217,24 +217,24 @@ class Drafter(Protocol):
     """Proposes draft tokens, which the host verifies. Drafts change the speed, never the answer."""
 
     def start_row(self, row: int) -> None:
-        """Forget all about `row`: it has the tokens of another request now, or of the same one again."""
+        """Forget everything about `row`, which now holds another request, or restarts the same one."""
 
     def propose(
         self, tokens: Int32Array, rows: Int32Array, known: Int32Array, most: Int32Array
     ) -> tuple[Int32Array, Float32Array]:
         """Write at most `most` [n] drafts after the `known` [n] tokens of `rows` [n], in `tokens` [R, max_model_len].
 
-        Return how many each row got, and how probable it is that such a draft is right if those before it are. Pass all
-        rows that sample next, also those with `most` 0: their new tokens tell which earlier drafts were right. The
-        caller verifies as many of the drafts as pay.
+        Return, per row, the number of drafts, and the probability that a draft is right if all drafts before it are.
+        Pass all rows that sample next, also with `most` 0: their new tokens show which earlier drafts were right. The
+        caller verifies only the drafts that pay.
         """
 
 
 class Draft(Protocol):
-    """Predict the tokens that follow those of `inputs` with the draft layers of a model.
+    """Predict the tokens after those of `inputs` with the draft layers of a model.
 
-    Each row of `inputs` has one token: the one after its computed tokens, or after its token of the call before. No
-    dispatch in flight may have such a row. Return float32 logits [r, vocab], valid until the next call or `submit`.
+    Each row of `inputs` has one token: the token after the row's computed ones, or after its token in the last call.
+    The row may not be in a dispatch in flight. Return float32 logits [r, vocab], valid until the next call or `submit`.
     """
 
     def __call__(self, inputs: StepInputs, /) -> Float32Array: ...
@@ -249,9 +249,9 @@ class Program(Protocol):
     fingerprint: bytes
     memory: BlockMemory
     sampler: Sampler | None
-    """Samples tokens from the program's logits. If None, the worker samples in numpy."""
+    """Samples tokens from the program's logits. None: the worker samples in numpy."""
     draft: Draft | None
-    """Runs draft layers. If None, drafts come from elsewhere."""
+    """Runs the draft layers. None: the program makes no drafts."""
 
     def submit(self, inputs: StepInputs, sampling: SamplingInputs | None) -> None:
         """Begin a dispatch: write the K/V of its tokens, compute logits of `inputs.logits_rows`, and sample if asked.
@@ -268,10 +268,10 @@ class Backend(ABC):
     """The factory of a Program for a device. Made once per worker life, with the resolved configuration."""
 
     descendants: tuple[int, ...] = ()
-    """File descriptors that processes of the program inherit, by which others see when all have ended."""
+    """File descriptors inherited by all processes of the program, so that others notice when all have ended."""
 
     respawned = False
-    """Whether this worker replaces another. A resource that is still busy is then worth waiting for."""
+    """Whether this worker replaces another one, which may not have freed its resources yet: then wait for these."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -285,7 +285,7 @@ class Backend(ABC):
         """Pin the calling thread to a CPU, if that helps. The main thread of a worker process calls this once."""
 
     def watch(self, fault: Fault) -> None:  # noqa: B027 (most programs are one process)
-        """Report a fault and end this process when another one that the program needs ends. Call after `prepare`."""
+        """If a process that the program needs ends, report a fault and end this one. Must be called after `prepare`."""
 
     @abstractmethod
     def prepare(self, progress: Progress) -> Program:

@@ -1,4 +1,4 @@
-"""NativeProgram: a model on the CPU kernels. One process computes it, or the ranks of a group together."""
+"""NativeProgram: a model on the CPU kernels, computed by one process or by several ranks together."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from pypto_serving.types.kv import Spans
 
 
 class NativeLoader:
-    """Owns the engine of one rank, and loads the rank's part of a model for it.
+    """Owns the engine of one rank, and loads the rank's part of a model.
 
-    Raises ConfigError where the configuration is not that of the checkpoint, or kernels cannot run.
+    Raises ConfigError if the configuration does not match the checkpoint, or if the kernels cannot run here.
     """
 
     def __init__(self, config: EngineConfig, rank: Rank) -> None:
@@ -39,7 +39,7 @@ class NativeLoader:
         self.engine = Engine(config.worker.kernels, place.num_threads or len(cpus), cpus)
 
     def fingerprint(self, progress: Progress) -> bytes:
-        """Hash all that determines the content of KV blocks but the tokens. The number of ranks is not part of it."""
+        """Hash everything except tokens that the content of KV blocks depends on. The number of ranks is not hashed."""
         numerics = (self.engine.instruction_set, self._program.layout)
         return program_fingerprint(self.config, progress, self._architecture, self._name, *numerics)
 
@@ -57,7 +57,7 @@ class NativeLoader:
         return model
 
     def kv_spans(self, host: int) -> list[Spans]:
-        """Return which bytes of a block of each KV group the ranks of a host read and write."""
+        """Return, per KV group, the bytes of a block that the ranks of a host read and write."""
         ranks = self.rank.topology.on_host(host)
         each = [self._program.kv_spans(self._model, self.config, rank) for rank in ranks]
         return [merged(spans) for spans in zip(*each, strict=True)]
@@ -73,14 +73,14 @@ class NativeLoader:
 
 
 def check_groups(config: EngineConfig, family: Any, model: Any) -> None:
-    """Raise ConfigError where a model has other KV groups than are configured."""
+    """Raise ConfigError if the model's KV groups differ from the configured ones."""
     dtype = "int8" if config.cache.int8_kv else config.model.dtype
     if family.kv_groups(model, dtype, config.cache.groups[0].block_size) != config.cache.groups:
         raise ConfigError(f"the KV groups of {config.model.path} in {dtype} are not the configured ones")
 
 
 class _Step(NamedTuple):
-    """The `number`-th step, from 1 on, in the buffers of `slot`."""
+    """Step `number`, counted from 1, in the buffers of `slot`."""
 
     number: int
     slot: int
@@ -90,8 +90,8 @@ class _Step(NamedTuple):
 class NativeProgram:
     """A model on the CPU kernels. Owns its arenas and weights. Implements Program.
 
-    With `shared` it is the leader: other ranks replay the steps that it publishes there. If a rank ended, `blame`
-    raises its error. `memory` is that of the arenas.
+    With `shared`, it leads: other ranks replay the steps that it publishes there. When a rank has ended, `blame`
+    raises that rank's error. `memory` gives access to the blocks in the arenas.
     """
 
     def __init__(
@@ -115,18 +115,18 @@ class NativeProgram:
         self._begun = 0
 
     def submit(self, inputs: StepInputs, sampling: SamplingInputs | None = None) -> None:
-        """Compute a step, or its first stage, before returning: no other work could overlap on the cores.
+        """Compute a step, or its first stage, before returning, since the kernels use all cores.
 
-        Raises RankError where another rank has ended.
+        Raises RankError if another rank has ended.
         """
         self._held.append(self._replay(self.model.step, inputs) if len(inputs.token_ids) else None)
 
     def _draft(self, inputs: StepInputs) -> Float32Array:
-        """Implement Draft: in a pipeline, after the steps in flight. Raises RankError where another rank has ended."""
+        """Implement Draft; in a pipeline, wait for the steps in flight. Raises RankError if another rank has ended."""
         return self._logits(self._replay(self.model.draft_step, inputs))
 
     def _replay(self, step: Recording, inputs: StepInputs) -> _Step:
-        """Compute on all ranks; in a pipeline, those of later stages may not have ended yet."""
+        """Compute a step on all ranks; in a pipeline, return before later stages have finished."""
         try:
             slot = 0 if self._shared is None else self._shared.publish(inputs)
             step.replay(*step_arrays(inputs), slot=slot)
@@ -138,13 +138,13 @@ class NativeProgram:
     def collect(self) -> StepOutput:
         """Return the logits as a view that the next step in the same buffers overwrites.
 
-        Raises RankError where another rank has ended.
+        Raises RankError if another rank has ended.
         """
         step = self._held.popleft()
         return StepOutput(logits=self.model.logits[:0] if step is None else self._logits(step))
 
     def _logits(self, step: _Step) -> Float32Array:
-        """Wait for a step, and return its logits. Raises RankError where another rank has ended."""
+        """Wait for a step, and return its logits. Raises RankError if another rank has ended."""
         try:
             return self._peers.await_logits(self.model.logits, step.slot, step.number)[: step.num_logits]
         except RanksGone:

@@ -1,8 +1,8 @@
-"""KV blocks of which two hosts hold parts: the serving host's memory is whole where lower tiers look at it.
+"""KV blocks split over two hosts. Lower tiers see whole blocks in the serving host's memory.
 
-A block that a tier stores is completed with what only the other host has; of one that was loaded, the other host gets
-its part. Each message is a head, block ids, and each block: the bytes of its spans and their checksum, since blocks may
-stay on a disk for years.
+Before a tier stores a block, the other host's part is fetched; after a tier loads a block, that part is sent to the
+other host. A message is a head, block ids, and for each block the bytes of its spans and their checksum, since a
+damaged block might stay on disk for years.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def without(spans: Spans, others: Spans) -> Spans:
 
 
 class BlocksError(PyptoError):
-    """The other host is gone, or blocks arrived damaged: the connection is of no more use."""
+    """The other host is gone, or blocks arrived damaged. The connection cannot be used any more."""
 
 
 class SplitBlocks(HostBlocks):
-    """The blocks of the serving host, whose ranks hold the spans `own` of each group, and those of the other host.
+    """The serving host's blocks. Per group, its ranks hold the spans `own`, the other host's ranks the spans `others`.
 
-    Raises BlocksError where the other host does not answer in time.
+    Raises BlocksError if the other host does not answer in time.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class SplitBlocks(HostBlocks):
         self._end.settimeout(patience_s)
 
     def read_blocks(self, group: int, blocks: Sequence[int]) -> list[BlockBytes]:
-        """Return views of the blocks, completed with what only the other host has."""
+        """Fetch the spans that only the other host has, and return views of the whole blocks."""
         if lacking := self._lacking[group]:
             with self._exchange():
                 _send(self._end, _FETCH, group, blocks)
@@ -76,11 +76,11 @@ class SplitBlocks(HostBlocks):
         return super().read_blocks(group, blocks)
 
     def staging(self, group: int, blocks: Sequence[int]) -> list[BlockBytes]:
-        """Return views of the blocks, so that loads write to them directly."""
+        """Return views of the blocks, into which loads write directly."""
         return super().read_blocks(group, blocks)
 
     def write_blocks(self, group: int, blocks: Sequence[int], contents: Sequence[BlockBytes]) -> None:
-        """Send the other host its parts, and wait until it has them."""
+        """Send the other host its spans of the blocks, and wait until it has them."""
         if blocks:
             with self._exchange():
                 _send(self._end, _PUT, group, blocks)
@@ -98,7 +98,7 @@ class SplitBlocks(HostBlocks):
 
 
 def serve_blocks(fd: int, arenas: Sequence[BlockBytes], others: Sequence[Spans], own: Sequence[Spans]) -> None:
-    """Let the serving host, whose ranks hold the spans `others`, fetch and put blocks of this host, in a thread."""
+    """Start a thread that lets the serving host fetch and put blocks here. Its ranks hold the spans `others`."""
     threading.Thread(target=_serve, args=(socket.socket(fileno=fd), arenas, others, own), daemon=True).start()
 
 
