@@ -1,8 +1,8 @@
-"""Load, cut and scale request traces in Mooncake's format. Make token ids with exactly the trace's reuse.
+"""Load, cut and scale request traces in Mooncake's format. Make prompts that share exactly the trace's prefixes.
 
 A line is a JSON object: `timestamp` in milliseconds, `input_length` and `output_length` in tokens, and `hash_ids` with
-one id per 512 prompt tokens; the last block may be partial. Equal ids mean equal tokens after an equal prefix (Qin et
-al., Mooncake, FAST 2025).
+one id per block of 512 prompt tokens, of which the last may be partial. Equal ids mean equal tokens after equal
+prefixes (Qin et al., Mooncake, FAST 2025).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _TraceLine(msgspec.Struct):
 
 
 class TraceRequest(msgspec.Struct, frozen=True, gc=False):
-    """One request: arrival in seconds after the first request, lengths in tokens, both at least 1."""
+    """One request: arrival in seconds after the first request; lengths in tokens, each at least 1."""
 
     arrival_s: float
     input_len: int
@@ -76,7 +76,7 @@ class Trace:
         return replace(self, requests=tuple(r for r in self.requests[:count] if r.arrival_s < limit_s))
 
     def scaled(self, scale: Fraction) -> Trace:
-        """Multiply all lengths by `scale`, rounded up. Blocks scale alike, with the same hash ids.
+        """Multiply all lengths by `scale`, rounded up, and also the block size; hash ids stay the same.
 
         Raises ConfigError unless the scaled block has a whole number of tokens.
         """
@@ -97,7 +97,7 @@ class Trace:
         )
 
     def token_ids(self, request: TraceRequest, seed: int, vocab_size: int) -> Int32Array:
-        """Make the prompt, int32 [input_len]: token i of a block is hash(seed, hash id, i), below `vocab_size`."""
+        """Make the prompt, int32 [input_len]: token i of a block is hash(seed, hash id, i) mod `vocab_size`."""
         blocks = np.array(request.hash_ids, dtype=np.uint64)[:, None] << np.uint64(_MAX_BLOCK_BITS)
         counters: NDArray[np.uint64] = blocks | np.arange(self.block_size, dtype=np.uint64)
         counters += _mix(np.array([seed], dtype=np.uint64))
@@ -106,7 +106,7 @@ class Trace:
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Hash counters one to one with SplitMix64's step and finaliser (Steele, Lea, Flood 2014)."""
+    """Hash counters by SplitMix64's step and finalizer, a bijection (Steele, Lea, Flood 2014)."""
     z = values + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -172,10 +172,10 @@ def _parse(where: str, line: bytes) -> _TraceLine:
 
 
 def lru_hits(trace: Trace, capacity: float, block_size: int = 1) -> list[int]:
-    """Return for each request the prompt tokens that hit in an LRU cache of `capacity` tokens.
+    """Return, per request, the prompt tokens that hit in an LRU cache of `capacity` tokens, which may be infinite.
 
-    Requests run one after the other. This bounds an engine with blocks of `block_size` tokens: only whole blocks hit,
-    and at most all tokens of a prompt but one. Outputs and blocks in use take no space. `capacity` may be infinite.
+    Requests run one after the other; outputs and blocks in use take no space. The result bounds the hits of an engine
+    with blocks of `block_size` tokens: only whole blocks hit, and never the last token of a prompt.
     """
     limits = [request.input_len - 1 for request in trace.requests]
     runs = [blocks * trace.block_size for blocks in _lru_runs(trace, capacity)]
@@ -183,7 +183,7 @@ def lru_hits(trace: Trace, capacity: float, block_size: int = 1) -> list[int]:
 
 
 def _lru_runs(trace: Trace, capacity: float) -> Iterator[int]:
-    """Return for each request how many of its first blocks are cached when it arrives."""
+    """Yield, per request, how many of its first blocks are cached when it arrives."""
     cache: OrderedDict[int, None] = OrderedDict()
     for request in trace.requests:
         run = next((i for i, h in enumerate(request.hash_ids) if h not in cache), len(request.hash_ids))
