@@ -1,4 +1,4 @@
-"""EngineCore: take requests, send plans to the worker, return outputs."""
+"""EngineCore: accept requests, send plans to the worker, return outputs."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class EngineCore:
         self._checked = True
 
     def turn(self) -> None:
-        """Handle all messages, plan steps up to the depth, and report."""
+        """Handle all messages, plan steps up to `limits.depth` in flight, and report."""
         now_s = self._clock()
         while (message := self._api.receive()) is not None:
             self._handle_message(message)
@@ -151,7 +151,7 @@ class EngineCore:
         self._api.send(CoreReady(hello.epoch, hello.pid, hello.num_blocks, hello.load_s, endpoints))
 
     def _give_up(self, event: GaveUp, now_s: float) -> None:
-        """End every request, and then the core, with the reason: the replica is at fault."""
+        """Fail every request and stop the core, with the event's reason: the fault concerns the whole replica."""
         self._ready = False
         self._outputs += self.scheduler.worker_lost(now_s)
         self._outputs += self.scheduler.fail_all(RequestFault(503, "engine_dead", event.reason), now_s)
@@ -174,7 +174,7 @@ class EngineCore:
             self._executor.replace_worker(hanging)
 
     def _report(self, now_s: float) -> None:
-        """Send outputs at once, and a snapshot at least every heartbeat. Check for leaks when work ends."""
+        """Send outputs at once, and statistics at least every heartbeat. Check for leaks once no work is left."""
         if not self.scheduler.has_work:
             self._work_since_s = 0.0
         elif not self._work_since_s:
@@ -229,7 +229,7 @@ class EngineCore:
 
     @property
     def at_rest(self) -> bool:
-        """Whether the core can end without losing blocks: no store to a lower tier runs or is due."""
+        """Whether the core can end without losing blocks: no store to a lower tier is running or due."""
         return not self._ready or self._kv.tiers.is_idle(self._clock())
 
     def check(self) -> None:
