@@ -1,4 +1,4 @@
-"""What operations of a recording work on, and the fields made of it (csrc/ops.h)."""
+"""Operands of recorded operations, and the fields of csrc/ops.h made from them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pypto_serving.kernels.forms import Int8Strips, Matrix, StripColumns, Strips
 from pypto_serving.types.arrays import Array, BFloat16Array, Float32Array, UInt8Array
 
 KV_SCALE_BYTES = 4
-"""Bytes of the scale of a key or value of int8."""
+"""Bytes of the scale of an int8 key or value."""
 
 
 class StepRows(enum.Enum):
-    """Rows of a step that an operation works on: tokens, those that need logits, or residual streams of tokens."""
+    """The rows that an operation works on: tokens of a step, tokens that need logits, or residual streams of tokens."""
 
     TOKENS = enum.auto()
     LOGITS = enum.auto()
@@ -26,7 +26,7 @@ class StepRows(enum.Enum):
 
 
 class Epilogue(enum.Enum):
-    """What a GEMM does with its sums; see csrc/ops.h."""
+    """Final operation of a GEMM on its sums; see csrc/ops.h."""
 
     STORE = enum.auto()
     ADD = enum.auto()
@@ -35,7 +35,7 @@ class Epilogue(enum.Enum):
 
 
 class Scoring(enum.Enum):
-    """How router logits become scores and expert weights; see csrc/ops.h."""
+    """Function from router logits to scores and expert weights; see csrc/ops.h."""
 
     SOFTMAX = enum.auto()
     RENORMALIZED = enum.auto()
@@ -46,8 +46,8 @@ class Scoring(enum.Enum):
 class KVCacheLayer:
     """One layer of a KV cache: pages [blocks, layers, k or v, kv_heads, numbers of a head].
 
-    Pages are bfloat16 as uint16, block_size * dim numbers; or int8 as uint8, block_size * (dim + KV_SCALE_BYTES).
-    `heads` are the kv heads to work on, by default all.
+    The numbers of a head are bfloat16 as uint16, block_size * dim; or int8 as uint8, block_size * (dim +
+    KV_SCALE_BYTES). `heads`: kv heads to work on, by default all.
     """
 
     pages: BFloat16Array | UInt8Array
@@ -77,9 +77,9 @@ class PagedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormRopeParams:
-    """RMSNorm, scale and partial RoPE of vectors of `dim`; see NormRopeParams in csrc/ops.h.
+    """RMSNorm, scale and partial RoPE of vectors of length `dim`; see NormRopeParams in csrc/ops.h.
 
-    RMSNorm is skipped where eps < 0; `weight` [dim] defaults to ones. RoPE rotates interleaved pairs of the trailing
+    RMSNorm is skipped if eps < 0; `weight` [dim] defaults to ones. RoPE rotates interleaved pairs of the trailing
     `rope_dim` dimensions; `cos` and `sin` are [positions, rope_dim / 2].
     """
 
@@ -103,9 +103,9 @@ class NormRopeParams:
 
 @dataclass(frozen=True, slots=True)
 class MlaSizes:
-    """The model's query heads to compute, sliding window in tokens, and heads in a group of the output projection.
+    """Query `heads` to compute, sliding `window` in tokens, and heads per `group` of the output projection.
 
-    The window has no rows before position `begin`.
+    The window holds no rows before position `begin`.
     """
 
     heads: range
@@ -124,18 +124,18 @@ class Routing:
 
 
 UNGROUPED = 1 << 40
-"""Outputs of a group where all have the same activations: more than there are."""
+"""Number of outputs per group if all outputs share one input: larger than any output count."""
 
 
 def strip_words(x: Strips, words: str = "x", scales: str = "x_scales") -> dict[str, Array | None]:
-    """Make the fields of activations: their words, and for int8 their scales."""
+    """Return the fields of activations: their words, and their scales if they are int8."""
     if isinstance(x, np.ndarray):
         return {words: x, scales: None}
     return {words: x.words, scales: x.scales if isinstance(x, Int8Strips) else None}
 
 
 def _inputs(x: Strips, matrix: Matrix) -> dict[str, Any]:
-    """Make the fields of a GEMM's inputs. Raises ValueError where none takes such inputs."""
+    """Return the fields of a GEMM's inputs. Raises ValueError if no kernel takes this kind of inputs."""
     if not multiplies(matrix.form, x):
         raise ValueError(f"{type(x).__name__} are no activations for weights of {matrix.form}")
     weights = {"weight": matrix.words, "scales": matrix.scales, "compensation": matrix.compensation}
@@ -143,9 +143,9 @@ def _inputs(x: Strips, matrix: Matrix) -> dict[str, Any]:
 
 
 def gemm_fields(x: Strips, matrix: Matrix, epilogue: Epilogue, out: Array | StripColumns) -> dict[str, Any]:
-    """Make the fields of Linear that every GEMM needs.
+    """Return the fields of Linear that every GEMM needs.
 
-    Raises TypeError where `out` does not have the dtype that the epilogue writes, ValueError for sizes it cannot write.
+    Raises TypeError if `out` does not have the epilogue's dtype, and ValueError for sizes that it cannot write.
     """
     is_rows = epilogue in (Epilogue.STORE, Epilogue.ADD)
     dtype, words = np.float32 if is_rows else np.uint32, out.words if isinstance(out, StripColumns) else out
@@ -161,9 +161,9 @@ def gemm_fields(x: Strips, matrix: Matrix, epilogue: Epilogue, out: Array | Stri
 
 
 def first_row(x: Array) -> tuple[Array, int]:
-    """Return the first row of x [rows, width], which may be columns of an array, and the row stride in elements.
+    """Return the first row of x [rows, width], which may be a slice of columns, and the row stride in elements.
 
-    Raises ValueError where the elements of a row are not contiguous.
+    Raises ValueError if the elements of a row are not contiguous.
     """
     stride, step = x.strides
     if step != x.itemsize:
@@ -172,9 +172,9 @@ def first_row(x: Array) -> tuple[Array, int]:
 
 
 def routing_fields(logits: Float32Array, per_token: int, scoring: Scoring, computed: range) -> dict[str, Any]:
-    """Make the fields of Routing that are sizes and results; experts that are `computed` have matrices here.
+    """Return the fields of Routing that are sizes and results; this rank has the matrices of the experts `computed`.
 
-    Raises ValueError for more experts per token than there are.
+    Raises ValueError if `per_token` exceeds the number of experts.
     """
     tokens, experts = logits.shape
     if not 1 <= per_token <= experts:
