@@ -1,4 +1,4 @@
-"""Demotions: decides which device blocks are stored in lower tiers, and when."""
+"""Decide which device blocks are stored in lower tiers, and when."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from pypto_serving.kv.lower_tier import ActiveTransfers, LowerTier, Moved, Trans
 from pypto_serving.types.tier import StorePolicy, TransferDone
 
 MAX_STORES = 2
-"""Jobs that store in one tier at once."""
+"""Limit of concurrent store jobs per tier."""
 MAX_STORE_BYTES = 32 << 20
-"""Max bytes of one of them, unless it is a single block."""
+"""Limit of the bytes of one store job; a single block may exceed it."""
 MAX_DEMOTING_BYTES = 256 << 20
-"""Blocks of preempted requests are stored at once until this many bytes are on their way to a tier."""
+"""A preempted request's blocks are stored at once only while fewer bytes than this are on their way to the tier."""
 MAX_PINNED = 0.5
-"""Share of the free device blocks that stores begun together keep from being used."""
+"""Largest share of the free device blocks that the stores of one plan may pin."""
 EVICTION_MARGIN = 0.1
-"""With policy `eviction`: share of a device pool, next to be evicted, that is stored."""
+"""With policy `eviction`: store the blocks that are evicted next, up to this share of the device pool."""
 
 BlockBudget = dict[KVGroup, int]
-"""Device blocks of each group that may still be pinned."""
+"""Number of further device blocks of each group that may be pinned."""
 
 
 class Demotions:
-    """A part of the TierManager, with which it shares `tiers` and `transfers`.
+    """The part of the TierManager that stores blocks; shares its `tiers` and `transfers`.
 
-    A store holds a reference to each of its device blocks, which are not evicted meanwhile: it pins them.
+    A store pins its device blocks: it holds a reference to each, so none is evicted before the store ends.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class Demotions:
         self._coming_free: list[int] | None = None
 
     def forget_all(self) -> None:
-        """Know of no store: the worker is gone."""
+        """Forget all stores, since the worker is gone."""
         self._coming_free = None
 
     def plan(self, now_s: float) -> None:
-        """Begin to store what came free on the device, as far as the tiers keep up."""
+        """Begin to store device blocks that have become free, as far as the tiers keep up."""
         if not self._tiers:
             return
         self._coming_free = None
@@ -72,7 +72,7 @@ class Demotions:
                     break
 
     def coming_free(self) -> list[int]:
-        """Return how many blocks of each group only stores refer to, without those of stuck tiers."""
+        """Count, per group, the blocks whose only references come from stores to tiers that are not stuck."""
         if self._coming_free is None:
             pins: dict[KVGroup, Counter[int]] = {group: Counter() for group in self._groups}
             for transfer in self._transfers:
@@ -86,7 +86,7 @@ class Demotions:
         return self._coming_free
 
     def _take_released(self, group: KVGroup, left: int) -> None:
-        """Queue the released blocks, all but the last `left`, in each tier that lacks them; else note their use."""
+        """Take all but the last `left` released blocks. Queue each in tiers that lack it; touch it in others."""
         released = group.pool.released
         while len(released) > left:
             block_id, _ = released.popitem(last=False)
@@ -100,15 +100,15 @@ class Demotions:
                     tier.put_off((group, key), at_most=sum(group.pool.num_blocks for group in self._groups))
 
     def _store(self, tier: LowerTier, backlog: OrderedDict[GroupKey, None], budget: BlockBudget) -> bool:
-        """Begin one job with the first blocks of a backlog. Return False if it would have no blocks.
+        """Begin one job with the first blocks of a backlog. Return False if there are none to store.
 
-        The block at the front
+        Cases for the block at the front:
 
-        1. was evicted from the device: it is lost;
-        2. is in the tier, on its way there, or discarded: nothing to do;
-        3. does not fit, since the job is large enough, the tier has no free slot, or no more blocks of its group may be
-           pinned: it stays at the front, and the job is complete;
-        4. joins the job, in all other cases.
+        1. Evicted from the device: count it as lost.
+        2. In the tier, on its way there, or discarded: nothing to do.
+        3. The job is full, the tier has no free slot, or no more blocks of the group may be pinned: end the job; the
+           block stays at the front.
+        4. Otherwise: add it to the job.
         """
         moved: list[Moved] = []
         left_bytes = MAX_STORE_BYTES
@@ -130,7 +130,7 @@ class Demotions:
         return bool(moved)
 
     def stored(self, transfer: Transfer, done: TransferDone, now_s: float) -> None:
-        """Publish in the tier what was stored; the rest goes back to its backlog."""
+        """Publish the stored blocks in the tier, and put failed ones back into its backlog."""
         tier, num_bytes = transfer.tier, 0
         for piece, ok in zip(transfer.moved, done.done, strict=True):
             group, block, tier_block, key = piece
@@ -147,13 +147,13 @@ class Demotions:
             pool.free([tier_block])
             group.pool.free([block])
             group.pool.released.pop(block, None)
-            if self._policy == "eviction":  # it is evicted next
-                group.pool.touch(block, last=False)
+            if self._policy == "eviction":
+                group.pool.touch(block, last=False)  # evict it next
         self._coming_free = None
         tier.writable &= done.writable
         for group in {piece.group for piece, ok in zip(transfer.moved, done.done, strict=True) if not ok}:
             tier.lacking.add(group)
-            if tier.config.tier == "disk":  # it may be full, with room for slots that were used before
+            if tier.config.tier == "disk":  # a full disk still has room for slots that were used before
                 tier.pools[group].use_new_last()
         tier.counters.stored(done, num_bytes)
         if any(done.done):
