@@ -1,11 +1,11 @@
 """Cache packed weights in a file of the user's cache folder, so that later starts skip packing. Torch-free.
 
 Layout: MAGIC, length of the header (8 bytes, little-endian), hash128 of the header, the header in JSON, the arrays. The
-file is named after everything that its content depends on, and gets that name when it is complete. Every byte read is
-verified: a damaged file is packed anew.
+file's name is a hash of everything that its content depends on; the file is renamed to it when complete. Checksums
+verify every byte read: if a file is damaged, the weights are packed again.
 
-It is opt-in, since for bfloat16 it wins nothing: packing takes hardly longer than a copy. From float32, 1.1 GiB took
-0.6 instead of 1.4 s. It is read, not mapped, so that weights have huge pages and a read error is no signal.
+The cache is opt-in, since packing bfloat16 takes hardly longer than a copy. From float32, 1.1 GiB took 0.6 s instead of
+1.4 s. Files are read, not mapped, so that weights lie in huge pages and a read error raises OSError, not a signal.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 
 MAGIC = b"pypto packed 1\r\n"
 LAYOUT = f"panels of {PANEL} outputs, pairs or quads along the inner dimension, gate and up by half panels"
-"""How arrays are packed, as csrc/ops.h has it; part of the key."""
+"""Description of the packed layout (see csrc/ops.h); part of the key."""
 
 SYNC_BYTES = 16 << 20
-"""Bytes written and synced at once: bounds both the wait of an ending process and the dirty pages of the system."""
+"""Bytes per write and sync: limits how long an ending process waits, and how many dirty pages the system holds."""
 
 _PREFIX = len(MAGIC) + 8 + 16
 _ALIGNMENT = 4096
@@ -57,7 +57,7 @@ class _Header(msgspec.Struct):
 
 
 class PackedFile:
-    """One file of packed arrays: `load` its arrays, `keep` missing ones, then `save`. Never raises OSError."""
+    """One file of packed arrays. `load` arrays, `keep` missing ones, then `save`. Never raises OSError."""
 
     def __init__(self, folder: str | Path, key: bytes, engine: Engine) -> None:
         self.path = Path(folder) / f"{key.hex()}.packed"
@@ -69,7 +69,7 @@ class PackedFile:
         try:
             self._file = os.fdopen(open_regular(self.path), "rb")
         except OSError:
-            return  # there is none, or `save` will say what is wrong
+            return  # no file yet; other errors come up again in `save`, which logs them
         try:
             self._places = _read_places(self._file, self._key)
         except (OSError, ValueError) as error:
@@ -91,14 +91,14 @@ class PackedFile:
         return array
 
     def keep(self, name: str, array: NDArray[Any]) -> None:
-        """Register a contiguous array for `save`. It must not change any more."""
+        """Register a contiguous array for `save`. The array must not change from now on."""
         self._arrays[name] = array
         self._lacks = True
 
     def save(self) -> threading.Thread | None:
-        """Write the file in a background thread, unless all arrays came from it. Return the thread, or None.
+        """Write the file in a background thread, and return the thread; None if all arrays were in the file already.
 
-        The thread stops when the main thread has ended.
+        The thread stops early once the main thread has ended.
         """
         if self._file is not None:
             self._file.close()
@@ -115,11 +115,11 @@ class PackedFile:
 
 
 def _read_places(file: BinaryIO, key: str) -> dict[str, tuple[int, _Entry]]:
-    """Read the place of each array in a file. Raises ValueError for an incomplete or foreign file."""
+    """Read the offset of each array in a file. Raises ValueError for an incomplete or foreign file."""
     prefix, size = file.read(_PREFIX), os.fstat(file.fileno()).st_size
     length = int.from_bytes(prefix[len(MAGIC) : len(MAGIC) + 8], "little")
     if len(prefix) < _PREFIX or not prefix.startswith(MAGIC) or length > size:
-        raise ValueError("it is of another version, or no file of packed weights")
+        raise ValueError("it is of another version, or not a file of packed weights")
     text = file.read(length)
     if hash128(text) != prefix[-16:]:
         raise ValueError("its header is damaged")
@@ -145,7 +145,7 @@ def _save(path: Path, key: str, arrays: Mapping[str, NDArray[Any]]) -> None:
 
 
 def _write(path: Path, key: str, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Write a temporary file, whose lock says that its writer lives, and give it its name once it is on disk."""
+    """Write a temporary file, locked while its writer lives, and rename it to `path` once it is on disk."""
     part = path.with_suffix(".part")
     with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
         if not _lock(file, part):
@@ -159,7 +159,7 @@ def _write(path: Path, key: str, arrays: Mapping[str, NDArray[Any]]) -> None:
 
 
 def _header(key: str, arrays: Mapping[str, NDArray[Any]]) -> bytes:
-    """Return the bytes before the arrays, filled up to a whole page."""
+    """Return the bytes before the arrays, padded to a whole page."""
     entries = [_Entry(name, array.nbytes, _digest(hashes(array))) for name, array in arrays.items()]
     text = msgspec.json.encode(_Header(key, entries))
     text = text.ljust(ceil_div(_PREFIX + len(text), _ALIGNMENT) * _ALIGNMENT - _PREFIX)
@@ -167,7 +167,7 @@ def _header(key: str, arrays: Mapping[str, NDArray[Any]]) -> bytes:
 
 
 def _fill(file: BinaryIO, header: bytes, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Write `header` and `arrays`, and sync. Allocate all bytes first: a disk without room fails before any write."""
+    """Write `header` and `arrays`, and sync. Allocate all bytes first, so a full disk fails before any write."""
     file.truncate(0)
     os.posix_fallocate(file.fileno(), 0, len(header) + sum(array.nbytes for array in arrays.values()))
     for data in (memoryview(header), *(memoryview(array.data).cast("B") for array in arrays.values())):
@@ -180,7 +180,7 @@ def _fill(file: BinaryIO, header: bytes, arrays: Mapping[str, NDArray[Any]]) -> 
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Delete the temporary files of processes that were killed: nobody holds their locks."""
+    """Delete temporary files that no process has locked: their writers were killed."""
     for part in folder.glob("*.part"):
         try:
             with os.fdopen(open_regular(part), "rb") as file:
@@ -191,7 +191,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _lock(file: BinaryIO, path: Path) -> bool:
-    """Lock a file until it is closed; False if another has locked it, or has renamed or deleted it meanwhile."""
+    """Lock a file until it is closed. Return False if another process has locked, renamed or deleted it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.path.samestat(os.fstat(file.fileno()), path.stat())

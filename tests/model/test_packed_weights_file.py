@@ -127,7 +127,7 @@ def test_what_is_not_ours_is_not_read(kept: Kept, tmp_path: Path, caplog: pytest
     load(other, tmp_path / "cache")
     for content, reason in (
         (kept.content.replace(MAGIC, MAGIC.replace(b"1", b"0"), 1), "another version"),
-        (b"\x89PNG" + bytes(100_000), "no file of packed weights"),
+        (b"\x89PNG" + bytes(100_000), "not a file of packed weights"),
         (packed(tmp_path / "cache").read_bytes(), "holds other weights"),
     ):
         caplog.clear()

@@ -1,8 +1,8 @@
 """Hyper-connections, RoPE and MoE of DeepSeek V4.
 
-torch computes the tail of a long tensor by another formula where an element-wise function is not exactly rounded. A
-row's result would then depend on its neighbours. `steady` computes such functions in pieces without a tail, since
-steps have a multiple of 8 rows.
+For element-wise functions that are not exactly rounded, torch computes the tail of a long tensor by another formula, so
+a row's result would depend on its neighbours. `steady` computes such functions in pieces without a tail. This relies on
+the number of rows of a step, a multiple of 8.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from pypto_serving.model.layers import Linear, SplitExperts, SplitMLP, rms_norm
 from pypto_serving.model.loader import TorchWeights
 
 MIN_ROWS = 8
-"""Steps have a multiple of this many rows, so that 4 values of each row fill whole vectors."""
+"""The number of rows of a step is a multiple of this, so that 4 values per row fill whole vectors."""
 
 SMALLEST_SUM = 1e-20
-"""Added to the sum of expert scores, which may be zero."""
+"""Added to the sum of expert scores before dividing by it, since the sum may be zero."""
 
 _PIECE = 1 << 14
 _ROUTER_UNIT = 4
-"""Outputs of the router that one rank has together."""
+"""Router outputs are split over ranks in units of this many."""
 
 
 def steady(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply an element-wise `function` to x [n, k], in pieces that no thread shares."""
+    """Apply an element-wise `function` to x [n, k], in pieces that torch computes in one thread each."""
     rows = max(1, _PIECE // x.shape[1] // MIN_ROWS) * MIN_ROWS
     return torch.cat([function(piece) for piece in x.split(rows)])
 
 
 def add_up(x: Tensor, dim: int) -> Tensor:
-    """Sum over a short dimension, from first to last."""
+    """Sum over a short dimension, in order."""
     return functools.reduce(torch.add, x.unbind(dim))
 
 
 def matrix(
     weights: TorchWeights, *names: str, dtype: torch.dtype | None = None, outputs: range | None = None
 ) -> Linear:
-    """Concatenate the named matrices along their outputs; of each, only these `outputs`, by default all."""
+    """Concatenate `outputs` of each named matrix, by default all outputs."""
     rows = None if outputs is None else [outputs] * len(names)
     return Linear(weights.lend(*(f"{name}.weight" for name in names), dtype=dtype, rows=rows))
 
@@ -57,9 +57,9 @@ def vector(weights: TorchWeights, name: str) -> Tensor:
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply RoPE to the last channels of x [n, ..., d], in interleaved pairs; cos and sin are [n, pairs]. Float32.
+    """Apply RoPE to interleaved pairs of the last channels of x [n, ..., d]; cos and sin are [n, pairs]. All float32.
 
-    (even, odd) becomes (even cos - odd sin, even sin + odd cos): Su et al. 2021, arXiv:2104.09864.
+    (even, odd) becomes (even cos - odd sin, even sin + odd cos); see Su et al. 2021, arXiv:2104.09864.
     """
     shape = (len(x), *[1] * (x.dim() - 2), -1)
     cos, sin = cos.view(shape), sin.view(shape)
@@ -72,7 +72,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class HyperConnection:
     """Manifold-constrained hyper-connections (Xie et al., arXiv:2512.24880) around attention, MoE or the output layer.
 
-    The coefficients of n streams come from fn rms(streams), split into pre [n], post [n] and comb [n, n].
+    The coefficients of n streams are fn rms(streams), split into pre [n], post [n] and comb [n, n].
     """
 
     def __init__(self, weights: TorchWeights, prefix: str, hyper: HyperConnections, norm_eps: float) -> None:
@@ -86,7 +86,7 @@ class HyperConnection:
     def pre(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sublayer's input [t, d], post [t, n] and comb [t, n, n] for streams h [t, n, d].
 
-        The input is the sum of streams weighted by pre. Sinkhorn's iteration makes comb doubly stochastic.
+        The input is the sum of the streams, weighted by pre. Sinkhorn iteration makes comb doubly stochastic.
         """
         n, eps = self.hyper.streams, self.hyper.eps
         pre, post, comb = self._mix(h).split([n, n, n * n], dim=1)
@@ -113,9 +113,9 @@ def hyper_connection_post(h: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> T
 
 
 class ClampedMLP:
-    """Clamped SwiGLU: down(silu(min(gate(x), limit)) * clamp(up(x), -limit, limit)), with these outputs of both layers.
+    """Clamped SwiGLU: down(silu(min(gate(x), limit)) * clamp(up(x), -limit, limit)).
 
-    silu grows where its argument is large, so silu(gate) is clamped at silu(limit) instead.
+    Computes outputs `inner` of gate and up, `outputs` of down. silu(gate) is clamped at silu(limit), which is the same.
     """
 
     def __init__(self, weights: TorchWeights, prefix: str, limit: float, inner: range, outputs: range) -> None:
@@ -125,7 +125,7 @@ class ClampedMLP:
         self.silu_limit = float(F.silu(torch.tensor(limit)))
 
     def inner(self, x: Tensor) -> Tensor:
-        """Compute the clamped product, [n, hidden] to [n, own]."""
+        """Compute the input of down: [n, hidden] to [n, own]."""
         gated = self.gate.silu(x).clamp(max=self.silu_limit)
         return gated * self.up(x).clamp(-self.limit, self.limit)
 
@@ -136,7 +136,7 @@ class ClampedMLP:
 class DeepseekV4MoE:
     """MoE with a shared expert. Routed experts are selected by score, or by token id in hash layers.
 
-    The scores weigh them in both cases. Ranks split the outputs of the router, too.
+    In both cases, scores are their weights. Ranks also split the outputs of the router.
     """
 
     def __init__(self, model: DeepseekV4Config, weights: TorchWeights, layer: int, comm: TorchCollectives) -> None:
