@@ -1,4 +1,4 @@
-"""Admission: refuses requests that can never be served, starts waiting ones, or has them wait for blocks of others."""
+"""Admission: refuse requests that can never be served, start waiting ones, or let them wait for blocks of others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pypto_serving.types.tier import TIERS
 def require_blocks(config: EngineConfig, num_blocks: tuple[int, ...]) -> None:
     """Raise ConfigError if any group's pool is too small for one request of the longest length.
 
-    Tiers below the device need one more block, to move it. `num_blocks` counts each pool's null block.
+    Lower tiers need one more block, for transfers. `num_blocks` includes each pool's null block.
     """
     more = " and tiers one more" if config.cache.tiers else ""
     for group, available, needed in zip(config.cache.groups, num_blocks, config.longest_blocks, strict=True):
@@ -43,7 +43,7 @@ def unservable(source: EngineRequest, config: EngineConfig) -> RequestFault | No
 
 
 def _beyond_program(params: SamplingParams, config: EngineConfig) -> RequestFault | None:
-    """Return which sampling parameter exceeds the program or the vocabulary, or None."""
+    """Return the fault of a sampling parameter beyond the program's abilities or the vocabulary, or None."""
     limit = config.limits.traits.max_logprobs
     if params.logprobs is not None and params.logprobs > limit:
         given = f"at most {limit} log-probabilities" if limit >= 0 else "no log-probabilities"
@@ -69,15 +69,15 @@ def _beyond_program(params: SamplingParams, config: EngineConfig) -> RequestFaul
 SPARE_BLOCKS = 0.01
 """Share of each pool that admission leaves free, so that running requests can grow.
 
-A request starts when all of it fits. With admission by chunk, 8 prompts of 800 tokens in a pool for 2.7 of them
-computed 9,560 tokens with 9 preemptions; now they compute 6,424 with none.
+A request starts only when all of its blocks fit. When its first chunk sufficed, 8 prompts of 800 tokens in a pool for
+2.7 of them computed 9,560 tokens with 9 preemptions; now they compute 6,424 with none.
 """
 MAX_SET_ASIDE = 64
-"""Max waiting requests that a step sets aside, for a prefix wait or a later load: it hashes the prompt of each."""
+"""Limit of requests that one step sets aside for a prefix wait or a later load, since it hashes each one's prompt."""
 
 
 def admit_all(registry: RequestRegistry, step: Step, now_s: float, before: Request | None = None) -> None:
-    """Start waiting requests in order, all or those `before` a running one, until one must stay in the queue."""
+    """Start waiting requests in order until one must stay in the queue; only those that precede `before`, if given."""
     free_rows, waiting = registry.free_rows, registry.waiting
     while step.admits and step.budget > 0 and free_rows and step.num_set_aside < MAX_SET_ASIDE:
         request = waiting.peek()
@@ -87,11 +87,11 @@ def admit_all(registry: RequestRegistry, step: Step, now_s: float, before: Reque
 
 
 def admit(registry: RequestRegistry, step: Step, request: Request, now_s: float) -> bool:
-    """Start a waiting request, or let it wait elsewhere. Return False if it must stay first in the queue."""
+    """Start a waiting request, or move it to a prefix wait or load wait. Return False if it must stay first in line."""
     kv, loading = registry.kv, registry.load_wait
     matched = kv.match(request.id, request.tokens, request.source.cache_salt)
     may_wait = not registry.crash_counts.suspects
-    if request.num_unscored:  # cached tokens have no logits
+    if request.num_unscored:  # cached tokens have no logits to score
         matched, may_wait = 0, False
     if may_wait and registry.prefix_wait.wait(request, matched):
         step.num_set_aside += 1
@@ -121,7 +121,7 @@ def admit(registry: RequestRegistry, step: Step, request: Request, now_s: float)
 
 
 def reserve_growth(registry: RequestRegistry, step: Step, request: Request, sign: int = 1) -> None:
-    """Reserve in `step` the blocks that a running prompt still needs; with `sign` -1, give them up again."""
+    """Reserve in `step` the blocks that a running prompt still needs; with `sign` -1, cancel the reservation."""
     if request.status is Status.RUNNING and request.num_uncomputed_tokens > 1:
         step.reserve(registry.kv.growth(request.num_computed_tokens, request.num_tokens), sign)
 
