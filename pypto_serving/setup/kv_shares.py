@@ -1,14 +1,14 @@
-"""The memory plan: how the bytes for KV are shared out among the groups, on the device and in lower tiers.
+"""The memory plan: divide the bytes for KV among the groups, on the device and in lower tiers.
 
-On the device, memory is given out in this order, as long as it lasts:
+On the device, memory is assigned in this order, as long as it lasts:
 
 1. the null block of every group
-2. one sequence of `max_model_len` tokens, with whole steps of it in flight; with tiers, an eighth more for transfers
+2. one sequence of `max_model_len` tokens, including its steps in flight; with tiers, 1/8 more for transfers
 3. windows and states of the other `max_num_seqs` - 1 sequences while they decode, from at most half of the memory
 4. the rest as in a lower tier: history of N tokens, and windows and states at the checkpoints of N tokens
 
-With blocks for equally many longest sequences in every group, a DeepSeek V4 of 1 M tokens had window blocks for 30
-requests and history for 7 M tokens.
+If every group instead held the same number of longest sequences, DeepSeek V4 with 1 M tokens of context would have
+window blocks for 30 requests, and history for 7 M tokens.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from pypto_serving.types.tier import ALIGNMENT, TierConfig
 from pypto_serving.util import ceil_div
 
 MAX_SLOT = 2**31
-"""Slots, block id * block_size + offset, are int32."""
+"""Limit of slots, block id * block_size + offset, which are int32."""
 TRANSFERRED_PART = 8
-"""With lower tiers, blocks of the longest sequence for which there is one more block."""
+"""With lower tiers, add one block for every 8 blocks of the longest sequence."""
 
 
 class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +67,7 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Where `available_bytes` go. `lower` lists the groups in lower tiers; the host tier is taken from them too."""
+    """The use of `available_bytes`. `lower` lists the groups in lower tiers; the host tier is part of these bytes."""
 
     groups: tuple[GroupPlan, ...]
     lower: tuple[GroupPlan, ...] = ()
@@ -82,7 +82,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_bytes(self) -> int:
-        """Return all bytes that are taken from `available_bytes`."""
+        """Return the bytes used of `available_bytes`."""
         return self.weight_bytes + self.workspace_bytes + self.kv_bytes + self.host_bytes
 
     @property
@@ -96,7 +96,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
         return min(group.num_sequences for group in self.groups)
 
     def share(self, max_num_seqs: int, model_len: int) -> tuple[int, int]:
-        """Return how many sequences fit at once, at most `max_num_seqs`, and how many tokens each may have then."""
+        """Return how many sequences fit at once, at most `max_num_seqs`, and how many tokens each of them can have."""
         history = [g for g in self.groups if g.keeps_history]
         recent = [g for g in self.groups if not g.keeps_history]
         count = min([max_num_seqs, *(int(g.num_sequences) for g in recent), *(g.num_blocks - 1 for g in history)])
@@ -106,7 +106,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
 def first_blocks(groups: Sequence[KVCacheGroupSpec], model_len: int, step_tokens: int, tiered: bool) -> tuple[int, ...]:
     """Count the blocks of one sequence of `model_len` tokens, `step_tokens` of them not committed.
 
-    Transfers to and from lower tiers leave a sequence these blocks, so `tiered` adds an eighth that they can hold.
+    With `tiered`, add 1/8 for blocks that transfers to and from lower tiers hold.
     """
     live = max_live_blocks(groups, model_len, step_tokens)
     return tuple(blocks + ceil_div(blocks, TRANSFERRED_PART) * tiered for blocks in live)
@@ -127,7 +127,7 @@ def resume_bytes(groups: Sequence[KVCacheGroupSpec], model_len: int, decode_toke
 
 
 def num_beside(kv_bytes: int, each: int, max_num_seqs: int) -> int:
-    """Count the further sequences that get `each` bytes of windows and states each from half of `kv_bytes`."""
+    """Count the further sequences, of `each` bytes of windows and states, that fit in half of `kv_bytes`."""
     return min(max_num_seqs - 1, kv_bytes // 2 // each) if each else 0
 
 
@@ -140,9 +140,9 @@ def plan_groups(
     max_num_seqs: int,
     tiered: bool = False,
 ) -> tuple[GroupPlan, ...]:
-    """Share `kv_bytes` out among the groups, for at most `max_num_seqs` full sequences.
+    """Divide `kv_bytes` among the groups, for at most `max_num_seqs` full sequences.
 
-    One sequence has up to `step_tokens` tokens that are computed and not committed, each further one `decode_tokens`.
+    One sequence has up to `step_tokens` computed but uncommitted tokens, each further one up to `decode_tokens`.
     `kv_bytes` must hold `max_sequence_bytes`; the plan never takes more than `kv_bytes`.
     """
     first = first_blocks(groups, model_len, step_tokens, tiered)
@@ -196,5 +196,5 @@ def group_plan(group: KVCacheGroupSpec, tier: str, num_blocks: int) -> GroupPlan
 
 
 def plan_tier(groups: Sequence[KVCacheGroupSpec], tier: TierConfig) -> tuple[GroupPlan, ...]:
-    """Describe what each group gets in a lower tier."""
+    """Describe the blocks of each group in a lower tier."""
     return tuple(group_plan(group, tier.tier, slots) for group, slots in zip(groups, tier.num_slots, strict=True))
