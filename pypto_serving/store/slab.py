@@ -1,7 +1,7 @@
-"""Slab: the content of a group's slots in one large file, with direct I/O where that works.
+"""Slab: the slots of one group in one large file, with direct I/O if the file system supports it.
 
-Slot s lies at byte s * stride, where stride is the block size rounded up to 4096 bytes. The size of the file gives the
-number of slots that have room on disk.
+Slot s begins at byte s * stride, where stride is the block size rounded up to a multiple of 4096 bytes. The file size
+gives the number of slots that have room on disk.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from pypto_serving.types.tier import ALIGNMENT
 from pypto_serving.util import ceil_div, open_regular
 
 GROWTH_BYTES = 128 << 20
-"""A slab grows by about this."""
+"""A slab grows in steps of about this many bytes."""
 GROWTH_SHARE = 16
-"""A step of growth takes at most one part in this number of what the disk has left."""
+"""A step of growth takes at most 1/16 of the free bytes of the disk."""
 
 
 def stride_of(block_bytes: int) -> int:
-    """Return the bytes that a slot takes on disk."""
+    """Return the bytes of a slot on disk."""
     return ceil_div(block_bytes, ALIGNMENT) * ALIGNMENT
 
 
 class Slab:
     """Owns the file of one group's slots; the first `num_held` of them have room on disk.
 
-    Any number of threads may read beside one that writes.
+    Any number of threads may read while one writes.
     """
 
     def __init__(self, folder: Path, group: int, block_bytes: int, num_slots: int, *, writable: bool) -> None:
-        """Open the file if there is one, and cut it off after `num_slots`. Raises OSError."""
+        """Open the file if it exists, and truncate it to `num_slots` if writable. Raises OSError."""
         self._path = folder / f"g{group}.slab"
         self._block_bytes, self._stride = block_bytes, stride_of(block_bytes)
         self._num_slots, self._writable = num_slots, writable
@@ -69,14 +69,14 @@ class Slab:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that the slots take on disk."""
+        """Bytes on disk of all slots that have room."""
         return self.num_held * self._stride
 
     def growth(self, slot: int, max_bytes: int) -> int:
-        """Return the bytes to grow by for `slot` to have room: one step, or less if `max_bytes` or the disk is short.
+        """Return the bytes to grow by so that `slot` has room: one step, or less if `max_bytes` or the disk is short.
 
-        It is never less than the slot needs. A step takes a small part of what the disk has left, so that the slabs of
-        all groups can use the rest.
+        Never return less than the slot needs. A step takes only a small part of the free disk, so that the slabs of all
+        groups can share it.
         """
         disk = os.statvfs(self._path.parent)
         max_bytes = min(max_bytes, disk.f_bavail * disk.f_frsize // GROWTH_SHARE)
@@ -85,8 +85,8 @@ class Slab:
         return max(slot + 1 - self.num_held, min(wanted, max_bytes // self._stride)) * self._stride
 
     def grow(self, num_bytes: int) -> None:
-        """Grow by `num_bytes`, a multiple of the stride. Raises OSError, and then has not grown."""
-        # The file is not opened for direct I/O: where a file system cannot allocate, libc writes.
+        """Grow by `num_bytes`, a multiple of the stride. Raises OSError, and then leaves the size unchanged."""
+        # No direct I/O here: if the file system cannot allocate, libc writes zeros from unaligned buffers.
         file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.posix_fallocate(file, self.allocated_bytes, num_bytes)
@@ -112,7 +112,7 @@ class Slab:
             np.copyto(memory, buffer[: self._block_bytes])
 
     def write(self, slot: int, memory: BlockBytes) -> None:
-        """Write `memory` to a slot that has room; it is on disk after `sync`. Raises OSError."""
+        """Write `memory` to a slot that has room; only `sync` ensures that it is on disk. Raises OSError."""
         assert self._file is not None
         offset = slot * self._stride
         self._unsynced.append(offset)
@@ -123,16 +123,16 @@ class Slab:
             _transfer(os.pwritev, self._file, buffer.data, offset)
 
     def _can_use(self, memory: BlockBytes) -> bool:
-        """Return whether the file can be read into `memory`, or written from it, as it is."""
+        """Return whether I/O works on `memory` without an aligned buffer in between."""
         assert self._file is not None
         if not _is_direct(self._file):
             return True
-        address: int = memory.__array_interface__["data"][0]  # several times faster than by ctypes
+        address: int = memory.__array_interface__["data"][0]  # several times faster than memory.ctypes
         return address % ALIGNMENT == 0 and self._block_bytes == self._stride
 
     @contextlib.contextmanager
     def _borrow_buffer(self) -> Iterator[BlockBytes]:
-        """Lend a page-aligned buffer of a stride. Any thread may call this."""
+        """Lend a page-aligned buffer of one stride. Any thread may call this."""
         try:
             buffer = self._buffers.pop()
         except IndexError:
@@ -158,7 +158,7 @@ class Slab:
 
 
 def _transfer(call: Callable[[int, list[memoryview], int], int], file: int, data: memoryview, offset: int) -> None:
-    """Read or write all of `data`. A file that refuses direct I/O uses the page cache from then on."""
+    """Read or write all of `data`. If direct I/O is refused, use the page cache for this file from then on."""
     done = 0
     while done < len(data):
         try:
