@@ -1,4 +1,4 @@
-"""Guides: what the tokens of an output must match. Made in the API process, followed by a row of the worker."""
+"""Guides: constraints on the tokens of an output. Made in the API process, followed by rows of the worker."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Literal
 import msgspec
 
 MAX_GRAMMAR_CHARS = 1 << 18
-"""Characters of a grammar, which travels with each row that follows it."""
+"""Limit of characters of a grammar, which is sent to the worker with each row that follows it."""
 
 GrammarSyntax = Literal["json_schema", "regex", "lark", "gbnf"]
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A language. The text of an output matches all of it, or a beginning of it if the output ends for another reason.
+    """A formal language. An output is a text of it, or the beginning of one if the output ends early.
 
-    - `json_schema`: JSON that is valid under the schema `text`; `{"type": "object"}` is any object.
+    - `json_schema`: JSON that is valid under the schema `text`; `{"type": "object"}` allows any object.
     - `regex`: text that the whole regular expression matches, in the syntax of Rust's regex, without anchors.
     - `lark`: a context-free grammar in llguidance's dialect of Lark; `start` is its first rule. `%json {...}` in a rule
-      stands for JSON of a schema, `<[5]>` for the token of this id.
+      stands for JSON that matches a schema, `<[5]>` for the token with id 5.
     - `gbnf`: a context-free grammar whose rules have `::=`, as in llama.cpp.
     """
 
@@ -27,13 +27,13 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Reasoning(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How an output begins with reasoning. Its end is found in the text, however the tokens cut it.
+    """The marks around the reasoning with which an output begins. They are found in text, not in token ids.
 
-    - `begin`: "" if the prompt opened it, so every output begins with reasoning. Otherwise an output has reasoning only
-      if it begins with this text, maybe after white space.
-    - `end`: ends it; what follows is content. Never empty.
-    - `calls`: texts that end it too, but belong to the content.
-    - `begin_ids`, `end_ids`: the tokens that `begin` and `end` are written with where a guide writes them.
+    - `begin`: "" if the prompt opens the reasoning, so every output begins with it. Otherwise an output has reasoning
+      only if it begins with this text, perhaps after white space.
+    - `end`: the text after the reasoning, before the content. Never empty.
+    - `calls`: texts that also end the reasoning, but belong to the content.
+    - `begin_ids`, `end_ids`: token ids of `begin` and `end` for a guide that writes these itself.
     """
 
     begin: str
@@ -44,15 +44,15 @@ class Reasoning(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Guide(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What an output must match, token by token.
+    """Constraints on an output, token by token.
 
-    - `grammar`: of the content, which is what follows the reasoning; None allows anything.
-    - `reasoning`: None if the output has none. No grammar holds there, and no end-of-sequence token ends it before
-      a grammar began.
-    - `max_reasoning_tokens`: after this many tokens of reasoning, its beginning not counted, the next tokens are the
-      rest of `end_ids`; None for no limit.
-    - `field`: the request field that the grammar comes from, for messages.
-    - `client`: whose grammar it is. Changes whose turn it is, and no output.
+    - `grammar`: grammar of the content, which follows the reasoning; None allows any text.
+    - `reasoning`: None if the output has none. The grammar does not apply to reasoning; if there is a grammar, no
+      end-of-sequence token may end the output before the content.
+    - `max_reasoning_tokens`: after this many tokens of reasoning, not counting `begin`, the next tokens are the rest of
+      `end_ids`; None for no limit.
+    - `field`: the request field that the grammar comes from, for error messages.
+    - `client`: the client whose grammar this is. Affects only the order in which grammars are served, not outputs.
     """
 
     grammar: Grammar | None = None

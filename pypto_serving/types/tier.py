@@ -1,8 +1,8 @@
-"""Tiers below the device, the wires on which blocks are moved between them, and events of cached blocks.
+"""Tiers below the device, the messages that move blocks between tiers, and events of cached blocks.
 
-All integer arrays are little-endian bytes: int32 for block ids, groups and slots, uint8 for flags; a key is 16 bytes.
-A slot is the place of one block of a group in a tier: an index in [0, num_slots[group]), which the engine core assigns.
-Remote stores find blocks by key and ignore it.
+Integer arrays are little-endian bytes: int32 for block ids, groups and slots, uint8 for flags. A key is 16 bytes.
+A slot is the place of one block of a group in a tier: an index in [0, num_slots[group]), assigned by the engine core.
+Remote stores ignore slots and find blocks by key.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ TIERS: tuple[Tier, ...] = ("device", "host", "disk", "remote")
 
 KEY_BYTES = 16
 ALIGNMENT = 4096
-"""Blocks in tiers begin at multiples of this many bytes, as direct I/O wants."""
+"""Blocks in lower tiers begin at multiples of this many bytes, as direct I/O requires."""
 INDEX_BYTES = 64
-"""Size of the disk tier's record of a slot, which lies beside the block."""
+"""Bytes of the disk tier's record of one slot, stored apart from the block."""
 PART_NAME = re.compile(r"[0-9a-f]{32}")
-"""Name of the folder of one fingerprint's blocks, inside the folder that the user gave to the disk tier."""
+"""Name of the folder with the blocks of one fingerprint, inside the user's folder for the disk tier."""
 
 StorePolicy = Literal["through", "eviction"]
-"""When a free block is stored in lower tiers: `through` soon, `eviction` when it is about to be evicted."""
+"""When to store a free block in lower tiers: soon (`through`), or when it is about to be evicted (`eviction`)."""
 
 
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One tier below the device. It has `num_slots[g]` slots for group g; `place` is a folder or the URL of a store."""
+    """One tier below the device, with `num_slots[g]` slots for group g. `place`: a folder, or the URL of a store."""
 
     tier: Tier
     size_bytes: int
@@ -59,11 +59,11 @@ TransferKind = Literal["load", "store", "find", "clear"]
 
 
 class TransferJob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Blocks to move between the device and `tier` in one call; piece i has element i of each array.
+    """Blocks to move between the device and `tier` in one call. Element i of each array describes piece i.
 
-    - `load` fills device blocks from the tier, `store` copies them to it.
-    - `find` moves nothing: it asks which keys the tier holds.
-    - `clear` has no pieces: the tier forgets all blocks.
+    - `load` copies blocks from the tier to the device; `store` copies them from the device to the tier.
+    - `find` moves nothing, but asks which keys the tier holds.
+    - `clear` has no pieces, and makes the tier forget all blocks.
     """
 
     job_id: int
@@ -76,7 +76,7 @@ class TransferJob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Transfers(msgspec.Struct, frozen=True, array_like=True, tag="transfers"):
-    """Jobs for the worker. Loads begin after step `after_step`: until then, steps may write to the blocks they fill."""
+    """Jobs for the worker. Loads begin after step `after_step`, since earlier steps may still write to their blocks."""
 
     epoch: int
     after_step: int
@@ -84,9 +84,9 @@ class Transfers(msgspec.Struct, frozen=True, array_like=True, tag="transfers"):
 
 
 class TransferDone(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The end of a job: `done[i]` is 1 where piece i was moved or found. `elapsed_s` counts from the first piece.
+    """The end of a job: `done[i]` is 1 if piece i was moved or found. `elapsed_s` counts from the first piece.
 
-    The store is no longer `writable` after an error that is not transient.
+    `writable` turns False after an error that is not transient.
     """
 
     job_id: int
@@ -103,10 +103,10 @@ class TransferReport(msgspec.Struct, frozen=True, array_like=True, tag="transfer
 
 
 class TierInventory(msgspec.Struct, frozen=True, array_like=True):
-    """The blocks that a store holds at its start, the least recently used first; arrays as in a job.
+    """The blocks that a store holds at its start, least recently used first; arrays as in TransferJob.
 
-    A store that is not `writable`, for `reason`, only loads. Others add blocks to a `shared` store, so it may hold more
-    than its inventory says. A tier that is `left_out` of this life of the worker has no store.
+    A store that is not `writable`, because of `reason`, only loads. Other servers add blocks to a `shared` store, so it
+    may hold more than this. A `left_out` tier has no store in this life of the worker.
     """
 
     tier: Tier
@@ -120,9 +120,9 @@ class TierInventory(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag="stored", gc=False):
-    """Tier `tier` holds one more block of group `group`, with `token_ids` (int32 bytes) after those of block `parent`.
+    """Tier `tier` holds a new block of group `group`: `token_ids` (int32 bytes) follow the tokens of block `parent`.
 
-    Keys are 16 bytes; `parent` is empty for the first block of a sequence. `salted` blocks belong to one tenant.
+    Keys are 16 bytes; `parent` is empty for the first block of a sequence. A `salted` block belongs to one tenant.
     """
 
     tier: Tier
@@ -134,7 +134,7 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag="stored", gc
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag="removed", gc=False):
-    """Tier `tier` no longer holds the block of group `group` that `key` names."""
+    """Tier `tier` no longer holds the block `key` of group `group`."""
 
     tier: Tier
     group: int
@@ -142,7 +142,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag="removed", 
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag="cleared", gc=False):
-    """Tier `tier` holds nothing any more."""
+    """Tier `tier` holds no blocks any more."""
 
     tier: Tier
 
