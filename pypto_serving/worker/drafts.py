@@ -1,4 +1,4 @@
-"""Drafts of rows: RowDrafts has a Drafter write them, as many as pay; ModelDrafter asks the model's draft layers."""
+"""Drafts of rows. RowDrafts keeps the drafts of a Drafter that pay; ModelDrafter makes them with draft layers."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from pypto_serving.types.config import MAX_DRAFTS
 from pypto_serving.types.sampler import Sampler
 
 STEP_KEPT = 0.95
-"""Exponential decay of measured steps, at each new one."""
+"""Weight of earlier measurements decays by this factor at each new one."""
 PRIOR_SLOPE = 0.1
-"""What a token adds to the time of a step without tokens, as a share of it, before it is measured."""
+"""Assumed before any measurement: time per token divided by the time of a step without tokens."""
 PRIOR_SPREAD = 0.25
-"""If the numbers of tokens vary more than this (variance), measurements count more than the prior."""
+"""Variance of the number of tokens per step at which measurements and PRIOR_SLOPE have equal weight."""
 LEAST_GAIN = 1.1
-"""The expected gain of a draft must be this many times its cost, since both are estimates."""
+"""Required ratio of a draft's expected gain to its cost; above 1, since both are estimates."""
 MOST_LATE = 3.0
-"""A step counts as at most this many times as long as expected."""
+"""Measured times are cut to this many times the expected time, so that outliers count less."""
 
 
 class StepCost:
-    """Owns what steps of decodes, or passes of draft layers, cost: a + b * tokens seconds.
+    """Owns the cost model of decode steps, or of draft-layer passes: a + b * tokens seconds.
 
-    Estimated from the last ones by weighted least squares.
+    a and b are fitted by least squares, with exponentially decaying weights.
     """
 
     def __init__(self) -> None:
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
 
     def measure(self, num_tokens: int, elapsed_s: float) -> None:
-        """Record that a step or pass of `num_tokens`, drafts among them, took `elapsed_s`."""
+        """Record the time of a step or pass of `num_tokens`, including drafts."""
         if self._weight:
             base_s, token_s = self.seconds()
             elapsed_s = min(elapsed_s, MOST_LATE * (base_s + token_s * num_tokens))
@@ -47,11 +47,11 @@ class StepCost:
 
     @property
     def is_measured(self) -> bool:
-        """Return True once anything was measured."""
+        """Return whether there is any measurement."""
         return self._weight > 0
 
     def seconds(self) -> tuple[float, float]:
-        """Return the seconds of a step, without tokens and for each token."""
+        """Return a and b: the seconds of a step without tokens, and the seconds per token."""
         if not self._weight:
             return 1.0, PRIOR_SLOPE
         tokens, seconds = self._tokens / self._weight, self._seconds / self._weight
@@ -66,12 +66,12 @@ class StepCost:
 def paying_drafts(counts: Int32Array, odds: Float32Array, num_tokens: int, steps: StepCost) -> Int32Array:
     """Return how many of the `counts` [n] drafts of each row pay, in a step of `num_tokens` other tokens.
 
-    `odds` [n] are those of a draft to be right if all before it are. All n rows sample a token anyway.
+    `odds` [n]: probability that a draft is right if all drafts before it are. All n rows sample a token anyway.
 
-    A draft adds to the time of its step, and with its odds a token to the output. To maximize tokens per second, take
-    the likeliest draft as long as it adds more tokens per second than the step has with the drafts taken before
-    (Dinkelbach, On Nonlinear Fractional Programming, 1967). So on a device whose step mostly reads weights, few rows
-    get many drafts, and many rows only those that are almost certain.
+    A draft adds time to the step, and with its probability a token to the output. To maximize tokens per second, take
+    drafts from the likeliest on, as long as a draft adds more tokens per second than the step has without it
+    (Dinkelbach, On Nonlinear Fractional Programming, 1967). So where a step mostly reads weights, a few rows get many
+    drafts each, but of many rows only almost certain drafts are taken.
     """
     ranks = np.arange(1, 1 + int(counts.max(initial=0)))
     chances = np.where(ranks <= counts[:, None], odds[:, None] ** ranks, 0.0).ravel()
@@ -87,10 +87,10 @@ def paying_drafts(counts: Int32Array, odds: Float32Array, num_tokens: int, steps
 
 
 def paying_passes(most: Int32Array, odds: Float32Array, steps: StepCost, passes: StepCost) -> Int32Array:
-    """Return how many drafts of each of n rows pay, at most `most` [n], where each costs a pass of draft layers.
+    """Return how many drafts to make for each of n rows, at most `most` [n], when making them takes draft-layer passes.
 
-    All rows that have a j-th draft share the j-th pass. `odds` [n] are those of a draft to be right if all before it
-    are. Until a step and a pass were measured, all pay.
+    Pass j makes the j-th draft of every row that has one. `odds` [n]: probability that a draft is right if all drafts
+    before it are. Returns `most` until a step and a pass have been measured.
     """
     if not (steps.is_measured and passes.is_measured):
         return most
@@ -109,22 +109,22 @@ def paying_passes(most: Int32Array, odds: Float32Array, steps: StepCost, passes:
 
 
 LayOut = Callable[[Int32Array, Int32Array], StepInputs]
-"""Lays out the token of each of `rows` [n] at `positions` [n], after all computed ones."""
+"""Makes the inputs of a pass over the token at `positions` [n] of each of `rows` [n]; earlier tokens are computed."""
 Draws = Callable[[Int32Array, Int32Array], NDArray[np.void]]
-"""Returns how `rows` [n] choose the tokens at `positions` [n]: the DRAWs of the step that verifies them."""
+"""Returns the DRAWs with which the verifying step will sample the tokens at `positions` [n] of `rows` [n]."""
 
 PROBE_EVERY = 32
-"""Rounds after which one draft is made although drafts do not pay, to notice when they do."""
+"""While drafts do not pay, make one draft per row every this many rounds, to notice when they pay again."""
 KEPT = 0.9
-"""Exponential decay of a row's record at each new judgement."""
+"""A row's record of right and wrong drafts decays by this factor at each new rating."""
 PRIOR = 2.0
-"""Weight, in drafts, of the record of all rows in the odds of one row."""
+"""Weight, in drafts, of the average over all rows in the odds of one row."""
 
 
 class Odds:
-    """Owns the probability that a draft is right if all before it are, by row, with exponential decay.
+    """Owns each row's probability that a draft is right if all before it are, from an exponentially decaying record.
 
-    A row begins with the odds of all rows.
+    A new row starts with the average over all rows.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -143,7 +143,7 @@ class Odds:
         return odds
 
     def rate(self, rows: Int32Array, right: Int32Array, tried: Int32Array) -> None:
-        """Record that of `tried` [n] drafts of `rows` [n] `right` were right; those after a wrong one do not count."""
+        """Record that `right` [n] of the `tried` [n] drafts of `rows` [n] were right; omit drafts after a wrong one."""
         self._right[rows] = self._right[rows] * KEPT + right
         self._tried[rows] = self._tried[rows] * KEPT + tried
         kept = KEPT ** (1 / max(1, len(rows)))
@@ -152,12 +152,12 @@ class Odds:
 
 
 class ModelDrafter:
-    """Implements Drafter with `draft`, which runs the draft layers. A pass gives each of its rows one more draft.
+    """Implements Drafter with `draft`, which runs the draft layers. Each pass adds one draft to each of its rows.
 
-    `sampler` chooses the draft with the random numbers that its position has in `draws`. So where the draft layers
+    `sampler` samples a draft with the random numbers that `draws` gives for its position. So where the draft layers
     agree with the model, the draft is the token that the model will sample: at temperature 0.7, 23 % of a small model's
-    drafts were right, and 9 % if the likeliest tokens were taken. Adjustments of logits are left out. A pass costs time
-    before anything is verified, so it is run only if it pays, by its cost and that of `steps`. `clock` returns seconds.
+    drafts were right, but 9 % when the likeliest tokens were taken. Logit adjustments are not applied. A pass takes
+    time of its own, so it is run only if it pays, by its cost and that of `steps`. `clock` returns seconds.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class ModelDrafter:
         return counts, odds
 
     def _judge(self, tokens: Int32Array, rows: Int32Array, known: Int32Array) -> None:
-        """Rate the drafts made before by the tokens that came."""
+        """Rate the drafts of the last round by the tokens that followed."""
         drafted = (self._made[rows] > 0).nonzero()[0]
         if not len(drafted):
             return
@@ -212,7 +212,7 @@ class ModelDrafter:
         self._odds.rate(rows, right, np.minimum(right + 1, came))
 
     def _choose(self, most: Int32Array, odds: Float32Array) -> Int32Array:
-        """Return how many drafts each row gets."""
+        """Return how many drafts to make for each row."""
         counts = paying_passes(most, odds, self._steps, self._passes)
         self._idle = 0 if counts.any() else self._idle + 1
         if self._idle < PROBE_EVERY:
@@ -221,7 +221,7 @@ class ModelDrafter:
         return np.minimum(most, 1)
 
     def _run_pass(self, tokens: Int32Array, rows: Int32Array, ends: Int32Array, done: int) -> None:
-        """Write the draft after the first `ends` [n] tokens of `rows` [n], the `done`-th of each."""
+        """Write draft number `done` of each of `rows` [n], at positions `ends` [n]."""
         started_s = self._clock()
         logits = self._draft(self._lay_out(rows, ends - 1))[: len(rows)]
         found = self._sampler.choose(logits, self._draws(rows, ends))
@@ -233,7 +233,7 @@ MakeDrafter = Callable[[LayOut, Draws, StepCost], Drafter]
 
 
 class RowDrafts:
-    """Owns the drafter of a worker's rows, whose `tokens` [R, max_model_len] their owner keeps up to date."""
+    """Owns the drafter of a worker's rows. The owner of the rows keeps `tokens` [R, max_model_len] up to date."""
 
     def __init__(self, make: MakeDrafter, tokens: Int32Array, lay_out: LayOut, draws: Draws) -> None:
         self.step_cost = StepCost()
@@ -241,7 +241,7 @@ class RowDrafts:
         self._tokens = tokens
 
     def start_row(self, row: int) -> None:
-        """Begin anew with `row`, which has other tokens now."""
+        """Forget the record of `row`, which now has other tokens."""
         self._drafter.start_row(row)
 
     def write(
@@ -252,10 +252,10 @@ class RowDrafts:
         num_tokens: int,
         expected: Mapping[int, Sequence[int]],
     ) -> Int32Array | None:
-        """Write drafts after the `known` [n] tokens of `rows` [n], and return how many; None if no row has any.
+        """Write drafts after the `known` [n] tokens of `rows` [n]. Return their numbers [n], or None if all are 0.
 
-        A row has at most `most` [n]. `num_tokens` other tokens are in the step. Of rows in `expected`, by index, the
-        next tokens are known, so the drafter is not asked for them.
+        A row gets at most `most` [n]. The step has `num_tokens` other tokens. `expected` gives the next tokens of some
+        rows, by index into `rows`; they become the drafts, and the drafter is not asked.
         """
         asked = most.copy()
         asked[list(expected)] = 0

@@ -15,9 +15,9 @@ HEAD_BYTES = 64
 
 
 class GuideStart(msgspec.Struct, frozen=True):
-    """What a guide process needs to start.
+    """Start parameters of a guide process.
 
-    `control` and `memory` are inherited file descriptors. `cpus`: where it may run; () for the CPUs of its parent.
+    `control` and `memory` are inherited file descriptors. `cpus`: CPUs to run on; () for those of the parent.
     """
 
     control: int
@@ -30,7 +30,7 @@ class GuideStart(msgspec.Struct, frozen=True):
 
 
 class OpenRow(msgspec.Struct, frozen=True, array_like=True, tag="open"):
-    """Follow a row from its first output token on; it has `output` already. `life` names it, `row` is its mask."""
+    """Follow a row that already has `output`. `life` identifies it in messages; `row` is its index in the masks."""
 
     life: int
     row: int
@@ -41,7 +41,7 @@ class OpenRow(msgspec.Struct, frozen=True, array_like=True, tag="open"):
 
 
 class AppendTokens(msgspec.Struct, frozen=True, array_like=True, tag="append", gc=False):
-    """Rows `lives[i]` appended `counts[i]` of `token_ids`, row after row."""
+    """Row `lives[i]` has appended `counts[i]` tokens; `token_ids` concatenates those of all rows."""
 
     lives: list[int]
     counts: list[int]
@@ -49,7 +49,7 @@ class AppendTokens(msgspec.Struct, frozen=True, array_like=True, tag="append", g
 
 
 class DraftTokens(msgspec.Struct, frozen=True, array_like=True, tag="draft", gc=False):
-    """Rows `lives[i]` verify `counts[i]` of `token_ids`, row after row, after all that they appended."""
+    """Row `lives[i]` verifies `counts[i]` drafts after its appended tokens; `token_ids` concatenates all drafts."""
 
     lives: list[int]
     counts: list[int]
@@ -57,15 +57,15 @@ class DraftTokens(msgspec.Struct, frozen=True, array_like=True, tag="draft", gc=
 
 
 class DropRow(msgspec.Struct, frozen=True, array_like=True, tag="drop", gc=False):
-    """A row needs no guide any more."""
+    """A row no longer needs a guide."""
 
     life: int
 
 
 class RowChoice(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a row of `num_tokens` output tokens may append next: see NextTokens, also for `forced` and `expected`.
+    """The next tokens that a row with `num_tokens` output tokens may append; NextTokens describes the other fields.
 
-    `is_masked`: whether its mask is in the shared memory.
+    `is_masked`: the row's mask is in the shared memory.
     """
 
     life: int
@@ -77,9 +77,9 @@ class RowChoice(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RowAhead(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The first `num_drafts` drafts of a row of `num_tokens` output tokens match, and masks after each are known.
+    """The first `num_drafts` drafts of a row with `num_tokens` output tokens match its grammar.
 
-    The masks are in the shared memory. Further drafts do not match, or nothing is known of them.
+    The shared memory has the mask after each. Further drafts do not match, or were not checked.
     """
 
     life: int
@@ -88,7 +88,7 @@ class RowAhead(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RowRefusal(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Why a row cannot go on; the process has forgotten it."""
+    """The error that ends a row; the guide process no longer follows the row."""
 
     life: int
     status: int
@@ -97,7 +97,7 @@ class RowRefusal(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class GuideAnswers(msgspec.Struct, frozen=True, array_like=True):
-    """What is new of some rows."""
+    """News of some rows."""
 
     choices: list[RowChoice]
     refusals: list[RowRefusal]
@@ -110,11 +110,11 @@ ToGuides = OpenRow | AppendTokens | DraftTokens | DropRow
 class SharedMasks:
     """Memory that a worker and its guide process share.
 
-    - `masks` [R, 1 + D, words]: what each row may choose next, and after each of D drafts. Written by the process
-      before it answers, then read by the worker.
-    - `num_heartbeats` [1]: how many turns the process began. It is alive while this grows.
-    - `at_work` [2, 2]: for whom it works: life of the row, and `content_key` of its grammar; 0 for none. First the row
-      whose token it follows, then the one whose grammar it compiles.
+    - `masks` [R, 1 + D, words]: masks of each row's next token, and of the token after each of D drafts. The guide
+      process writes them before it answers; then the worker reads them.
+    - `num_heartbeats` [1]: turns that the guide process has begun. It is alive while this grows.
+    - `at_work` [2, 2]: row whose tokens it is following, row whose grammar it is compiling. Each is the row's life and
+      the `content_key` of its grammar; 0 if there is no such row.
     """
 
     def __init__(self, fd: int, max_rows: int, vocab_size: int, max_drafts: int = 0) -> None:
