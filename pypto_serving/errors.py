@@ -51,12 +51,17 @@ class RequestError(PyptoError):
 
 
 class ContextLengthError(RequestError):
-    """Prompt and output do not fit the context window. The message begins as OpenAI's, which clients look for."""
+    """Prompt and output do not fit the context window. The message begins as OpenAI's, which clients look for.
+
+    `num_tokens` are those of the prompt, or fewer.
+    """
 
     code = "context_length_exceeded"
 
-    def __init__(self, max_model_len: int, problem: str, *, param: str) -> None:
+    def __init__(self, max_model_len: int, problem: str, *, param: str, num_tokens: int) -> None:
         super().__init__(f"This model's maximum context length is {max_model_len} tokens. {problem}", param=param)
+        self.max_model_len = max_model_len
+        self.num_tokens = num_tokens
 
 
 class UnknownModelError(RequestError):

@@ -177,6 +177,11 @@ _SERVER = (
         "URL",
     ),
     Option("client_priority", SwitchRule(), "Let requests choose their priority."),
+    Option(
+        "strict_max_tokens",
+        SwitchRule(opt_in=True),
+        "Refuse requests whose max_tokens do not fit beside the prompt; otherwise they are cut.",
+    ),
     Option("trust_request_chat_template", SwitchRule(opt_in=True), "Let requests bring a chat template."),
 )
 _BATCHING = (

@@ -297,6 +297,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_requests, max_log_len: whether each request is logged, and how many characters of its prompts.
     otlp_traces_endpoint: where traces are sent; empty for no traces.
     client_priority: whether requests may name a priority.
+    strict_max_tokens: whether a request is refused whose max_tokens, beside its prompt, exceed the context.
     tool_call_parser, reasoning_parser: "auto" chooses by the model, "none" parses nothing.
     trust_request_chat_template: whether requests may bring a chat template.
     batch_dir: where files and batches are kept; None for neither.
@@ -320,6 +321,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_log_len: int = 0
     otlp_traces_endpoint: str = ""
     client_priority: bool = True
+    strict_max_tokens: bool = False
     allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = 64 << 20
     batch_dir: str | None = None

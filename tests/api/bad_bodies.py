@@ -20,7 +20,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [-1]}, "prompt", "-1"),
     ({"prompt": [5] * 512}, "prompt", "512 tokens"),
     ({"prompt": [5] * 600}, "prompt", "600 tokens"),
-    ({"prompt": "a" * 100, "max_tokens": 1000}, "max_tokens", "1000"),
+    ({"prompt": "a" * 100, "max_tokens": 1000, "truncate_prompt_tokens": -1}, "max_tokens", "1000"),
     ({"prompt": "a", "max_tokens": -1}, "max_tokens", "between 0 and 2147483647"),
     ({"prompt": "a", "max_tokens": "5"}, "max_tokens", "integer"),
     ({"prompt": "a", "temperature": -1}, "temperature", "between 0 and 100"),
@@ -131,7 +131,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [HELLO], "reasoning_effort": "most"}, "reasoning_effort", "must be one of none, minimal"),
     ({"messages": [HELLO], "reasoning_effort": 3}, "reasoning_effort", "is 3, but must be one of none, minimal"),
     ({"messages": [HELLO], "thinking_token_budget": -1}, "thinking_token_budget", "is -1, but must be at least 0"),
-    ({"messages": [HELLO], "service_tier": "x"}, "service_tier", "is 'x', but must be 'auto', 'default'"),
+    ({"messages": [HELLO], "service_tier": 5}, "service_tier", "is 5, but must be a string"),
     ({"messages": [HELLO, {"role": "assistant", "tool_calls": 5}]}, "messages[1].tool_calls", "must be a list"),
     (
         {"messages": [HELLO, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]},
@@ -146,7 +146,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [HELLO, {"role": "assistant", "reasoning": 5}]}, "messages[1].reasoning", "must be a string"),
     ({"messages": [HELLO], "response_format": {"type": "yaml"}}, "response_format", "is 'yaml', but must be text"),
     ({"messages": [HELLO], "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
-    ({"messages": [HELLO], "max_completion_tokens": 500}, "max_completion_tokens", "512 tokens"),
+    ({"messages": [{"role": "user", "content": "a" * 600}]}, "messages", "512 tokens"),
     ({"messages": [HELLO], "max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens is 0, but"),
 ]
 

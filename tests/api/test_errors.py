@@ -41,7 +41,8 @@ def test_bad_requests_name_field_and_value(server: RunningServer, body: dict[str
     assert server.engine.requests == []
 
 
-def test_a_context_error_names_both_lengths(server: RunningServer) -> None:
+def test_a_context_error_names_both_lengths(start: Callable[..., RunningServer]) -> None:
+    server = start(strict_max_tokens=True)
     error = error_of(server.post(PATH, {"prompt": [5] * 500, "max_tokens": 30}), 400)
     assert error["code"] == "context_length_exceeded"
     assert error["message"].startswith("This model's maximum context length is 512 tokens. However, ")

@@ -131,7 +131,13 @@ def test_bodies_that_are_served_are_as_described(server: RunningServer, document
 
 @pytest.mark.parametrize(
     "body",
-    [{"length_penalty": True}, {"store": 0}, {"guided_choice": {}}, {"guided_json": []}, {"structured_outputs": []}],
+    [
+        {"length_penalty": True},
+        {"use_beam_search": 0},
+        {"guided_choice": {}},
+        {"guided_json": []},
+        {"structured_outputs": []},
+    ],
 )
 def test_values_that_only_look_neutral_are_refused(
     server: RunningServer, document: dict[str, Any], body: dict[str, Any]

@@ -50,11 +50,13 @@ def test_every_field_is_described_as_it_is_handled(section: str) -> None:
     schema, official = ENDPOINTS[section]
     rules = schema.rules
     rows = rows_of(section)
-    known = {*schema.model_fields, *rules.neutral, *rules.accepted, *official.__annotations__, "stream"}
+    known = {*schema.model_fields, *rules.neutral, *rules.accepted, *rules.named, *official.__annotations__, "stream"}
     assert sorted(known - rows.keys()) == []
     for name, (here, note) in rows.items():
         assert here == expected(name, schema), name
-        assert (note == "unknown") == (here == "ignored" and name not in rules.accepted), name
+        named = note.startswith("named")
+        assert named == (name in rules.named), name
+        assert (note == "unknown") == (here == "ignored" and not named and name not in rules.accepted), name
         if here == "no":
             values = [json.dumps(value) for value in rules.neutral[name]]
             assert note.startswith("but ") == bool(values) and all(f"`{value}`" in note for value in values), name

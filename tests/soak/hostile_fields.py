@@ -12,7 +12,7 @@ from tests.api.templates import HERMES, OPENED, SWITCHED, with_tools
 
 FIELDS = sorted(
     {*ChatBody.model_fields, *CompletionBody.model_fields, *ChatBody.rules.neutral, *CompletionBody.rules.neutral}
-    | {*ChatBody.rules.accepted, *CompletionBody.rules.accepted, "unheard_of"}
+    | {*ChatBody.rules.accepted, *CompletionBody.rules.accepted, *ChatBody.rules.named, "unheard_of"}
 )
 """All that the server knows, and some that it does not."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "wizard")

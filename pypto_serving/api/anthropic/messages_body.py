@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
@@ -37,6 +38,7 @@ from pypto_serving.api.common.described import (
 from pypto_serving.api.generation.request import ChatRequest, encode_chat, fit_chat
 from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.settings import ServingConfig
+from pypto_serving.errors import ContextLengthError, RequestError
 from pypto_serving.types.sampling import (
     INT32_MAX,
     MAX_STOP_CHARS,
@@ -71,7 +73,6 @@ _TOOL = object_of(
 )
 _CHOICES = [typed("auto"), typed("any"), typed("none"), typed("tool", {"name": _NAME})]
 _BUDGET = {"type": "integer", "minimum": 1, "maximum": INT32_MAX}
-_DISPLAY = {"enum": ["summarized", "omitted", None]}
 MESSAGES = WithJsonSchema({"type": "array", "items": {"anyOf": _TURNS}, "minItems": 1, "maxItems": MAX_MESSAGES})
 SYSTEM = or_null(*_TEXTS["anyOf"])
 TOOLS = or_null(list_of(_TOOL) | {"maxItems": MAX_TOOLS})
@@ -79,8 +80,8 @@ TOOL_CHOICE = or_null(
     *(one | {"properties": one["properties"] | {"disable_parallel_tool_use": FLAG}} for one in _CHOICES)
 )
 THINKING = or_null(
-    object_of({"type": {"const": "enabled"}}, budget_tokens={"anyOf": [_BUDGET, {"type": "null"}]}, display=_DISPLAY),
-    object_of({"type": {"const": "adaptive"}}, display=_DISPLAY),
+    object_of({"type": {"const": "enabled"}}, budget_tokens={"anyOf": [_BUDGET, {"type": "null"}]}, display=MAY_TEXT),
+    object_of({"type": {"const": "adaptive"}}, display=MAY_TEXT),
     typed("disabled"),
 )
 OUTPUT_CONFIG = or_null(
@@ -101,8 +102,7 @@ class CountTokensBody(Body):
     """The body of POST /v1/messages/count_tokens: a conversation."""
 
     rules: ClassVar[FieldRules] = FieldRules(
-        {"container": (), "mcp_servers": ([],)},
-        frozenset(
+        accepted=frozenset(
             {
                 "cache_control",
                 "diagnostics",
@@ -114,6 +114,7 @@ class CountTokensBody(Body):
                 "workspace_id",
             }
         ),
+        named={"container": (), "mcp_servers": ([],)},
     )
     """Prefixes are cached without being asked, so `cache_control` changes nothing."""
 
@@ -167,12 +168,13 @@ def read_messages(prompter: Prompter, serving: ServingConfig, raw: bytes | bytea
     if chat.thinking_budget is not None and chat.thinking_budget >= body.max_tokens:
         complaint = f"is {chat.thinking_budget}, but must be less than max_tokens, which is {body.max_tokens}"
         refuse("thinking.budget_tokens", complaint)
-    prompt, fitted, form = fit_chat(prompter, chat)
+    with _overflowing():
+        prompt, fitted, form = fit_chat(prompter, chat)
     return ReadBody(
         model=serving.resolve_model(body.model),
         stream=bool(body.stream),
         ping_s=PING_S,
-        ignored=IgnoredFields.of(body.unknown_fields()),
+        ignored=_ignored(body),
         shown=Shown(),
         prompts=[prompt],
         params=fitted,
@@ -183,9 +185,28 @@ def read_messages(prompter: Prompter, serving: ServingConfig, raw: bytes | bytea
 def read_count_tokens(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray) -> Answered:
     """Parse, check, render, encode and count; the prompt may be longer than the context."""
     body = parse_json(raw, CountTokensBody)
-    token_ids, _ = encode_chat(prompter, _chat(prompter, body, SamplingParams()))
+    with _overflowing():
+        token_ids, _ = encode_chat(prompter, _chat(prompter, body, SamplingParams()))
     serving.resolve_model(body.model)
-    return Answered(IgnoredFields.of(body.unknown_fields()), msgspec.json.encode(TokenCount(len(token_ids))))
+    return Answered(_ignored(body), msgspec.json.encode(TokenCount(len(token_ids))))
+
+
+def _ignored(body: CountTokensBody) -> IgnoredFields:
+    """Name what is left out, among it a value of `display` that nobody knew when this was written."""
+    display = (body.thinking or {}).get("display")
+    shown = [] if display in (None, "summarized", "omitted") else ["thinking.display"]
+    return IgnoredFields.of(body.unknown_fields() + shown)
+
+
+@contextmanager
+def _overflowing() -> Iterator[None]:
+    """Say of a prompt that is too long what Anthropic says, by which agents know that they have to make it shorter."""
+    try:
+        yield
+    except ContextLengthError as error:
+        longest = min(error.max_model_len, error.num_tokens - 1)
+        message = f"prompt is too long: {error.num_tokens} tokens > {longest} maximum"
+        raise RequestError(message, param=error.param, code=error.code) from None
 
 
 def _chat(prompter: Prompter, body: CountTokensBody, params: SamplingParams) -> ChatRequest:
@@ -204,7 +225,7 @@ def _chat(prompter: Prompter, body: CountTokensBody, params: SamplingParams) -> 
         kwargs=_encoder_kwargs(body, thought, prompter.chat_encoder.request_fields) | _continuing(history),
         params=params,
         tools=read_tool_use(body.tools, body.tool_choice),
-        default_max_tokens=params.max_tokens,
+        max_tokens=params.max_tokens,
         thinking_budget=thought.budget,
         hides_reasoning=thought.hidden,
     )
@@ -241,8 +262,8 @@ def _thought(thinking: Any) -> Thought:
     budget, display = thinking.get("budget_tokens"), thinking.get("display")
     if budget is not None and (type(budget) is not int or not 0 < budget <= INT32_MAX):
         refuse("thinking.budget_tokens", f"is {brief(budget)}, but must be between 1 and {INT32_MAX}")
-    if display not in (None, "summarized", "omitted"):
-        refuse("thinking.display", f"is {brief(display)}, but must be 'summarized' or 'omitted'")
+    if not isinstance(display, str | None):
+        refuse("thinking.display", f"is {brief(display)}, but must be a string")
     return Thought(kind != "disabled", budget if kind == "enabled" else None, display == "omitted")
 
 

@@ -216,14 +216,20 @@ class FieldRules(NamedTuple):
 
     - `neutral`: unsupported fields; only the values listed, and null, are accepted, since they change nothing.
     - `accepted`: fields without an effect; any value is accepted.
+    - `named`: the same, but values other than those listed, and null, are named like unknown fields.
     """
 
     neutral: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
     accepted: frozenset[str] = frozenset()
+    named: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
+
+
+def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    return value is None or any(value == allowed and _is_truth(value) == _is_truth(allowed) for allowed in neutral)
 
 
 def _require_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
-    if value is None or any(value == allowed and _is_truth(value) == _is_truth(allowed) for allowed in neutral):
+    if _is_neutral(value, neutral):
         return
     if name in _SUCCESSORS:
         message = f"{name} is not supported by this server: it is the old form of {_SUCCESSORS[name]}; send that"
@@ -256,7 +262,7 @@ class Body(BaseModel):
         return self.__pydantic_extra__ or {}
 
     def unknown_fields(self, known: frozenset[str] = frozenset(), prefix: str = "") -> list[str]:
-        """Return the names in `extra` that are neither `known` nor in the rules.
+        """Return the names in `extra` that are neither `known` nor in the rules, and those that are to be named.
 
         Raises RequestError if an unsupported field is not neutral.
         """
@@ -266,6 +272,8 @@ class Body(BaseModel):
                 continue
             if name in self.rules.neutral:
                 _require_neutral(prefix + name, value, self.rules.neutral[name])
+            elif name in self.rules.named:
+                unknown += [] if _is_neutral(value, self.rules.named[name]) else [prefix + name]
             elif name not in self.rules.accepted:
                 unknown.append(prefix + name)
         return unknown

@@ -123,11 +123,14 @@ def fit_prompt(
     prompt_field: str = "prompt",
     truncate_to: int | None = None,
     text: str | None = None,
+    strict: bool = False,
 ) -> FittedPrompt:
     """Make a FittedPrompt whose max_tokens fits the context; see `truncate`, and `fit_max_tokens` for the errors."""
     most = config.limits.max_model_len
+    strict = strict or truncate_to == -1  # which leaves room for max_tokens
     token_ids, num_cut = truncate(token_ids, truncate_to, max_tokens, most)
-    fitting = fit_max_tokens(len(token_ids), max_tokens, default_max_tokens, most, max_tokens_field, prompt_field)
+    fields = {"field": max_tokens_field, "prompt_field": prompt_field}
+    fitting = fit_max_tokens(len(token_ids), max_tokens, default_max_tokens, most, strict=strict, **fields)
     return FittedPrompt(pack_ids(token_ids), fitting, num_cut, None if num_cut else text)
 
 
@@ -223,11 +226,12 @@ def fit_max_tokens(
     max_model_len: int,
     field: str = "max_tokens",
     prompt_field: str = "prompt",
+    strict: bool = False,
 ) -> int:
     """Return how many tokens may be generated after `num_prompt` prompt tokens.
 
-    - `asked`: return it; raise ContextLengthError if it does not fit. `field` is its name in the error.
-    - else `default`: return it, cut to what fits.
+    - `asked`, else `default`: return it, cut to what fits. If `strict`, raise ContextLengthError where `asked` does
+      not fit; `field` is its name in the error.
     - else: return what fits.
 
     Raises ContextLengthError, for `prompt_field`, if the prompt leaves no room for one token.
@@ -238,15 +242,18 @@ def fit_max_tokens(
             max_model_len,
             f"However, the prompt has {num_prompt} tokens and needs room for at least one output token; shorten it",
             param=prompt_field,
+            num_tokens=num_prompt,
         )
-    if asked is None:
-        return room if default is None else min(default, room)
+    if asked is None or not strict:
+        limit = default if asked is None else asked
+        return room if limit is None else min(limit, room)
     if asked > room:
         raise ContextLengthError(
             max_model_len,
             f"However, the prompt has {num_prompt} tokens and {field} is {asked}, together {num_prompt + asked}; "
             f"shorten the prompt or ask for at most {room} tokens",
             param=field,
+            num_tokens=num_prompt,
         )
     return asked
 
@@ -272,7 +279,8 @@ class ChatRequest:
     """A conversation to answer.
 
     - `messages`, `kwargs`: what ChatEncoder.encode takes, but for the tools; the client's field is `messages_field`
-    - `max_tokens`: the client's own, from its field `max_tokens_field`; None leaves the choice to `default_max_tokens`
+    - `max_tokens`: the client's own, from its field `max_tokens_field`; None leaves the choice to `default_max_tokens`.
+      With `strict_max_tokens` it must fit
     - `thinking_budget`: most tokens of reasoning
     - `hides_reasoning`: no part of the answer is reasoning
     - `stream`: log-probabilities need not fit one answer
@@ -286,6 +294,7 @@ class ChatRequest:
     max_tokens: int | None = None
     max_tokens_field: str = "max_tokens"
     default_max_tokens: int | None = None
+    strict_max_tokens: bool = False
     add_special_tokens: bool = False
     thinking_budget: int | None = None
     hides_reasoning: bool = False
@@ -320,6 +329,7 @@ def fit_chat(prompter: Prompter, chat: ChatRequest) -> tuple[FittedPrompt, Sampl
         max_tokens_field=chat.max_tokens_field,
         prompt_field=chat.messages_field,
         truncate_to=params.truncate_prompt_tokens,
+        strict=chat.strict_max_tokens,
     )
     check_prompt_logprobs([prompt], params)
     if not chat.stream:

@@ -349,8 +349,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _end(self, answer: ApiError) -> None:
         """Write an answer past the application, and close the connection."""
-        body, retry_after_s = answer.payload(), answer.retry_after_s
-        retry = "" if retry_after_s is None else f"retry-after: {retry_after_s}\r\n"
+        body = answer.payload()
+        retry = "".join(f"{name}: {value}\r\n" for name, value in answer.all_headers().items())
         head = (
             f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\ncontent-type: application/json\r\n"
             f"{retry}x-request-id: {self._refused_id}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"

@@ -17,8 +17,10 @@ MAX_DROPPED_BODIES = 4
 """A body is read up to this multiple of its limit, and dropped, since a client reads no answer while it sends."""
 MAX_CHARS, MAX_PARAM_CHARS = 2000, 200
 """Longest message, and longest name of a field in it; a client may have sent any."""
-_HEADERS = {401: (("www-authenticate", "Bearer"),), 504: (("x-should-retry", "false"),)}
-"""Of answers by status. Official clients would send a request again whose time is over."""
+_HEADERS = {401: (("www-authenticate", "Bearer"),)}
+"""Of answers by status."""
+_PASSING = (408, 409, 429)
+"""Statuses below 500 that may change if a request comes again as it is."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES = {
     **_TYPES,
@@ -95,14 +97,23 @@ class ApiError:
             error["details"] = {"error_code": self.code}
         return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
 
-    def response(self, scope: Scope) -> Response:
-        """Make the HTTP response, in the form of the API that the request's path belongs to."""
+    def all_headers(self) -> dict[str, str]:
+        """Return the headers, with those that say whether it helps to send the request again.
+
+        Agents and official clients do so after a 504, and some after a 401, unless they are told that it does not.
+        """
         headers = dict(self.headers)
         if self.retry_after_s is not None:
             headers["retry-after"] = str(self.retry_after_s)
+        if (self.status < 500 and self.status not in _PASSING) or self.status == 504:
+            headers["x-should-retry"] = "false"
+        return headers
+
+    def response(self, scope: Scope) -> Response:
+        """Make the HTTP response, in the form of the API that the request's path belongs to."""
         is_anthropic = scope["path"].startswith(ANTHROPIC_PATH)
         content = self.anthropic_payload(scope["state"]["request_id"]) if is_anthropic else self.payload()
-        return Response(content, self.status, headers, "application/json")
+        return Response(content, self.status, self.all_headers(), "application/json")
 
 
 def internal_error(name: str) -> ApiError:

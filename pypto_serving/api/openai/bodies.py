@@ -20,7 +20,14 @@ from pypto_serving.api.generation.request import (
     fit_prompt,
     read_message,
 )
-from pypto_serving.api.openai.schemas import ChatBody, ChatMessage, ChatPromptBody, CompletionBody, GenerationBody
+from pypto_serving.api.openai.schemas import (
+    TIERS,
+    ChatBody,
+    ChatMessage,
+    ChatPromptBody,
+    CompletionBody,
+    GenerationBody,
+)
 from pypto_serving.api.prompting.prompts import Prompter, field_of
 from pypto_serving.api.prompting.template import RESERVED
 from pypto_serving.api.settings import DefaultSampling, ServingConfig
@@ -136,6 +143,8 @@ def parse_body(
         if not body.stream:
             refuse("stream_options", "is only allowed together with stream = true")
         unknown += body.stream_options.unknown_fields(prefix="stream_options.")
+    if body.service_tier not in (None, *TIERS):
+        unknown.append("service_tier")
     return body, {
         "model": serving.resolve_model(body.model),
         "stream": bool(body.stream),
@@ -246,6 +255,7 @@ def read_chat(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray
         max_tokens=asked,
         max_tokens_field=field,
         default_max_tokens=serving.default_sampling.max_tokens,
+        strict_max_tokens=serving.strict_max_tokens,
         add_special_tokens=bool(body.add_special_tokens),
         thinking_budget=body.thinking_token_budget,
         hides_reasoning=body.include_reasoning is False,
@@ -312,6 +322,7 @@ def read_completion(prompter: Prompter, serving: ServingConfig, raw: bytes | byt
             default_max_tokens=DEFAULT_MAX_TOKENS,
             truncate_to=params.truncate_prompt_tokens,
             text=text if shown.echo else None,
+            strict=serving.strict_max_tokens,
         )
         for ids, text in encode_prompts(prompter, body.prompt, params.n, body.add_special_tokens is not False)
     ]

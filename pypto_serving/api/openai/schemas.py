@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field, WithJsonSchema
 
@@ -102,7 +102,6 @@ _NEUTRAL_EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": ({},),
     "lora_path": (),
     "mm_processor_kwargs": ({},),
-    "store": (False,),
 }
 _ACCEPTED_EVERYWHERE = frozenset(
     {
@@ -117,6 +116,11 @@ _ACCEPTED_EVERYWHERE = frozenset(
     }
 )
 """`spaces_between_special_tokens`: the tokenizers of the served families put none there."""
+_NAMED_EVERYWHERE: dict[str, tuple[Any, ...]] = {"store": (False,)}
+
+
+TIERS = ("auto", "default", "flex", "scale", "priority", "fast")
+"""OpenAI's values of `service_tier`."""
 
 
 class PromptBody(Body):
@@ -173,7 +177,7 @@ class GenerationBody(PromptBody, StreamBody):
     guided_whitespace_pattern: str | None = None
     structural_tag: Annotated[Any, JSON] = None
     request_id: str | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
+    service_tier: str | None = None
     priority: Annotated[int | None, whole(-sampling.INT32_MAX)] = None
     cache_salt: Annotated[str | None, text(1, MAX_SALT_CHARS)] = None
     timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
@@ -184,7 +188,7 @@ class CompletionBody(GenerationBody):
 
     model_config = ConfigDict(json_schema_extra={"required": ["prompt"]})
     rules: ClassVar[FieldRules] = FieldRules(
-        {**_NEUTRAL_EVERYWHERE, "suffix": ("",), "prompt_embeds": ()}, _ACCEPTED_EVERYWHERE
+        {**_NEUTRAL_EVERYWHERE, "suffix": ("",), "prompt_embeds": ()}, _ACCEPTED_EVERYWHERE, _NAMED_EVERYWHERE
     )
 
     prompt: Annotated[Any, PROMPT] = None
@@ -223,14 +227,17 @@ class ChatBody(GenerationBody, ChatPromptBody):
             "echo": (False,),
             "functions": ([],),
             "function_call": ("none", "auto"),
-            "verbosity": ("medium",),
             "modalities": (["text"],),
             "audio": (),
-            "moderation": (),
-            "prediction": (),
-            "web_search_options": (),
         },
         _ACCEPTED_EVERYWHERE,
+        {
+            **_NAMED_EVERYWHERE,
+            "moderation": (),
+            "prediction": (),
+            "verbosity": ("medium",),
+            "web_search_options": (),
+        },
     )
 
     messages: list[ChatMessage] = Field(fail_fast=True, max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})

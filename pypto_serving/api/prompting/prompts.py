@@ -134,7 +134,8 @@ class Prompter:
         if num_chars > limit * MAX_CHARS_PER_TOKEN:
             most = f"more than {MAX_CHARS_PER_TOKEN} for each of these tokens"
             problem = f"However, {where} has {num_chars} characters, {most}; shorten it"
-            raise ContextLengthError(limit, problem, param=field_of(where))
+            least = -(-num_chars // MAX_CHARS_PER_TOKEN)
+            raise ContextLengthError(limit, problem, param=field_of(where), num_tokens=least)
 
     def check_token_ids(self, ids: list[int], where: str) -> list[int]:
         """Return `ids`, which are not empty. Raises RequestError if one is outside the vocabulary."""

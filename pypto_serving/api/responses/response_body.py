@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from pydantic import Field
@@ -27,15 +27,9 @@ class ResponsesBody(StreamBody):
     rules: ClassVar[FieldRules] = FieldRules(
         {
             "background": (False,),
-            "background_options": (),
-            "context_management": ([],),
             "conversation": (),
-            "image": (),
-            "max_tool_calls": (),
-            "moderation": (),
             "multi_agent": (),
             "prompt": (),
-            "truncation": ("disabled",),
         },
         frozenset(
             {
@@ -50,6 +44,14 @@ class ResponsesBody(StreamBody):
                 "user",
             }
         ),
+        {
+            "background_options": (),
+            "context_management": ([],),
+            "image": (),
+            "max_tool_calls": (),
+            "moderation": (),
+            "truncation": ("disabled",),
+        },
     )
     """Nothing runs in the background, so a disconnect frees a request. No item is ever cut from the input."""
 
@@ -67,14 +69,14 @@ class ResponsesBody(StreamBody):
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
-        None, fail_fast=True, max_length=16
-    )
+    include: list[str] | None = Field(None, fail_fast=True, max_length=16)
     metadata: dict[str, str] | None = None
 
 
 MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
 _SUMMARIES = (None, "auto", "concise", "detailed")
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
 
 
 def with_earlier(raw: bytearray, earlier: bytes) -> bytearray:
@@ -90,7 +92,7 @@ def read_response(prompter: Prompter, serving: ServingConfig, framed: bytes | by
     earlier = msgspec.json.decode(framed[start:end] or b"[]")
     body = parse_json(framed[end:], ResponsesBody)
     hosted = sorted({f"tools.{tool['type']}" for tool in body.tools or () if is_hosted(tool)})
-    ignored = IgnoredFields.of(body.unknown_fields() + hosted)
+    ignored = IgnoredFields.of(body.unknown_fields() + _not_shown(body) + hosted)
     _check_metadata(body.metadata or {})
     items = read_items(body.input)
     history = read_history(body.instructions, [*earlier, *items], len(earlier))
@@ -99,9 +101,9 @@ def read_response(prompter: Prompter, serving: ServingConfig, framed: bytes | by
     if not items or not history:
         refuse("input", "has nothing to answer; send text or items")
     check_max_tokens(body.max_output_tokens, "max_output_tokens", least=1)
-    logprobs = body.top_logprobs or 0 if "message.output_text.logprobs" in (body.include or ()) else None
+    logprobs = body.top_logprobs or 0 if _LOGPROBS in (body.include or ()) else None
     if body.top_logprobs and logprobs is None:
-        refuse("top_logprobs", "is only allowed together with include = ['message.output_text.logprobs']")
+        refuse("top_logprobs", f"is only allowed together with include = [{_LOGPROBS!r}]")
     given = {name: value for name in ("temperature", "top_p") if (value := getattr(body, name)) is not None}
     form = _text_format(body)
     params = SamplingParams(
@@ -119,6 +121,7 @@ def read_response(prompter: Prompter, serving: ServingConfig, framed: bytes | by
         max_tokens=body.max_output_tokens,
         max_tokens_field="max_output_tokens",
         default_max_tokens=serving.default_sampling.max_tokens,
+        strict_max_tokens=serving.strict_max_tokens,
         stream=bool(body.stream),
     )
     prompt, fitted, parser = fit_chat(prompter, chat)
@@ -146,12 +149,16 @@ def _check_metadata(metadata: dict[str, str]) -> None:
             refuse("metadata", f"must have keys of at most {MAX_KEY_CHARS} and values of {MAX_VALUE_CHARS} characters")
 
 
+def _not_shown(body: ResponsesBody) -> list[str]:
+    """Name the fields that ask to show what no answer here has."""
+    reasoning = body.reasoning or {}
+    summaries = [f"reasoning.{f}" for f in ("summary", "generate_summary") if reasoning.get(f) not in _SUMMARIES]
+    return summaries + [f"include.{name}" for name in body.include or () if name not in _INCLUDED]
+
+
 def _effort(body: ResponsesBody) -> dict[str, Any]:
     """Return the switches of the model's reasoning; without an effort, the model decides."""
     given = body.reasoning or {}
-    for field in ("summary", "generate_summary"):
-        if given.get(field) not in _SUMMARIES:
-            refuse(f"reasoning.{field}", f"is {brief(given[field])}, but must be 'auto', 'concise' or 'detailed'")
     effort = given.get("effort")
     check_effort(effort, "reasoning.effort")
     if effort is None:
@@ -184,6 +191,7 @@ def _structure(form: dict[str, Any]) -> StructuredOutputsParams | None:
 def _echo(body: ResponsesBody, params: SamplingParams, form: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of an answer that repeat the body."""
     given = body.reasoning or {}
+    summary = given.get("summary")
     offered = [tool for tool in body.tools or () if not is_hosted(tool)]
     common = {"function": {"parameters": None, "strict": None}}
     tools = [common.get(tool["type"], {}) | tool for tool in offered]
@@ -197,7 +205,7 @@ def _echo(body: ResponsesBody, params: SamplingParams, form: dict[str, Any]) -> 
         "top_p": params.top_p,
         "max_output_tokens": body.max_output_tokens,
         "previous_response_id": body.previous_response_id,
-        "reasoning": {"effort": given.get("effort"), "summary": given.get("summary")},
+        "reasoning": {"effort": given.get("effort"), "summary": summary if summary in _SUMMARIES else None},
         "text": {"format": form},
         "top_logprobs": body.top_logprobs or 0,
         "truncation": "disabled",

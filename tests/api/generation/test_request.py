@@ -29,18 +29,20 @@ PROMPTER = Prompter.load(CONFIG, ServingConfig(model_dir="", served_model_names=
 
 
 @pytest.mark.parametrize(
-    ("asked", "default", "limit"), [(7, 16, 7), (None, 16, 16), (None, 99, 40), (None, None, 40), (40, None, 40)]
+    ("asked", "default", "limit"),
+    [(7, 16, 7), (None, 16, 16), (None, 99, 40), (None, None, 40), (40, None, 40), (41, 16, 40)],
 )
 def test_max_tokens_is_what_was_asked_else_the_default_else_what_fits(
     asked: int | None, default: int | None, limit: int
 ) -> None:
     assert fit_max_tokens(60, asked, default, 100) == limit
+    assert asked == 41 or fit_max_tokens(60, asked, default, 100, strict=True) == limit
 
 
-@pytest.mark.parametrize(("num_prompt", "asked"), [(60, 41), (100, None), (100, 1)])
-def test_what_does_not_fit_is_refused(num_prompt: int, asked: int | None) -> None:
+@pytest.mark.parametrize(("num_prompt", "asked", "strict"), [(60, 41, True), (100, None, False), (100, 1, False)])
+def test_what_does_not_fit_is_refused(num_prompt: int, asked: int | None, strict: bool) -> None:
     with pytest.raises(ContextLengthError, match="100 tokens"):
-        fit_max_tokens(num_prompt, asked, 16, 100)
+        fit_max_tokens(num_prompt, asked, 16, 100, strict=strict)
 
 
 def test_a_parser_sees_special_tokens_where_they_are_marks() -> None:

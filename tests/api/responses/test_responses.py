@@ -149,7 +149,7 @@ def test_tools_that_may_be_called(thinks: Thinks, tokenizer: Tokenizer, mode: st
         ("input", [{"type": "computer_call"}]),
         ("input", [{"type": "function_call_output", "call_id": "x", "output": "y"}]),
         ("background", True),
-        ("truncation", "auto"),
+        ("conversation", "conv_1"),
         ("top_logprobs", 3),
         ("metadata", {str(i): "" for i in range(17)}),
         ("tools", [{"type": "none_such"}]),
