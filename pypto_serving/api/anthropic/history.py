@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+from pypto_serving.api.chat.leaving_out import LeftOut, newest_words
 from pypto_serving.api.chat.tools import (
     MAX_DEPTH,
     ToolUse,
@@ -26,29 +28,42 @@ ERROR = "Error: "
 Block = Mapping[str, Any]
 
 
-def read_history(system: Any, messages: Sequence[Any]) -> list[dict[str, Any]]:
+def read_history(system: Any, messages: Sequence[Any], left_out: LeftOut) -> list[dict[str, Any]]:
     """Return the messages for an encoder, the system message first.
 
     Blocks of text are joined by line breaks. Results of tools become messages of their own. Messages of one role that
-    follow each other become one.
+    follow each other become one. Images are refused in what a person has just written; elsewhere a text takes their
+    place. What hosted tools left behind is dropped.
     """
-    history = _MessageHistory()
+    history = _MessageHistory(left_out, newest_words([_speaker(message) for message in messages]))
     words = [text for text in _texts(system or "", "system") if text and not text.startswith(BILLING)]
     if words:
         history.add("system", "\n".join(words))
     for i, message in enumerate(messages):
-        history.read(message, f"messages[{i}]")
+        history.read(message, i)
     return history.messages
 
 
-class _MessageHistory:
-    """Collect messages; remember the calls so far."""
+def _speaker(message: Any) -> str:
+    """Return the role of a message; "tool" if it has results of tools."""
+    content, role = (message.get("content"), message.get("role")) if isinstance(message, Mapping) else (None, None)
+    for block in content if isinstance(content, list) else ():
+        if isinstance(block, Mapping) and block.get("type") == "tool_result":
+            return "tool"
+    return str(role)
 
-    def __init__(self) -> None:
+
+class _MessageHistory:
+    """Collect messages; remember the calls so far. Images in the message at `newest` are refused."""
+
+    def __init__(self, left_out: LeftOut, newest: int) -> None:
         self.messages: list[dict[str, Any]] = []
         self._names: dict[str, str] = {}
+        self._left_out = left_out
+        self._newest = newest
 
-    def read(self, message: Any, where: str) -> None:
+    def read(self, message: Any, place_in_list: int) -> None:
+        where = f"messages[{place_in_list}]"
         role = message.get("role") if isinstance(message, Mapping) else None
         if role not in ("user", "assistant", "system"):
             refuse(f"{where}.role", f"is {brief(role)}, but must be 'user', 'assistant' or 'system'")
@@ -58,7 +73,7 @@ class _MessageHistory:
         if role == "system":
             self.add(role, "\n".join(_texts(content, place)))
         elif role == "user":
-            self._read_user(content, place)
+            self._read_user(content, place, None if place_in_list == self._newest else self._left_out)
         else:
             self._read_assistant(content, place)
 
@@ -70,14 +85,14 @@ class _MessageHistory:
         else:
             self.messages.append({"role": role, "content": content})
 
-    def _read_user(self, content: Any, where: str) -> None:
+    def _read_user(self, content: Any, where: str, left_out: LeftOut | None) -> None:
         for block, place in _blocks(content, where):
-            if block["type"] == "text":
-                self.add("user", string_in(block, "text", place))
-            elif block["type"] == "tool_result":
+            if block["type"] == "tool_result":
                 self._add_result(block, place)
+            elif _HOSTED.search(block["type"]):
+                self._left_out.add(block["type"])
             else:
-                _refuse_block(block, place, "text and tool_result")
+                self.add("user", _text(block, place, "text and tool_result", left_out))
 
     def _add_result(self, block: Block, where: str) -> None:
         call_id = string_in(block, "tool_use_id", where)
@@ -86,21 +101,21 @@ class _MessageHistory:
         failed = block.get("is_error")
         if not isinstance(failed, bool | None):
             refuse(f"{where}.is_error", f"is {brief(failed)}, but must be true or false")
-        text = "\n".join(_texts(block.get("content") or "", f"{where}.content"))
+        text = "\n".join(_texts(block.get("content") or "", f"{where}.content", self._left_out))
         message = {"role": "tool", "tool_call_id": call_id, "name": self._names[call_id]}
         self.messages.append({**message, "content": ERROR + text if failed else text})
 
     def _read_assistant(self, content: Any, where: str) -> None:
         texts, thoughts, calls = [], [], []
         for block, place in _blocks(content, where):
-            if block["type"] == "text":
-                texts.append(string_in(block, "text", place))
-            elif block["type"] == "thinking":
+            if block["type"] == "thinking":
                 thoughts.append(string_in(block, "thinking", place))
             elif block["type"] == "tool_use":
                 calls.append(self._call(block, place))
+            elif _HOSTED.search(block["type"]):
+                self._left_out.add(block["type"])
             elif block["type"] != "redacted_thinking":
-                _refuse_block(block, place, "text, thinking and tool_use")
+                texts.append(_text(block, place, "text, thinking and tool_use", self._left_out))
         self.add("assistant", "\n".join(texts))
         message = self.messages[-1]
         if calls:
@@ -132,14 +147,39 @@ def _blocks(content: Any, where: str) -> Iterator[tuple[Block, str]]:
         yield block, place
 
 
-def _texts(content: Any, where: str) -> list[str]:
-    """Return the texts of a content that must have only blocks of text."""
-    found = []
-    for block, place in _blocks(content, where):
-        if block["type"] != "text":
-            _refuse_block(block, place, "text")
-        found.append(string_in(block, "text", place))
-    return found
+_HOSTED = re.compile(r"\w_tool_result$|^(server|mcp)_tool_use$|^mcp_tool_listing$|^container_upload$|^compaction$")
+"""Types of blocks that come of tools that Anthropic runs, and of its bookkeeping."""
+
+
+def _texts(content: Any, where: str, left_out: LeftOut | None = None) -> list[str]:
+    """Return the texts of a content; see `_text`."""
+    return [_text(block, place, "text", left_out) for block, place in _blocks(content, where)]
+
+
+def _text(block: Block, where: str, allowed: str, left_out: LeftOut | None) -> str:
+    """Return the text of a block, of a document that is text, of a search result, or of a reference to a tool.
+
+    In place of others stands what `left_out` says; without it they are refused.
+    """
+    kind, source = block["type"], block.get("source")
+    if kind == "text":
+        return string_in(block, "text", where)
+    if kind == "tool_reference":
+        return f"The tool {string_in(block, 'tool_name', where)} can be called now."
+    if kind == "search_result":
+        return _titled(block, source, block.get("content"), f"{where}.content")
+    if kind == "document" and isinstance(source, Mapping) and source.get("type") in ("text", "content"):
+        field = "data" if source["type"] == "text" else "content"
+        return _titled(block, block.get("context"), source.get(field), f"{where}.source.{field}")
+    if left_out is None:
+        _refuse_block(block, where, allowed)
+    return left_out.stand_in(kind)
+
+
+def _titled(block: Block, below: Any, content: Any, where: str) -> str:
+    lines = [line for line in (block.get("title"), below) if isinstance(line, str)]
+    inner = [] if content is None else _blocks(content, where)
+    return "\n".join(lines + [string_in(one, "text", place) for one, place in inner if one["type"] == "text"])
 
 
 def _refuse_block(block: Block, where: str, allowed: str) -> NoReturn:
@@ -151,9 +191,10 @@ _MODE_OF = {"auto": "auto", "any": "required", "tool": "required", "none": "none
 """OpenAI's modes, by the types of tool choices."""
 
 
-def read_tool_use(tools: Any, tool_choice: Any) -> ToolUse:
-    """Read `tools` and `tool_choice`."""
+def read_tool_use(tools: Any, tool_choice: Any, left_out: LeftOut) -> ToolUse:
+    """Read `tools` and `tool_choice`. Tools that Anthropic runs, or that only its models know, are left out."""
     listed = list_of_tools(tools, "tools", "{'name': ..., 'input_schema': {...}}")
+    listed, tool_choice = left_out.tools(listed, tool_choice, [tool for tool in listed if _is_hosted(tool)])
     functions = [_function(tool, f"tools[{i}]") for i, tool in enumerate(listed)]
     names = check_names(functions, "tools", "name")
     choice = {"type": "auto"} if tool_choice is None else tool_choice
@@ -167,12 +208,18 @@ def read_tool_use(tools: Any, tool_choice: Any) -> ToolUse:
     return choose_tools(functions, names, _MODE_OF[kind], named, not single and kind != "tool")
 
 
+def _is_hosted(tool: Any) -> bool:
+    """Return whether a tool is described by its type alone."""
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    return isinstance(kind, str) and kind != "custom" and "input_schema" not in tool
+
+
 def _function(tool: Any, where: str) -> Mapping[str, Any]:
     """Return OpenAI's function object, which templates take."""
     if not isinstance(tool, Mapping):
         refuse(where, f"is {brief(tool)}, but must be an object with name and input_schema")
-    if tool.get("type") not in (None, "custom"):
-        refuse(f"{where}.type", f"is {brief(tool['type'])}, but this server has no tools of its own; describe the tool")
+    if not isinstance(tool.get("type"), str | None):
+        refuse(f"{where}.type", f"is {brief(tool['type'])}, but must be a string")
     if not isinstance(tool.get("name"), str):
         refuse(f"{where}.name", f"is {brief(tool.get('name'))}, but must be a string")
     check_function(tool, where, "input_schema", needs_schema=True)

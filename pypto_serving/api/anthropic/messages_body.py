@@ -11,6 +11,7 @@ from pydantic import Field, WithJsonSchema
 
 from pypto_serving.api.anthropic.answers import TokenCount
 from pypto_serving.api.anthropic.history import read_history, read_tool_use
+from pypto_serving.api.chat.leaving_out import LeftOut
 from pypto_serving.api.chat.tools import EFFORTS, MAX_NAME_CHARS, MAX_TOOLS, NAME, check_effort, refuse
 from pypto_serving.api.common.body import (
     MAX_MESSAGES,
@@ -164,7 +165,7 @@ def read_messages(prompter: Prompter, serving: ServingConfig, raw: bytes | bytea
         max_tokens=body.max_tokens,
         structured_outputs=_structure(body),
     )
-    chat = _chat(prompter, body, params)
+    chat, left_out = _chat(prompter, body, params)
     if chat.thinking_budget is not None and chat.thinking_budget >= body.max_tokens:
         complaint = f"is {chat.thinking_budget}, but must be less than max_tokens, which is {body.max_tokens}"
         refuse("thinking.budget_tokens", complaint)
@@ -174,7 +175,7 @@ def read_messages(prompter: Prompter, serving: ServingConfig, raw: bytes | bytea
         model=serving.resolve_model(body.model),
         stream=bool(body.stream),
         ping_s=PING_S,
-        ignored=_ignored(body),
+        ignored=_ignored(body, left_out),
         shown=Shown(),
         prompts=[prompt],
         params=fitted,
@@ -185,17 +186,18 @@ def read_messages(prompter: Prompter, serving: ServingConfig, raw: bytes | bytea
 def read_count_tokens(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray) -> Answered:
     """Parse, check, render, encode and count; the prompt may be longer than the context."""
     body = parse_json(raw, CountTokensBody)
+    chat, left_out = _chat(prompter, body, SamplingParams())
     with _overflowing():
-        token_ids, _ = encode_chat(prompter, _chat(prompter, body, SamplingParams()))
+        token_ids, _ = encode_chat(prompter, chat)
     serving.resolve_model(body.model)
-    return Answered(_ignored(body), msgspec.json.encode(TokenCount(len(token_ids))))
+    return Answered(_ignored(body, left_out), msgspec.json.encode(TokenCount(len(token_ids))))
 
 
-def _ignored(body: CountTokensBody) -> IgnoredFields:
-    """Name what is left out, among it a value of `display` that nobody knew when this was written."""
+def _ignored(body: CountTokensBody, left_out: list[str]) -> IgnoredFields:
+    """Name what has no effect, among it a value of `display` that nobody knew when this was written."""
     display = (body.thinking or {}).get("display")
     shown = [] if display in (None, "summarized", "omitted") else ["thinking.display"]
-    return IgnoredFields.of(body.unknown_fields() + shown)
+    return IgnoredFields.of(body.unknown_fields() + shown + left_out)
 
 
 @contextmanager
@@ -209,7 +211,9 @@ def _overflowing() -> Iterator[None]:
         raise RequestError(message, param=error.param, code=error.code) from None
 
 
-def _chat(prompter: Prompter, body: CountTokensBody, params: SamplingParams) -> ChatRequest:
+def _chat(prompter: Prompter, body: CountTokensBody, params: SamplingParams) -> tuple[ChatRequest, list[str]]:
+    """Return what to answer, and the names of what is left out of it."""
+    left_out, tools = LeftOut("messages"), LeftOut("tools")
     if body.thread is not None:
         refuse(
             "thread",
@@ -217,18 +221,19 @@ def _chat(prompter: Prompter, body: CountTokensBody, params: SamplingParams) -> 
             "thread_unsupported_request",
         )
     thought = _thought(body.thinking)
-    history = read_history(body.system, body.messages)
+    history = read_history(body.system, body.messages, left_out)
     if not any(message["role"] in ("user", "tool") for message in history):
         refuse("messages", "have nothing to answer; send a user's message with content")
-    return ChatRequest(
+    chat = ChatRequest(
         messages=history,
         kwargs=_encoder_kwargs(body, thought, prompter.chat_encoder.request_fields) | _continuing(history),
         params=params,
-        tools=read_tool_use(body.tools, body.tool_choice),
+        tools=read_tool_use(body.tools, body.tool_choice, tools),
         max_tokens=params.max_tokens,
         thinking_budget=thought.budget,
         hides_reasoning=thought.hidden,
     )
+    return chat, left_out.names + tools.names
 
 
 def _continuing(history: list[dict[str, Any]]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
+from pypto_serving.api.chat.leaving_out import LeftOut
 from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
 
@@ -189,10 +190,10 @@ def string_in(given: Mapping[str, Any], field: str, where: str) -> str:
     return value
 
 
-def text_of(content: Any, where: str, fields: Mapping[str, str]) -> str:
+def text_of(content: Any, where: str, fields: Mapping[str, str], left_out: LeftOut | None = None) -> str:
     """Return a content's text: the string itself, or its parts joined by line breaks. Raises RequestError.
 
-    `fields` maps each type of part to the field that contains its text.
+    `fields` maps each type of part to the field that contains its text. `left_out` replaces other parts.
     """
     if isinstance(content, str):
         return content
@@ -200,12 +201,14 @@ def text_of(content: Any, where: str, fields: Mapping[str, str]) -> str:
         refuse(where, "is missing; send a string or parts", "missing_field")
     if not isinstance(content, list):
         refuse(where, f"is {brief(content)}, but must be a string or a list of parts")
-    return "\n".join(part_text(part, f"{where}[{i}]", fields) for i, part in enumerate(content))
+    return "\n".join(part_text(part, f"{where}[{i}]", fields, left_out) for i, part in enumerate(content))
 
 
-def part_text(part: Any, where: str, fields: Mapping[str, str]) -> str:
-    """Return the text of one part; `fields` as in `text_of`. Raises RequestError."""
+def part_text(part: Any, where: str, fields: Mapping[str, str], left_out: LeftOut | None = None) -> str:
+    """Return the text of one part; `fields` and `left_out` as in `text_of`. Raises RequestError."""
     kind = part.get("type") if isinstance(part, Mapping) else part
+    if left_out is not None and isinstance(part, Mapping) and isinstance(kind, str) and kind not in fields:
+        return left_out.stand_in(kind)
     if not isinstance(kind, str) or kind not in fields:
         allowed = ", ".join(f"{{'type': {name!r}, {field!r}: ...}}" for name, field in fields.items())
         complaint = f"is a part of type {brief(kind)}; here this model reads only {allowed}"

@@ -70,11 +70,15 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Repeated(msgspec.Struct, frozen=True):
-    """What a response repeats of its body (`echo`), and the `items` that it answers, as JSON; `store`: keep it."""
+    """What a response repeats of its body (`echo`), and the `items` that it answers, as JSON; `store`: keep it.
+
+    `own` are those that the body brought, by id.
+    """
 
     echo: bytes
     items: bytes
     store: bool
+    own: dict[str, bytes] = {}
 
 
 class IgnoredFields(msgspec.Struct, frozen=True):
@@ -86,6 +90,11 @@ class IgnoredFields(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, names: list[str]) -> IgnoredFields:
         return cls([name[:MAX_NAME_CHARS] for name in names[:MAX_IGNORED]], max(0, len(names) - MAX_IGNORED))
+
+    def and_also(self, names: list[str]) -> IgnoredFields:
+        """Return these fields and others."""
+        more = IgnoredFields.of([*self.names, *names])
+        return IgnoredFields(more.names, more.num_more + self.num_more)
 
     def header(self) -> dict[str, str]:
         """Make the response header that lists them, in characters that a header may hold."""

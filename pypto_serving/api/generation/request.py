@@ -10,6 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from pypto_serving.api.chat.formats import OutputFormat
+from pypto_serving.api.chat.leaving_out import LeftOut
 from pypto_serving.api.chat.parsers.scanner import Thinking
 from pypto_serving.api.chat.tools import ToolUse, part_text, refuse
 from pypto_serving.api.generation.logprobs import (
@@ -31,7 +32,7 @@ from pypto_serving.util import brief
 
 MAY_LACK_CONTENT = frozenset({"assistant", "tool", "function"})
 """Roles whose messages may have none."""
-_PARTS = {"text": "text"}
+_PARTS = {"text": "text", "refusal": "refusal"}
 MAX_TIMEOUT_S = 86_400
 MAX_CHOICES = 512
 """Bounds the choices of all prompts of one request, since the event loop makes them all at once."""
@@ -338,8 +339,11 @@ def fit_chat(prompter: Prompter, chat: ChatRequest) -> tuple[FittedPrompt, Sampl
     return prompt, fit_params(guided, prompter, form), form
 
 
-def read_message(message: Any, where: str) -> dict[str, Any]:
-    """Return a message for encoders: `content` is text, with text parts joined, "" where it may be left out."""
+def read_message(message: Any, where: str, left_out: LeftOut | None = None) -> dict[str, Any]:
+    """Return a message for encoders: `content` is text, with text parts joined, "" where it may be left out.
+
+    In place of other parts stands what `left_out` says; without it they are refused.
+    """
     if not isinstance(message, Mapping):
         example = "{'role': 'user', 'content': 'Hello'}"
         allowed = f"a message with role and content, such as {example}"
@@ -350,7 +354,9 @@ def read_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(role, str):
         refuse(f"{where}.role", f"is {brief(role)}, but must be a string", "invalid_type")
     if isinstance(content, list | tuple):
-        content = "\n".join(part_text(part, f"{where}.content[{i}]", _PARTS) for i, part in enumerate(content))
+        content = "\n".join(
+            part_text(part, f"{where}.content[{i}]", _PARTS, left_out) for i, part in enumerate(content)
+        )
     if not isinstance(content, str | None):
         complaint = f"is {brief(content)}, but must be a string or a list of text parts"
         refuse(f"{where}.content", complaint, "invalid_type")

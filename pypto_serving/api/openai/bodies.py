@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from pypto_serving.api.chat.tools import read_tool_use, refuse
+from pypto_serving.api.chat.leaving_out import LeftOut, is_hosted, newest_words
+from pypto_serving.api.chat.tools import ToolUse, read_tool_use, refuse
 from pypto_serving.api.common.body import MAX_SALT_CHARS, IgnoredFields, ReadBody, Shown, parse_json
 from pypto_serving.api.generation.request import (
     ChatRequest,
@@ -246,9 +247,11 @@ def read_chat(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray
     check_max_tokens(asked, field, least=1)
     params = sampling_params(body, serving.default_sampling, asked, _num_logprobs(body))
     shown = read_shown(body, params)
-    tools = read_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+    history, left_out = read_history(body.messages)
+    tools, dropped = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    common["ignored"] = common["ignored"].and_also(left_out + dropped)
     chat = ChatRequest(
-        messages=read_history(body.messages),
+        messages=history,
         kwargs=encoder_kwargs(body, encoder.request_fields, serving.trust_request_chat_template),
         params=params,
         tools=tools,
@@ -297,12 +300,32 @@ def encoder_kwargs(body: ChatPromptBody, request_fields: frozenset[str], trusts_
     return {**given, **fields}
 
 
-def read_history(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Return messages as ChatEncoder.encode takes them. Raises RequestError."""
+def read_tools(tools: Any, choice: Any, parallel: bool | None) -> tuple[ToolUse, list[str]]:
+    """Read `tools` and `tool_choice`; also return the names of tools that are left out. Raises RequestError."""
+    left_out = LeftOut("tools")
+    hosted = [tool for tool in tools if is_hosted(tool)] if isinstance(tools, list) else []
+    return read_tool_use(*left_out.tools(tools, choice, hosted), parallel), left_out.names
+
+
+def read_history(messages: Sequence[ChatMessage]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return messages as ChatEncoder.encode takes them, and the names of parts that are left out. Raises RequestError.
+
+    Images are refused in what a person has just written; elsewhere a text takes their place.
+    """
     if not messages:
         refuse("messages", "is an empty list; send at least one message")
+    left_out = LeftOut("messages")
+    newest = newest_words([_SPEAKS_AS.get(message.role, message.role) for message in messages])
     given = ({**m.extra, "role": m.role, "content": m.content} for m in messages)
-    return [read_message(message, f"messages[{i}]") for i, message in enumerate(given)]
+    history = [
+        read_message(message, f"messages[{i}]", None if i == newest or message["role"] in INSTRUCTING else left_out)
+        for i, message in enumerate(given)
+    ]
+    return history, left_out.names
+
+
+_SPEAKS_AS = {"function": "tool"}
+INSTRUCTING = ("system", "developer")
 
 
 DEFAULT_MAX_TOKENS = default_of(SamplingParams, "max_tokens")

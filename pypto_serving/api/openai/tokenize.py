@@ -10,7 +10,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pypto_serving.api.chat.tools import read_tool_use
 from pypto_serving.api.common.body import (
     Answered,
     Generating,
@@ -23,7 +22,7 @@ from pypto_serving.api.common.body import (
 from pypto_serving.api.common.described import Answer
 from pypto_serving.api.generation.request import ChatRequest, GenerationRequest, encode_chat
 from pypto_serving.api.openai.answers import Detokenized, Tokenized
-from pypto_serving.api.openai.bodies import encoder_kwargs, read_history
+from pypto_serving.api.openai.bodies import encoder_kwargs, read_history, read_tools
 from pypto_serving.api.openai.schemas import DetokenizeBody, TokenizeBody
 from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.settings import ServingConfig
@@ -52,11 +51,13 @@ def read_tokenize(prompter: Prompter, serving: ServingConfig, raw: bytes | bytea
         ids = tokenizer.encode(body.prompt, body.add_special_tokens is not False)
     elif body.messages is not None and body.prompt is None:
         known = prompter.chat_encoder.request_fields
+        history, _ = read_history(body.messages)
+        tools, _ = read_tools(body.tools, body.tool_choice, None)
         chat = ChatRequest(
-            messages=read_history(body.messages),
+            messages=history,
             kwargs=encoder_kwargs(body, known, serving.trust_request_chat_template),
             params=SamplingParams(),
-            tools=read_tool_use(body.tools, body.tool_choice, None),
+            tools=tools,
             add_special_tokens=bool(body.add_special_tokens),
         )
         ids, _ = encode_chat(prompter, chat)

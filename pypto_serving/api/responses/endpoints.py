@@ -19,11 +19,14 @@ from pypto_serving.api.generation.request import GenerationRequest
 from pypto_serving.api.http.keys import sent_key
 from pypto_serving.api.responses.answers import DeletedResponse, ResponseObject
 from pypto_serving.api.responses.format import ResponseFormat
+from pypto_serving.api.responses.history import is_reference
 from pypto_serving.api.responses.response_body import MAX_ID_CHARS, with_earlier
 from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
 
 MAX_RESPONSES, MAX_BYTES = 4096, 256 << 20
+ENTRY_BYTES = 256
+"""What the place of an item takes, beside its JSON and its id."""
 MAX_RESPONSE_BYTES = 4 << 20
 """A response with a longer conversation is not kept, and a longer body continues none: the event loop reads both."""
 
@@ -39,15 +42,18 @@ class Kept(NamedTuple):
     """A response and its conversation as JSON: the object, the items that it answers, and those with its output.
 
     It holds the whole conversation: links to earlier responses would break when one is deleted or makes room.
+    `items` are those that later bodies may refer to, by id: its own and those of its output.
     """
 
     response: bytes
     inputs: bytes
     history: bytes
+    items: dict[str, bytes] = {}  # noqa: RUF012
 
     @property
     def num_bytes(self) -> int:
-        return sum(map(len, self))
+        own = sum(len(name) + len(item) + ENTRY_BYTES for name, item in self.items.items())
+        return len(self.response) + len(self.inputs) + len(self.history) + own
 
 
 class ResponseStore:
@@ -58,16 +64,28 @@ class ResponseStore:
         self._most = most
         self._most_bytes = most_bytes
         self._kept: OrderedDict[tuple[bytes, str], Kept] = OrderedDict()
+        self._items: dict[tuple[bytes, str], bytes] = {}
 
     def add(self, key: bytes | None, response_id: str, kept: Kept) -> None:
         """Keep a response, and drop others until all fit."""
         if kept.num_bytes > min(MAX_RESPONSE_BYTES, self._most_bytes):
             return
         self._kept[_place(key, response_id)] = kept
+        self._items |= {_place(key, name): item for name, item in kept.items.items()}
         self.num_bytes += kept.num_bytes
         while len(self._kept) > self._most or self.num_bytes > self._most_bytes:
-            _, dropped = self._kept.popitem(last=False)
-            self.num_bytes -= dropped.num_bytes
+            self._drop(next(iter(self._kept)))
+
+    def _drop(self, place: tuple[bytes, str]) -> None:
+        dropped = self._kept.pop(place)
+        self.num_bytes -= dropped.num_bytes
+        for name, item in dropped.items.items():
+            if self._items.get((place[0], name)) is item:  # not of a later response
+                del self._items[place[0], name]
+
+    def find_item(self, key: bytes | None, item_id: str) -> bytes | None:
+        """Return an item of a response that is kept, as JSON; None if there is none with this id."""
+        return self._items.get(_place(key, item_id))
 
     def get(self, key: bytes | None, response_id: str, param: str | None = None) -> Kept:
         """Return a response. Raises UnknownResponseError, about the field `param`."""
@@ -80,8 +98,8 @@ class ResponseStore:
 
     def delete(self, key: bytes | None, response_id: str) -> None:
         """Forget a response. Raises UnknownResponseError."""
-        self.num_bytes -= self.get(key, response_id).num_bytes
-        del self._kept[_place(key, response_id)]
+        self.get(key, response_id)
+        self._drop(_place(key, response_id))
 
 
 def _place(key: bytes | None, response_id: str) -> tuple[bytes, str]:
@@ -90,11 +108,22 @@ def _place(key: bytes | None, response_id: str) -> tuple[bytes, str]:
 
 MAX_PAGE, PAGE = 100, 20
 _FIELD = "previous_response_id"
+_HAS_ID = re.compile(rb'"id"\s*:')
 _GIVEN = re.compile(rb'"previous_response_id"\s*:')
 
 
 class _Previous(msgspec.Struct):
     previous_response_id: Any = None
+
+
+class _Item(msgspec.Struct):
+    type: Any = None
+    id: Any = None
+    role: Any = None
+
+
+class _Items(msgspec.Struct):
+    input: list[_Item]
 
 
 async def create_response(request: Request) -> Response:
@@ -105,16 +134,15 @@ async def create_response(request: Request) -> Response:
         assert body.repeated is not None
         return ResponseFormat(body, wanted, partial(_keep, store, key, body.repeated))
 
-    return await generate(
-        request, "responses", "resp_", new_format, lambda raw: with_earlier(raw, _earlier(store, key, raw))
-    )
+    return await generate(request, "responses", "resp_", new_format, partial(_with_kept, store, key))
 
 
 def _keep(store: ResponseStore, key: bytes | None, repeated: Repeated, response: ResponseObject) -> None:
     if repeated.store and len(repeated.items) <= MAX_RESPONSE_BYTES:
         output = msgspec.json.encode(response.output)
         history = repeated.items[:-1] + (b"," if output != b"[]" else b"") + output[1:]
-        store.add(key, response.id, Kept(msgspec.json.encode(response), repeated.items, history))
+        own = repeated.own | {item.id: msgspec.json.encode(item) for item in response.output}
+        store.add(key, response.id, Kept(msgspec.json.encode(response), repeated.items, history, own))
 
 
 async def retrieve_response(request: Request) -> Response:
@@ -152,6 +180,31 @@ async def list_input_items(request: Request) -> Response:
     ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
     more = places.stop < len(items)
     return answer_json({"object": "list", "data": page, "has_more": more, **ends})
+
+
+def _with_kept(store: ResponseStore, key: bytes | None, raw: bytearray) -> bytearray:
+    """Put before a body what it refers to."""
+    return with_earlier(raw, _earlier(store, key, raw), _referred(store, key, raw))
+
+
+def _referred(store: ResponseStore, key: bytes | None, raw: bytearray) -> dict[str, msgspec.Raw]:
+    """Return the kept items that the input refers to, by id. The reader refuses references to others."""
+    if len(raw) > MAX_RESPONSE_BYTES or _HAS_ID.search(raw) is None:
+        return {}
+    try:
+        items = msgspec.json.decode(raw, type=_Items).input
+    except (msgspec.DecodeError, RecursionError):
+        return {}  # text, or no items: the reader says what is wrong
+    found, num_bytes = dict[str, msgspec.Raw](), 0
+    for item in items:
+        if isinstance(item.id, str) and is_reference(item.type, item.role):
+            kept = store.find_item(key, item.id)
+            if kept is not None:
+                num_bytes += len(kept)
+                found[item.id] = msgspec.Raw(kept)
+    if num_bytes > MAX_RESPONSE_BYTES:
+        refuse("input", f"refers to items of more than {MAX_RESPONSE_BYTES >> 20} MiB; refer to fewer")
+    return found
 
 
 def _earlier(store: ResponseStore, key: bytes | None, raw: bytearray) -> bytes:

@@ -9,19 +9,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from pypto_serving.api.chat.leaving_out import LeftOut, is_hosted, newest_words
 from pypto_serving.api.chat.tools import ToolUse, read_tool_use, refuse, string_in, text_of
 from pypto_serving.api.common.body import MAX_MESSAGES
 from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
 
-HOSTED = frozenset(
-    {
-        "apply_patch", "code_interpreter", "computer", "computer_use_preview", "file_search", "image_generation",
-        "local_shell", "mcp", "shell", "tool_search", "web_search", "web_search_2025_08_26", "web_search_preview",
-        "web_search_preview_2025_03_11",
-    }
-)  # fmt: skip
-"""Types of tools that OpenAI or its clients run, and that its models know without a description."""
 _PLACE = re.compile(r"^tools\[(\d+)\]")
 _INPUT = {
     "type": "object",
@@ -37,11 +30,6 @@ class Called(NamedTuple):
     name: str
     namespace: str | None = None
     is_custom: bool = False
-
-
-def is_hosted(tool: Any) -> bool:
-    """Return whether this server leaves a tool out, so that the model never calls it."""
-    return isinstance(tool, Mapping) and isinstance(kind := tool.get("type"), str) and kind in HOSTED
 
 
 def full_name(namespace: str | None, name: str) -> str:
@@ -88,8 +76,10 @@ def input_of(arguments: str) -> str:
     return given if isinstance(given, str) else arguments
 
 
-def read_response_tools(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) -> ToolUse:
-    """Read `tools` and `tool_choice`; errors name the fields as chats have them."""
+def read_response_tools(tools: Sequence[Any] | None, choice: Any, parallel: bool | None, left_out: LeftOut) -> ToolUse:
+    """Read `tools` and `tool_choice`; errors name the fields as chats have them. Hosted tools are left out."""
+    hosted = [tool for tool in tools or () if is_hosted(tool)]
+    _, choice = left_out.tools(tools, choice, hosted)
     offered = list(_offered(tools or ()))
     nested = [_nested(tool, where, namespace) for where, namespace, tool in offered]
     if isinstance(choice, Mapping):
@@ -100,6 +90,7 @@ def read_response_tools(tools: Sequence[Any] | None, choice: Any, parallel: bool
                 _nested(one, f"tool_choice.tools[{i}]") for i, one in enumerate(choice["tools"]) if not is_hosted(one)
             ]
             choice = {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": listed}}
+            choice = choice if listed or not hosted else "none"
     try:
         return read_tool_use(nested, choice, parallel)
     except RequestError as error:
@@ -150,38 +141,82 @@ _PREFIX = {
 Item = dict[str, Any]
 
 
-def read_items(given: Any) -> list[Item]:
-    """Return the items of `input`, each with its type and an id."""
+class UnknownItemError(RequestError):
+    """No item has this id, for this key."""
+
+    status = 404
+    code = "item_not_found"
+
+
+def is_reference(kind: Any, role: Any) -> bool:
+    """Return whether an item of this type and role refers to one that is kept, by its id."""
+    return kind == "item_reference" or (kind is None and role is None)
+
+
+def read_items(given: Any, left_out: LeftOut, referred: Mapping[str, Item]) -> list[Item]:
+    """Return the items of `input`, each with its type and an id. Those of hosted tools are left out.
+
+    `referred` are kept items to which others refer. Raises UnknownItemError for a reference to any other.
+    """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     if not isinstance(given, list | None):
         refuse("input", f"is {brief(given)}, but must be a string or a list of items")
     if given and len(given) > MAX_MESSAGES:
         refuse("input", f"has {len(given)} items, but must have at most {MAX_MESSAGES}")
-    return [_item(item, f"input[{i}]") for i, item in enumerate(given or ())]
+    kept = []
+    for i, item in enumerate(given or ()):
+        kind = item.get("type") if isinstance(item, dict) else None
+        if isinstance(item, dict) and is_reference(kind, item.get("role")) and isinstance(item.get("id"), str):
+            if item["id"] not in referred:
+                why = "it was not stored, was deleted, or had to make room"
+                message = f"input[{i}] refers to the item {item['id'][:128]!r}, but there is none: {why}"
+                raise UnknownItemError(message, param=f"input[{i}].id")
+            kept.append(referred[item["id"]])
+        elif isinstance(kind, str) and kind not in _PREFIX and _HOSTED_ITEM.search(kind):
+            left_out.add(kind)
+        else:
+            kept.append(_item(item, f"input[{i}]"))
+    return kept
 
 
-def read_history(instructions: str | None, items: Sequence[Item], num_earlier: int = 0) -> list[dict[str, Any]]:
+_HOSTED_ITEM = re.compile(r"_(call|output)$|^mcp_|^compaction|^(additional_tools|configuration_update|program)$")
+"""Types of items that hosted tools leave in a history, and OpenAI's bookkeeping."""
+
+
+def read_history(
+    instructions: str | None, items: Sequence[Item], left_out: LeftOut, num_earlier: int = 0
+) -> list[dict[str, Any]]:
     """Return the messages for an encoder; consecutive items of the assistant make one.
 
-    The first `num_earlier` items are those of earlier responses.
+    The first `num_earlier` items are those of earlier responses. Images are refused in what a person has just written;
+    elsewhere a text takes their place.
     """
-    history = _ItemHistory()
+    history = _ItemHistory(left_out)
+    newest = newest_words([_speaker(item) for item in items]) - num_earlier
     if instructions:
         history.messages.append({"role": "system", "content": instructions})
     for i, item in enumerate(items, -num_earlier):
-        history.add(item, f"input[{i}]" if i >= 0 else "previous_response_id")
+        history.add(item, f"input[{i}]" if i >= 0 else "previous_response_id", i == newest)
     return history.messages
+
+
+def _speaker(item: Item) -> str:
+    if item["type"] == "message":
+        return str(item["role"])
+    return "tool" if item["type"].endswith("_output") else "assistant"
 
 
 class _ItemHistory:
     """Collect messages; remember the calls so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, left_out: LeftOut) -> None:
         self.messages: list[dict[str, Any]] = []
         self._names: dict[str, str] = {}
+        self._left_out = left_out
 
-    def add(self, item: Item, where: str) -> None:
+    def add(self, item: Item, where: str, is_newest: bool) -> None:
+        """Add an item; `is_newest` if a person has just written it."""
         kind = item["type"]
         if kind == "reasoning":
             self._add_thought(item, where)
@@ -191,10 +226,13 @@ class _ItemHistory:
             self._add_call(item, arguments_of(string_in(item, "input", where)), where)
         elif kind in ("function_call_output", "custom_tool_call_output"):
             self._add_result(item, where)
-        elif item["role"] == "assistant":
-            self._assistant("content", text_of(item.get("content"), f"{where}.content", _TEXTS))
         else:
-            self._add_message(item["role"], text_of(item.get("content"), f"{where}.content", _TEXTS))
+            left_out = None if is_newest or item["role"] in ("system", "developer") else self._left_out
+            text = text_of(item.get("content"), f"{where}.content", _TEXTS, left_out)
+            if item["role"] == "assistant":
+                self._assistant("content", text)
+            else:
+                self._add_message(item["role"], text)
 
     def _add_message(self, role: str, text: str) -> None:
         """Add a message. Those of system and developer right after a leading system message are joined to it."""
@@ -228,7 +266,7 @@ class _ItemHistory:
         call_id = string_in(item, "call_id", where)
         if call_id not in self._names:
             refuse(f"{where}.call_id", f"is {brief(call_id)}, but no earlier call has this id")
-        text = text_of(item.get("output"), f"{where}.output", _TEXTS)
+        text = text_of(item.get("output"), f"{where}.output", _TEXTS, self._left_out)
         self.messages.append({"role": "tool", "tool_call_id": call_id, "name": self._names[call_id], "content": text})
 
 

@@ -7,12 +7,13 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from pydantic import Field
 
+from pypto_serving.api.chat.leaving_out import LeftOut, is_hosted
 from pypto_serving.api.chat.tools import check_effort, refuse
 from pypto_serving.api.common.body import FieldRules, IgnoredFields, ReadBody, Repeated, Shown, StreamBody, parse_json
 from pypto_serving.api.common.described import ABOVE_0_TO_1, number, whole
 from pypto_serving.api.generation.request import ChatRequest, fit_chat
 from pypto_serving.api.prompting.prompts import Prompter
-from pypto_serving.api.responses.history import is_hosted, read_history, read_items, read_response_tools
+from pypto_serving.api.responses.history import read_history, read_items, read_response_tools
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.types.sampling import MAX_LOGPROBS, SamplingParams, check_max_tokens
 from pypto_serving.types.structured import StructuredOutputsParams
@@ -79,9 +80,17 @@ _LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
 
 
-def with_earlier(raw: bytearray, earlier: bytes) -> bytearray:
-    """Put the items of earlier responses, as JSON, before a body, for `read_response`."""
-    raw[:0] = b"%d\n%b" % (len(earlier), earlier)
+class _Kept(msgspec.Struct):
+    """What stands before a body: the items of earlier responses, and those that it refers to, by id."""
+
+    earlier: msgspec.Raw
+    referred: dict[str, msgspec.Raw]
+
+
+def with_earlier(raw: bytearray, earlier: bytes, referred: dict[str, msgspec.Raw]) -> bytearray:
+    """Put the items of earlier responses, and those that the body refers to, before it, for `read_response`."""
+    kept = msgspec.json.encode(_Kept(msgspec.Raw(earlier or b"[]"), referred))
+    raw[:0] = b"%d\n%b" % (len(kept), kept)
     return raw
 
 
@@ -89,13 +98,15 @@ def read_response(prompter: Prompter, serving: ServingConfig, framed: bytes | by
     """Parse, check, render and encode what `with_earlier` made."""
     start = framed.index(b"\n") + 1
     end = start + int(framed[: start - 1])
-    earlier = msgspec.json.decode(framed[start:end] or b"[]")
+    kept = msgspec.json.decode(framed[start:end])
+    earlier = kept["earlier"]
     body = parse_json(framed[end:], ResponsesBody)
-    hosted = sorted({f"tools.{tool['type']}" for tool in body.tools or () if is_hosted(tool)})
-    ignored = IgnoredFields.of(body.unknown_fields() + _not_shown(body) + hosted)
+    tools_left_out, left_out = LeftOut("tools"), LeftOut("input")
     _check_metadata(body.metadata or {})
-    items = read_items(body.input)
-    history = read_history(body.instructions, [*earlier, *items], len(earlier))
+    items = read_items(body.input, left_out, kept["referred"])
+    history = read_history(body.instructions, [*earlier, *items], left_out, len(earlier))
+    tools = read_response_tools(body.tools, body.tool_choice, body.parallel_tool_calls, tools_left_out)
+    unknown = body.unknown_fields() + _not_shown(body)
     if body.previous_response_id is not None and not earlier:
         refuse("previous_response_id", "could not be read; write its name without escapes")
     if not items or not history:
@@ -117,7 +128,7 @@ def read_response(prompter: Prompter, serving: ServingConfig, framed: bytes | by
         messages_field="input",
         kwargs=_effort(body),
         params=params,
-        tools=read_response_tools(body.tools, body.tool_choice, body.parallel_tool_calls),
+        tools=tools,
         max_tokens=body.max_output_tokens,
         max_tokens_field="max_output_tokens",
         default_max_tokens=serving.default_sampling.max_tokens,
@@ -127,12 +138,13 @@ def read_response(prompter: Prompter, serving: ServingConfig, framed: bytes | by
     prompt, fitted, parser = fit_chat(prompter, chat)
     model = serving.resolve_model(body.model)
     echo = msgspec.json.encode(_echo(body, fitted, form))
-    repeated = Repeated(echo, msgspec.json.encode(earlier + items), body.store is not False)
+    own = {item["id"]: msgspec.json.encode(item) for item in items}
+    repeated = Repeated(echo, msgspec.json.encode(earlier + items), body.store is not False, own)
     return ReadBody(
         model=model,
         stream=bool(body.stream),
         ping_s=body.ping_s,
-        ignored=ignored,
+        ignored=IgnoredFields.of(unknown + sorted(tools_left_out.names) + left_out.names),
         shown=Shown(logprobs=logprobs),
         prompts=[prompt],
         params=fitted,

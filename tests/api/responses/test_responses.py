@@ -10,6 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from pypto_serving.api.chat.leaving_out import LeftOut
 from pypto_serving.api.responses.endpoints import MAX_RESPONSE_BYTES, Kept, ResponseStore, UnknownResponseError
 from pypto_serving.api.responses.history import read_history, read_items
 from pypto_serving.api.text.tokenizer import Tokenizer
@@ -147,6 +148,10 @@ def test_tools_that_may_be_called(thinks: Thinks, tokenizer: Tokenizer, mode: st
         ("input", "hello " * (MAX_MODEL_LEN + 1)),
         ("input", "x" * (1 << 22)),
         ("input", [{"type": "computer_call"}]),
+        ("input", [{"type": "item_reference"}]),
+        ("input", [{"type": "item_reference", "id": 5}]),
+        ("input", [{"id": "msg_lost"}]),
+        ("input", [{"type": "unheard_of"}]),
         ("input", [{"type": "function_call_output", "call_id": "x", "output": "y"}]),
         ("background", True),
         ("conversation", "conv_1"),
@@ -179,7 +184,9 @@ def test_instructions_and_a_system_item_are_one_message(thinks: Thinks) -> None:
     items = [{"role": "developer", "content": "Be kind."}, {"role": "user", "content": "hello"}]
     wanted = create(thinks("x"), instructions="Be brief.", input=items[1:])["usage"]["input_tokens"]
     assert create(thinks("x"), instructions="Be brief.", input=items)["usage"]["input_tokens"] > wanted
-    history = read_history("Be brief.", read_items([*items, {"role": "system", "content": "Later."}]))
+    left_out = LeftOut("input")
+    given = read_items([*items, {"role": "system", "content": "Later."}], left_out, {})
+    history = read_history("Be brief.", given, left_out)
     assert [message["role"] for message in history] == ["system", "user", "system"]
     assert history[0]["content"] == "Be brief.\n\nBe kind."
 
@@ -212,6 +219,62 @@ def test_the_store_is_bounded() -> None:
     store.add(b"k", "f", Kept(b"x" * 101, b"", b""))
     store.delete(b"k", "e")
     assert store.num_bytes == 0
+
+
+def test_items_are_found_as_long_as_their_response_is_kept() -> None:
+    store = ResponseStore(2, 2000)
+    for name, item in (("a", b"1"), ("b", b"2")):
+        store.add(b"k", name, Kept(b"", b"", b"", {"x": item, name: item}))
+    assert [store.find_item(b"k", name) for name in "abx"] == [b"1", b"2", b"2"]
+    assert store.find_item(b"other", "x") is None
+    store.add(b"k", "c", Kept(b"", b"", b""))
+    assert [store.find_item(b"k", name) for name in "abx"] == [None, b"2", b"2"]
+    store.delete(b"k", "b")
+    assert store.find_item(b"k", "x") is None and store.num_bytes == 0
+    store.add(b"k", "d", Kept(b"", b"", b"", {str(i): b"" for i in range(8)}))
+    assert store.find_item(b"k", "1") is None, "entries count"
+
+
+def test_stored_items_can_be_referred_to(thinks: Thinks, tokenizer: Tokenizer) -> None:
+    """As Vercel's AI SDK does, with or without a type; also to items of the input."""
+    server = thinks("<think>hm</think>I look." + call_of("now", "{}"))
+    asked: dict[str, Any] = {"tools": [NOW], "reasoning": THINKS}
+    first = create(server, **asked)["output"]
+    result = {"type": "function_call_output", "call_id": first[-1]["call_id"], "output": "noon"}
+    said = {"role": "user", "content": "hello"}
+    create(server, input=[said, *first, result], **asked)
+    whole = prompt_of(server, tokenizer)
+    for kind in ({"type": "item_reference"}, {}, {"type": None}):
+        references = [{**kind, "id": item["id"]} for item in first]
+        second = create(server, input=[said, *references, result], **asked)
+        assert prompt_of(server, tokenizer) == whole and "I look." in whole
+    listed = server.http.get(f"{PATH}/{second['id']}/input_items?order=asc").json()["data"]
+    assert [item["id"] for item in listed[1:-1]] == [item["id"] for item in first]
+    create(server, input=[{"id": item["id"]} for item in listed], **asked)
+    assert prompt_of(server, tokenizer) == whole
+    long = [*references, {"role": "user", "content": "x" * 20_000}]  # read by the reader
+    assert server.http.post(PATH, json={"input": long}).status_code == 200
+
+
+def test_items_that_are_not_stored_are_named(thinks: Thinks) -> None:
+    server = thinks("x")
+    (unstored,) = create(server, store=False)["output"]
+    (stored,) = create(server)["output"]
+    said = {"role": "user", "content": "hello"}
+    for item_id, key in ((unstored["id"], {}), (stored["id"], {"x-api-key": "other"}), ("msg_none", {})):
+        reference = {"type": "item_reference", "id": item_id}
+        answer = server.http.post(PATH, json={"input": [said, reference]}, headers=key)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (404, "input[1].id", "item_not_found")
+        assert item_id in error["message"]
+
+
+def test_references_cannot_make_a_small_body_large(thinks: Thinks) -> None:
+    server = thinks("x")
+    made = create(server, input=[{"role": "user", "id": "msg_long", "content": "x" * 20_000}])
+    assert made["status"] == "completed"
+    answer = server.http.post(PATH, json={"input": [{"id": "msg_long"}] * 300})
+    assert answer.status_code == 400 and "refers to items of more than 4 MiB" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -1,0 +1,68 @@
+"""Leave out what no model here can have, such as hosted tools and images of earlier turns, and remember what it was."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MAX_KIND_CHARS = 64
+HOSTED = frozenset(
+    {
+        "apply_patch", "code_interpreter", "computer", "computer_use", "file_search", "image_generation", "local_shell",
+        "mcp", "programmatic_tool_calling", "shell", "tool_search", "web_search",
+    }
+)  # fmt: skip
+"""Types of tools that OpenAI or its clients run, and that its models know without a description."""
+_VERSION = re.compile(r"(_preview)?(_\d{4}_\d{2}_\d{2})?$")
+_SHORT = {"image_url": "image", "input_image": "image", "input_file": "file", "input_audio": "audio"}
+
+
+def is_hosted(tool: Any) -> bool:
+    """Return whether this server leaves a tool of OpenAI's out, so that the model never calls it."""
+    return isinstance(tool, Mapping) and isinstance(kind := tool.get("type"), str) and _VERSION.sub("", kind) in HOSTED
+
+
+class LeftOut:
+    """The names of what one request has in `field` and its model does not get. Changed by the reader of the field."""
+
+    def __init__(self, field: str) -> None:
+        self.names: list[str] = []
+        self._field = field
+
+    def add(self, kind: str) -> None:
+        """Name something that is dropped."""
+        name = f"{self._field}.{kind[:MAX_KIND_CHARS]}"
+        if name not in self.names:
+            self.names.append(name)
+
+    def stand_in(self, kind: str) -> str:
+        """Name something, and return the text that takes its place."""
+        self.add(kind)
+        short = _SHORT.get(kind, kind[:MAX_KIND_CHARS].replace("_", " "))
+        return f"[{short} left out: this model reads only text]"
+
+    def tools(self, tools: Any, choice: Any, hosted: Sequence[Any]) -> tuple[Any, Any]:
+        """Drop the `hosted` ones among `tools`, and a choice that only they could meet; return what is left of both."""
+        if not hosted:
+            return tools, choice
+        for tool in hosted:
+            self.add(str(tool["type"]))
+        kept = [tool for tool in tools if tool not in hosted]
+        kind, name = (choice.get("type"), choice.get("name")) if isinstance(choice, Mapping) else (choice, None)
+        needs_any = kind in ("required", "any") and not kept
+        names_one = is_hosted(choice) or (kind == "tool" and name in [tool.get("name") for tool in hosted])
+        return kept, None if needs_any or names_one else choice
+
+
+def newest_words(roles: Sequence[str]) -> int:
+    """Return the place of what a person has just written: the last message of the user; -1 if there is none.
+
+    Before it, an answer must be over: what follows the result of a tool comes from a program.
+    """
+    for i, role in reversed(list(enumerate(roles))):
+        if role == "user":
+            return -1 if i and roles[i - 1] == "tool" else i
+        if role in ("assistant", "tool"):
+            break
+    return -1
