@@ -115,10 +115,14 @@ class SocketChannel(Generic[T]):
         self.flush()
         return True
 
-    def close(self, linger_s: float = 0.0) -> None:
-        """Close this end; messages not sent within `linger_s` are lost."""
+    def linger(self, timeout_s: float) -> None:
+        """Send the last messages; those not sent within `timeout_s` are lost."""
         with contextlib.suppress(OSError):
-            if linger_s and self._outbox:
-                self.socket.settimeout(linger_s)
+            if timeout_s and self._outbox:
+                self.socket.settimeout(timeout_s)
                 self.socket.sendall(self._outbox)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close this end, after `linger`."""
+        self.linger(linger_s)
         self.socket.close()

@@ -17,7 +17,6 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 import traceback
 import warnings
@@ -28,12 +27,21 @@ from typing import Generic, NoReturn, TypeVar
 
 import msgspec
 
-from pypto_serving.errors import EXIT_OK, PyptoError
+from pypto_serving.errors import EXIT_CRASH, EXIT_OK, PyptoError
+from pypto_serving.threads import start_thread
 
 T = TypeVar("T")
 
 TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Terminals and service managers send these to whole groups of processes; children leave them to their parent."""
+LEFT_SIGNALS = frozenset(
+    {
+        *(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT),
+        *(signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU),
+        *(signal.SIGPIPE, signal.SIGXFSZ),
+    }
+)
+"""Who ignores these means it: nohup, shells for what they start in the background, and Python itself."""
 STDERR = 2
 LOOK_S = 0.005
 """Time between two looks whether a copy has ended, once it is about to."""
@@ -192,7 +200,11 @@ class Copy:
         """Wait for its end; return its exit code. Raises subprocess.TimeoutExpired."""
         deadline_s = time.monotonic() + (timeout or 0.0)
         while self._code is None:
-            ended, status = os.waitpid(self.pid, 0 if timeout is None else os.WNOHANG)
+            try:
+                ended, status = os.waitpid(self.pid, 0 if timeout is None else os.WNOHANG)
+            except ChildProcessError:  # a library in this process ignores SIGCHLD, or waits for all children
+                self._code = EXIT_CRASH
+                break
             if ended:
                 self._code = os.waitstatus_to_exitcode(status)
             elif timeout is not None and time.monotonic() >= deadline_s:
@@ -204,7 +216,8 @@ class Copy:
     def kill(self) -> None:
         """End it at once."""
         if self._code is None:
-            os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
 
 def serve_copies(
@@ -217,7 +230,6 @@ def serve_copies(
     `prepare` loads what a purpose needs, and returns what a copy does with its socket. This process must have no
     threads. With `ends_idle` it ends when a copy ended by itself, without an error, and no other is left.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where a parent had it ignored, copies could not be waited for
     poller, copies = select.poll(), dict[int, tuple[socket.socket, int, Copy]]()
     poller.register(control, select.POLLIN)
     while True:
@@ -345,7 +357,7 @@ class Parent(Generic[T]):
         ignore_terminal_signals()
         die_with_parent()
         if watches:
-            threading.Thread(target=self._watch, name="parent-watch", daemon=True).start()
+            start_thread("parent-watch", self._watch)
 
     @classmethod
     def of_module(cls, start_type: type[T], watches: bool = True) -> Parent[T]:
@@ -401,10 +413,34 @@ def terminal_signals_held() -> Iterator[None]:
 
 
 def ignore_terminal_signals() -> None:
-    """Ignore terminal signals, pending ones too, and let this process write while its group is in the background."""
+    """Begin a child: ignore terminal signals, pending ones too, and undo what else its parent left.
+
+    It may then write while its group is in the background.
+    """
     for number in (*TERMINAL_SIGNALS, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, TERMINAL_SIGNALS)
+    reset_inherited(kept=TERMINAL_SIGNALS)
+
+
+def reset_inherited(kept: Collection[signal.Signals] = ()) -> None:
+    """Undo what a parent may have left: signals that are ignored, but for those `kept`, or blocked; closed streams.
+
+    With SIGCHLD ignored, the ends of children could not be told; with SIGPROF, limits of CPU time would end nothing.
+    """
+    for number in signal.valid_signals() - LEFT_SIGNALS - set(kept):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    open_standard_files()
+
+
+def open_standard_files() -> None:
+    """Open stdin, stdout and stderr where they are closed, else a pipe or socket would get the number of one."""
+    for fd in range(STDERR + 1):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number, which is this one
 
 
 def die_with_parent() -> None:

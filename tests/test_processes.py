@@ -157,6 +157,37 @@ print(copy.wait(30))
     assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True).stdout == "7\n"
 
 
+@pytest.mark.parametrize("left", ["signal.signal(number, signal.SIG_IGN)", "signal.pthread_sigmask(0, [number])"])
+def test_what_a_parent_left_is_undone(left: str) -> None:
+    """But for what shells, nohup and Python itself ignore."""
+    program = f"""
+import os, signal, sys
+for number in signal.valid_signals() - {{signal.SIGKILL, signal.SIGSTOP}}:
+    {left}
+code = "from pypto_serving.processes import reset_inherited; reset_inherited(); import signal; print("
+code += "[each.name for each in signal.Signals if signal.getsignal(each) is signal.SIG_IGN],"
+code += "signal.pthread_sigmask(0, []))"
+os.execv(sys.executable, [sys.executable, "-c", code])
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    kept = ["SIGHUP", "SIGINT", "SIGQUIT", "SIGPIPE", "SIGTSTP", "SIGTTIN", "SIGTTOU", "SIGXFSZ"]
+    assert said == (f"{kept} set()\n" if "IGN" in left else "['SIGPIPE', 'SIGXFSZ'] set()\n")
+
+
+def test_the_end_of_a_copy_that_somebody_else_waited_for_is_an_error() -> None:
+    program = """
+import os, signal
+from pypto_serving.processes import Copy
+
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+copy = Copy(lambda: 7)
+print(copy.wait(30), copy.poll())
+copy.kill()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("1 1\n", "")
+
+
 def test_a_copy_ends_when_its_pipe_closes_although_its_parent_goes_on() -> None:
     child = start_copy(lambda parent: threading.Event().wait() and None, Text(""), (), "copy")
     child.pipe.close()

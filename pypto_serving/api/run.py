@@ -10,7 +10,7 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, cast
 
 import uvicorn
@@ -22,6 +22,7 @@ from pypto_serving.api.http.gate import Gate, RefusalLog, places
 from pypto_serving.api.http.listening import close, listen_at, load_certificate, tell, tls_context
 from pypto_serving.api.reading.reading import Reading
 from pypto_serving.api.service import Service
+from pypto_serving.threads import start_task
 from pypto_serving.types.config import ServerConfig
 from pypto_serving.util import counted
 
@@ -128,12 +129,15 @@ class ApiServer:
                 wait_s = self._drain_timeout_s
                 logger.info("draining: %s left, at most %g s; stop again to end now", counted(left, "request"), wait_s)
             self._service.admission.drain()
-            self._drain = asyncio.get_running_loop().create_task(self._drain_then_exit())
+            self._drain = self._start("drain", self._drain_then_exit())
         else:
             logger.warning("ending now, with a 503 for %s", counted(self._service.admission.in_flight, "request"))
             self._service.engine.give_up_all()
             self._drain.cancel()
-            self._drain = asyncio.get_running_loop().create_task(self._exit())
+            self._drain = self._start("end", self._exit())
+
+    def _start(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        return start_task(name, work, lambda error: self._server.exit())
 
     async def _drain_then_exit(self) -> None:
         try:

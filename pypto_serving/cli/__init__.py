@@ -17,6 +17,7 @@ import typer
 
 from pypto_serving.errors import EXIT_CRASH, EXIT_OK, EXIT_USAGE, PyptoError
 from pypto_serving.logs import with_fields, writes_json
+from pypto_serving.processes import reset_inherited
 from pypto_serving.util import one_of
 
 EXIT_INTERRUPTED = 130
@@ -29,6 +30,7 @@ _WRITE_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`, by default this process's, and return the exit code."""
+    reset_inherited()
     _open_streams()
     try:
         code = _run(argv)

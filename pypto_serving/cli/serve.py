@@ -24,11 +24,12 @@ import typer
 
 from pypto_serving.cli import STARTED_S
 from pypto_serving.cli.options import ALL_PANELS, CHECKPOINT, takes_options
-from pypto_serving.errors import EXIT_OK, ConfigError
+from pypto_serving.errors import EXIT_OK, ConfigError, PyptoError
 from pypto_serving.logs import configure as configure_logs
 from pypto_serving.logs import with_fields, writes_json
 from pypto_serving.setup.options import Options, Setting
 from pypto_serving.setup.resolver import Resolved
+from pypto_serving.threads import start_task
 from pypto_serving.types.config import ServerConfig
 from pypto_serving.types.start import SECRET_VARIABLE
 
@@ -173,8 +174,13 @@ async def _serve_http(
     app = create_app(engine, serving, resolved.memory)
     http = asyncio.create_task(listen(app, server, bound.set_result))
     dead = asyncio.create_task(engine.wait_dead())
-    ready = asyncio.create_task(_announce(server, bound, engine, progress))
-    watchdog = asyncio.create_task(pet_watchdog(engine.health))
+
+    def end(error: BaseException) -> None:
+        if not isinstance(error, PyptoError):  # which `dead` has as well
+            signal.raise_signal(signal.SIGTERM)
+
+    ready = start_task("the ready line", _announce(server, bound, engine, progress), end)
+    watchdog = start_task("the watchdog", pet_watchdog(engine.health), end)
     try:
         await asyncio.wait({http, dead}, return_when=asyncio.FIRST_COMPLETED)
         if dead.done():

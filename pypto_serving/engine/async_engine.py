@@ -17,6 +17,7 @@ from pypto_serving.engine.respawns import RespawnLimit
 from pypto_serving.errors import EXIT_ENGINE, EngineDeadError, PyptoError, QueueFullError, UnavailableError
 from pypto_serving.ipc import SocketChannel
 from pypto_serving.processes import Child, ChildFault, Descendants, start_module
+from pypto_serving.threads import in_quick_thread, start_task
 from pypto_serving.types.arrays import ID_BYTES
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import (
@@ -83,7 +84,7 @@ log = logging.getLogger(__name__)
 
 START_PATIENCE_S = 30.0
 """Extra silence that is allowed while a core imports its modules."""
-STOP_PATIENCE_S = 8.0
+LINGER_S, STOP_PATIENCE_S = 2.0, 8.0
 WORKER_PATIENCE_S = 60.0
 MAX_CORE_RESPAWNS = 3
 
@@ -145,7 +146,7 @@ class AsyncEngine:
         loop.add_reader(self._child.pipe.fileno(), self._on_control)
         loop.add_reader(self._channel.socket.fileno(), self._read)
         self._last_message_s = time.monotonic() + START_PATIENCE_S
-        self._watcher = loop.create_task(self._watch(self._child))
+        self._watcher = start_task("core-watch", self._watch(self._child), self._lose_sight)
 
     async def wait_ready(self) -> None:
         """Wait until a worker is ready. Raise the error if the replica gives up."""
@@ -185,7 +186,9 @@ class AsyncEngine:
             loop.remove_writer(channel.socket.fileno())
         if child is not None:
             loop.remove_reader(child.pipe.fileno())
-            await asyncio.to_thread(child.end, patience_s)
+            if channel is not None and not child.gone:  # it has yet to be told to end, perhaps after long prompts
+                await in_quick_thread(channel.linger, LINGER_S)
+            await in_quick_thread(child.end, patience_s)
         if self._watcher is not None:
             self._watcher.cancel()
         if channel is not None:
@@ -198,7 +201,10 @@ class AsyncEngine:
                 self._die(message.message, message.exit_code)
         if self._child.gone:
             asyncio.get_running_loop().remove_reader(self._child.pipe.fileno())
-            self._replacing = asyncio.get_running_loop().create_task(self._replace_core())
+            self._replacing = start_task("core-replacement", self._replace_core(), self._lose_sight)
+
+    def _lose_sight(self, error: BaseException) -> None:
+        self._die(f"the engine core cannot be watched or replaced: {error}", EXIT_ENGINE)
 
     async def _watch(self, child: Child) -> None:
         """Kill a core that has sent nothing for `silent_s`; its death is then handled like any other.

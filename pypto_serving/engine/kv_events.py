@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import msgspec
 import zmq
 
 from pypto_serving.errors import ConfigError
+from pypto_serving.threads import start_thread
 from pypto_serving.types.arrays import unpack_ids
 from pypto_serving.types.kv import CompressedSpec, FullSpec, KVCacheGroupSpec, StateSpec, WindowSpec
 from pypto_serving.types.tier import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Tier
@@ -160,6 +161,12 @@ HISTORY_BATCHES = 10_000
 HISTORY_BYTES = 64 << 20
 UNSENT_BATCHES = 1_000
 """Batches queued for a slow reader. Beyond this it misses batches, and may ask for a replay."""
+WAITING_REPLAYS = 16
+"""Requests of one reader that wait for a replay. Beyond this they are dropped."""
+REPLAY_BATCHES = 256
+"""Batches replayed to a reader before new events are sent, and other readers have their turn."""
+MAX_REQUEST_BYTES = 1024
+"""Of each frame that a reader sends; more of them end its connection."""
 TOPIC = b""
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 STOP_PATIENCE_S = 1.0
@@ -174,7 +181,8 @@ class KVEventPublisher:
     | ROUTER | asked "" and a number; answers "", topic, number, batch for every batch in the history from that number |
     |        | on, then "", "", -1, "" |
 
-    Numbers rise by one. They begin with the microseconds since the epoch at start, so a reader that stays connected
+    A reader may send WAITING_REPLAYS requests before the first is answered; readers take turns. Numbers rise by one.
+    They begin with the microseconds since the epoch at start, so a reader that stays connected
     sees the batches of a later life as newer. Batches older than the history cannot be replayed.
     """
 
@@ -194,6 +202,7 @@ class KVEventPublisher:
         self._history: deque[tuple[int, bytes]] = deque()
         self._history_bytes = 0
         self._handed: deque[tuple[float, Sequence[KVEvent]]] = deque()
+        self._replays: dict[bytes, deque[int]] = {}
         self._stopping = False
         self._context = zmq.Context()
         try:
@@ -207,14 +216,14 @@ class KVEventPublisher:
         self._wake_sender, self._wake_receiver = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         self._wake_sender.bind("inproc://wake")
         self._wake_receiver.connect("inproc://wake")
-        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("kv-events", self._serve, lambda error: log.error("no further KV events are sent"))
         log.info("KV events at %s, replay at %s", self.endpoint, self.replay_endpoint)
 
     def _bind(self, kind: int, endpoint: str, unsent: int, option: str) -> tuple[zmq.Socket[bytes], str]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, unsent)
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         socket.setsockopt(zmq.IPV6, "[" in endpoint)
         try:
             socket.bind(endpoint)
@@ -245,23 +254,19 @@ class KVEventPublisher:
 
     # The thread.
 
-    def _run(self) -> None:
-        try:
-            self._serve()
-        except Exception:
-            log.exception("publishing KV events failed; no further events are sent")
-
     def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._wake_receiver, zmq.POLLIN)
         poller.register(self._router, zmq.POLLIN)
         while not self._stopping:
-            ready = dict(poller.poll())
+            ready = dict(poller.poll(0 if self._replays else None))
             while self._wake_receiver.poll(0):
                 self._wake_receiver.recv()
             while self._handed:
                 self._send(*self._handed.popleft())
             if self._router in ready:
+                self._take_request()
+            if self._replays:
                 self._replay()
 
     def _send(self, time_s: float, events: Sequence[KVEvent]) -> None:
@@ -276,14 +281,30 @@ class KVEventPublisher:
             self._history_bytes -= len(self._history.popleft()[1])
         self._number += 1
 
-    def _replay(self) -> None:
-        """Answer one replay request. A reader that does not read loses batches beyond its queue."""
+    def _take_request(self) -> None:
+        """Take one request for a replay, unless too many of its reader wait."""
         reader, *request = self._router.recv_multipart()
         if len(request) != 2 or request[0] or len(request[1]) != 8:
             log.warning("a request for a replay of KV events has other frames than an empty one and a number")
             return
-        start = int.from_bytes(request[1], "big")
-        for number, batch in self._history:
-            if number >= start:
-                self._router.send_multipart((reader, b"", TOPIC, number.to_bytes(8, "big"), batch))
-        self._router.send_multipart((reader, b"", b"", END_OF_REPLAY, b""))
+        waiting = self._replays.setdefault(reader, deque())
+        if len(waiting) < WAITING_REPLAYS:
+            waiting.append(int.from_bytes(request[1], "big"))
+        else:
+            log.debug("a request for a replay of KV events is dropped: %d of its reader wait", WAITING_REPLAYS)
+
+    def _replay(self) -> None:
+        """Answer a part of one request. A reader that does not read loses batches beyond its queue."""
+        reader, waiting = next(iter(self._replays.items()))
+        del self._replays[reader]
+        skipped = max(0, waiting[0] - self._history[0][0]) if self._history else 0
+        part = list(islice(self._history, skipped, skipped + REPLAY_BATCHES))
+        for number, batch in part:
+            self._router.send_multipart((reader, b"", TOPIC, number.to_bytes(8, "big"), batch))
+        if len(part) == REPLAY_BATCHES:
+            waiting[0] = part[-1][0] + 1
+        else:
+            self._router.send_multipart((reader, b"", b"", END_OF_REPLAY, b""))
+            waiting.popleft()
+        if waiting:
+            self._replays[reader] = waiting

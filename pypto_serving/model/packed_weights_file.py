@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 
 from pypto_serving.kernels import PANEL, Engine, hashes, zeros
 from pypto_serving.model.fingerprint import checkpoint_state
+from pypto_serving.threads import start_thread
 from pypto_serving.util import ceil_div, hash128, open_regular
 
 log = logging.getLogger(__name__)
@@ -105,9 +107,8 @@ class PackedFile:
         arrays, self._arrays = self._arrays, {}
         if not self._lacks:
             return None
-        thread = threading.Thread(target=_save, args=(self.path, self._key, arrays), name="packed-file")
-        thread.start()
-        return thread
+        save = partial(_save, self.path, self._key, arrays)
+        return start_thread("packed-file", save, lambda error: None, daemon=False)
 
     def _refuse(self, error: Exception) -> None:
         log.warning("%s is not used and will be written anew: %s", self.path, _reason(error))

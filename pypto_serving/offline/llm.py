@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence, Sized
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import msgspec
 from rich.console import Console
@@ -33,7 +32,7 @@ from pypto_serving.api.grammars.structured import checked, with_chat_guide
 from pypto_serving.api.service import Service
 from pypto_serving.api.settings import serving_config
 from pypto_serving.engine.replicas import make_engine
-from pypto_serving.errors import EngineDeadError, RequestError
+from pypto_serving.errors import RequestError
 from pypto_serving.offline.inputs import (
     Messages,
     Prompt,
@@ -43,6 +42,7 @@ from pypto_serving.offline.inputs import (
     read_params,
     read_prompts,
 )
+from pypto_serving.offline.loop_thread import LoopThread, Put
 from pypto_serving.offline.outputs import (
     CompletionOutput,
     GenerationOutput,
@@ -50,9 +50,11 @@ from pypto_serving.offline.outputs import (
     completion_output,
     prompt_logprobs,
 )
+from pypto_serving.processes import open_standard_files
 from pypto_serving.setup.option_table import QUIET_DEFAULTS
 from pypto_serving.setup.options import Options, make_options
 from pypto_serving.setup.prepare import model_spec, prepare
+from pypto_serving.threads import in_slow_thread
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.types.sampling import SamplingParams
@@ -60,8 +62,9 @@ from pypto_serving.types.sampling import SamplingParams
 __all__ = ["LLM", "CompletionOutput", "GenerationOutput", "Logprob", "Messages", "Prompt"]
 
 T = TypeVar("T")
-Put = Callable[[T], None]
 LONG_TEXT_CHARS = 16_384
+ENCODED_AT_ONCE = 16
+"""Prompts that are encoded before the event loop does other work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,7 @@ class LLM:
         """Start engine and worker, and wait until they are ready."""
         resolved = prepare(options, model, QUIET_DEFAULTS, serves=False)
         serving = serving_config(resolved.server, model)
+        open_standard_files()
         self._ids = itertools.count()
         self._ending = threading.Lock()
         self._loop = LoopThread("pypto-llm")
@@ -113,11 +117,16 @@ class LLM:
         await self._engine.wait_ready()
 
     def shutdown(self) -> None:
-        """End the engine and its worker. May be called again and from any thread; returns when both have ended."""
-        with self._ending:
-            if not self._loop.stopped:
-                self._loop.call(self._engine.stop)
-                self._loop.stop()
+        """End the engine and its worker. May be called again and from any thread; returns when both have ended.
+
+        Calls that wait raise EngineDeadError. In a copy of the process (fork) it does nothing.
+        """
+        if not self._loop.is_copied:  # the engine is the original's
+            with self._ending:
+                self._loop.stop(self._engine.stop)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an LLM cannot be copied or sent to another process; make one there")
 
     def __enter__(self) -> LLM:
         return self
@@ -141,7 +150,7 @@ class LLM:
         """
         entries = read_prompts(prompts)
         params = self._params_of(sampling_params, len(entries))
-        return self._loop.call(lambda: self._run(map(self._encode, entries, params), progress))
+        return self._loop.call(lambda: self._run(self._encode, entries, params, progress))
 
     def chat(
         self,
@@ -168,7 +177,7 @@ class LLM:
         conversations = read_conversations(messages)
         params = self._params_of(sampling_params, len(conversations), max_tokens=None)
         encode = partial(self._encode_chat, kwargs=read_chat_fields(fields, chat_template_kwargs))
-        return self._loop.call(lambda: self._run(map(encode, conversations, params), progress))
+        return self._loop.call(lambda: self._run(encode, conversations, params, progress))
 
     def stream_chat(
         self, messages: Messages, sampling_params: SamplingParams | None = None
@@ -246,23 +255,29 @@ class LLM:
         prompt = fit_prompt(ids, params.max_tokens, config, truncate_to=params.truncate_prompt_tokens)
         fitted = fit_params(params, self._service.prompter, new_parser)
         if fitted.guide is not None:
-            fitted = await asyncio.to_thread(checked, fitted)
+            fitted = await in_slow_thread(checked, fitted)
         return _Job(text, prompt, fitted, new_parser)
 
-    async def _run(self, encoding: Iterable[Coroutine[Any, Any, _Job]], progress: bool) -> list[GenerationOutput]:
+    async def _run(
+        self,
+        encode: Callable[[T, SamplingParams], Coroutine[Any, Any, _Job]],
+        prompts: Sequence[T],
+        params: Sequence[SamplingParams],
+        progress: bool,
+    ) -> list[GenerationOutput]:
         """Generate for all prompts, up to the engine's limit at once."""
-        jobs = await asyncio.gather(*encoding)
+        jobs = await _all_or_none(encode, [*zip(prompts, params, strict=True)], ENCODED_AT_ONCE)
         widest = max((job.params.n for job in jobs), default=1)
-        room = asyncio.Semaphore(max(1, self._engine.config.max_unfinished // widest))
         with _progress_bar(len(jobs), progress) as bar:
 
             async def one(job: _Job) -> GenerationOutput:
-                async with room:
-                    output = await self._complete(job)
+                output = await self._complete(job)
                 bar.advance(bar.task_ids[0])
                 return output
 
-            return await _all_or_none(map(one, jobs))
+            return await _all_or_none(
+                one, [(job,) for job in jobs], max(1, self._engine.config.max_unfinished // widest)
+            )
 
     async def _complete(self, job: _Job) -> GenerationOutput:
         with closing(self._submit(job, keep_token_ids=True)) as generation:
@@ -302,14 +317,27 @@ class LLM:
 
 async def _encoded(text: Sized, encode: Callable[[], list[int]]) -> list[int]:
     """Call `encode`; for a long text in a thread, outside the interpreter lock."""
-    return encode() if len(text) < LONG_TEXT_CHARS else await asyncio.to_thread(encode)
+    return encode() if len(text) < LONG_TEXT_CHARS else await in_slow_thread(encode)
 
 
-async def _all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all and return the results in order; if one fails, cancel the others and raise its error."""
-    tasks = [asyncio.ensure_future(one) for one in work]
+async def _all_or_none(
+    work: Callable[..., Coroutine[Any, Any, T]], arguments: Sequence[tuple[Any, ...]], at_once: int
+) -> list[T]:
+    """Do `work` for all arguments and return the results in order; if one fails, cancel the others and raise its error.
+
+    Between two of them the event loop has its turn.
+    """
+    todo, results = enumerate(arguments), dict[int, T]()
+
+    async def take() -> None:
+        for i, given in todo:
+            results[i] = await work(*given)
+            await asyncio.sleep(0)
+
+    tasks = [asyncio.ensure_future(take()) for _ in range(min(at_once, len(arguments)))]
     try:
-        return list(await asyncio.gather(*tasks))
+        await asyncio.gather(*tasks)
+        return [results[i] for i in range(len(results))]
     except BaseException:
         for task in tasks:
             task.cancel()
@@ -322,62 +350,3 @@ def _progress_bar(total: int, shown: bool) -> Progress:
     bar = Progress(*columns, console=Console(stderr=True), disable=not shown)
     bar.add_task("generating", total=total)
     return bar
-
-
-class LoopThread:
-    """Own an event loop and the thread that runs it. Started when made."""
-
-    def __init__(self, name: str) -> None:
-        self.stopped = False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._thread.start()
-
-    def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run `work` in the loop and return its result; an interrupt cancels it.
-
-        Raises what `work` raises, and EngineDeadError after `stop`.
-        """
-        self._require_running()
-        future = asyncio.run_coroutine_threadsafe(work(), self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def iterate(self, work: Callable[[Put[T]], Coroutine[Any, Any, None]]) -> Iterator[T]:
-        """Run `work` in the loop and yield what it puts; closing the iterator cancels it.
-
-        Raises what `work` raises, and EngineDeadError after `stop`.
-        """
-        self._require_running()
-        items: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()
-
-        async def pump() -> None:
-            try:
-                await work(lambda item: items.put((item,)))
-                items.put(None)
-            except BaseException as error:
-                items.put(error)
-                raise
-
-        task = asyncio.run_coroutine_threadsafe(pump(), self._loop)
-        try:
-            while (item := items.get()) is not None:
-                if isinstance(item, BaseException):
-                    raise item
-                yield item[0]
-        finally:
-            task.cancel()
-
-    def stop(self) -> None:
-        """End the loop and its thread."""
-        self.stopped = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def _require_running(self) -> None:
-        if self.stopped:
-            raise EngineDeadError("this LLM was shut down; make a new one")

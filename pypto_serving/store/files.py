@@ -108,21 +108,33 @@ class FileStore(FolderStore):
             yield from found
 
     def _scan_folder(self, folder: Path) -> list[tuple[float, bytes, int]]:
-        found = []
+        """List the files of a folder. Other servers delete files meanwhile."""
+        found: list[tuple[float, bytes, int]] = []
+        with self._saying("a folder cannot be listed"), os.scandir(folder) as entries:
+            for entry in entries:
+                with self._saying("a file cannot be examined"):
+                    found += self._examine(entry)
+        return found
+
+    def _examine(self, entry: os.DirEntry[str]) -> list[tuple[float, bytes, int]]:
+        """Return the time of use, key and group of a block's file, if it is one. Raises OSError."""
+        name = _NAME.fullmatch(entry.name)
+        if name is not None and (group := int(name[2])) < len(self._block_bytes):
+            stat = entry.stat()
+            if stat.st_size == HEADER_BYTES + self._block_bytes[group]:
+                return [(stat.st_mtime, bytes.fromhex(name[1]), group)]
+        elif entry.name.endswith(_PART) and time.time() - entry.stat().st_mtime > UNUSED_S:
+            Path(entry.path).unlink(missing_ok=True)  # of a server that was killed
+        return []
+
+    @contextlib.contextmanager
+    def _saying(self, what: str) -> Iterator[None]:
+        """Say once why the system refuses something, unless a file or folder is gone."""
         try:
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    name = _NAME.fullmatch(entry.name)
-                    if name is not None and int(name[2]) < len(self._block_bytes):
-                        stat, group = entry.stat(), int(name[2])
-                        if stat.st_size == HEADER_BYTES + self._block_bytes[group]:
-                            found.append((stat.st_mtime, bytes.fromhex(name[1]), group))
-                    elif entry.name.endswith(_PART) and time.time() - entry.stat().st_mtime > UNUSED_S:
-                        Path(entry.path).unlink(missing_ok=True)  # of a server that was killed
+            yield
         except OSError as error:
             if error.errno not in _MISSING:
-                self._faults.say("scan", f"a folder cannot be listed: {reason_of(error)}")
-        return found
+                self._faults.say("scan", f"{what}: {reason_of(error)}")
 
     def store(self, pieces: Sequence[Piece]) -> list[bool]:
         """See `Store`. One thread at a time."""

@@ -260,19 +260,21 @@ def usage(path: Path) -> FolderUsage:
     lock = take_alone(path)
     if lock is not None:
         os.close(lock)
-    stats = [file.stat() for file in _files(path)]
+    stats = list(_stats(path))
     return FolderUsage(
         path, sum(s.st_blocks * 512 for s in stats), max((s.st_mtime for s in stats), default=0.0), lock is None
     )
 
 
-def _files(path: Path) -> Iterator[os.DirEntry[str]]:
+def _stats(path: Path) -> Iterator[os.stat_result]:
+    """Examine all files in a folder but those that servers delete meanwhile. Raises OSError."""
     with os.scandir(path) as entries:
         for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                yield from _files(Path(entry.path))
-            else:
-                yield entry
+            with contextlib.suppress(FileNotFoundError):
+                if entry.is_dir(follow_symlinks=False):
+                    yield from _stats(Path(entry.path))
+                else:
+                    yield entry.stat()
 
 
 def fingerprint_folders(root: Path) -> list[Path]:
@@ -334,7 +336,11 @@ def _empty(path: Path) -> None:
 
 def make_room(root: Path, own: Path, own_bytes: int, size_bytes: int) -> int:
     """Delete unused folders beside `own`, the longest unused first, until the rest fits. Returns bytes deleted."""
-    others = [found for path in fingerprint_folders(root) if path != own and not (found := usage(path)).in_use]
+    others: list[FolderUsage] = []
+    for path in fingerprint_folders(root):
+        with contextlib.suppress(FileNotFoundError):  # another server deletes it as well
+            if path != own and not (found := usage(path)).in_use:
+                others.append(found)
     excess, deleted = own_bytes + sum(other.num_bytes for other in others) - size_bytes, 0
     for other in sorted(others, key=lambda other: other.used_at_s):
         if deleted >= excess:

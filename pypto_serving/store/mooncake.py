@@ -15,8 +15,8 @@ import re
 import select
 import socket
 import sys
-import threading
 import time
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -24,6 +24,7 @@ import msgspec
 from pypto_serving.errors import EXIT_ENGINE, EXIT_OK
 from pypto_serving.ipc import SocketChannel
 from pypto_serving.processes import Parent
+from pypto_serving.threads import start_thread
 
 T = TypeVar("T")
 
@@ -131,9 +132,7 @@ def main() -> int:
         return EXIT_ENGINE
     parent.progress("joined", 1, 1)
     channels = [SocketChannel[PoolRequest](socket.socket(fileno=fd), PoolRequest) for fd in start.channels]
-    threads = [threading.Thread(target=serve, args=(channel, pool, memory), daemon=True) for channel in channels]
-    for thread in threads:
-        thread.start()
+    threads = [start_thread("pool", partial(serve, channel, pool, memory)) for channel in channels]
     for thread in threads:
         thread.join()
     return EXIT_OK

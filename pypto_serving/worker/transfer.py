@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import select
-import threading
 import time
-import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import NamedTuple
 
 from pypto_serving.backend.base import BlockMemory
-from pypto_serving.errors import EXIT_ENGINE, PyptoError
 from pypto_serving.ipc import SocketChannel
 from pypto_serving.store.base import Piece, Store
+from pypto_serving.threads import ending_loudly, start_thread
 from pypto_serving.types.arrays import BlockBytes, unpack_ids
 from pypto_serving.types.tier import KEY_BYTES, Tier, TransferDone, TransferJob, TransferReport, Transfers
-
-log = logging.getLogger(__name__)
 
 LOAD_THREADS: dict[Tier, int] = {"host": 1, "disk": 4, "remote": 2}
 """Load threads per tier. Each tier has one more thread for stores."""
@@ -92,19 +86,6 @@ def _by_group(moves: Sequence[Move]) -> dict[int, list[int]]:
     return found
 
 
-@contextmanager
-def ends_process() -> Iterator[None]:
-    """End the worker at any exception, as in a step, so that the core never waits for a transfer in vain."""
-    try:
-        yield
-    except PyptoError as error:
-        log.error("a transfer failed: %s", error)
-        os._exit(error.exit_code)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(EXIT_ENGINE)
-
-
 class TransferServer:
     """Owns the threads of a worker's transfers. Receives jobs and sends reports over a channel of its own.
 
@@ -123,8 +104,7 @@ class TransferServer:
         self._running: list[tuple[TransferJob, list[Future[MovedPart]]]] = []
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="transfers", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("transfers", self._serve)
 
     @property
     def is_busy(self) -> bool:
@@ -137,12 +117,8 @@ class TransferServer:
         if self._waiting:
             os.eventfd_write(self._wake, 1)
 
-    def _run(self) -> None:
-        """Run the thread that serves the channel."""
-        with ends_process():
-            self._serve()
-
     def _serve(self) -> None:
+        """Serve the channel, in a thread."""
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
         while not self._closing and not self._channel.gone:
@@ -175,7 +151,7 @@ class TransferServer:
         self._running.append((job, parts))
 
     def _move(self, job: TransferJob, moves: Sequence[Move]) -> MovedPart:
-        with ends_process():
+        with ending_loudly("a transfer"):  # with the worker, so that the core does not wait for it
             started_s = time.monotonic()
             worked = self._mover.move(job, moves)
             return MovedPart(started_s, time.monotonic(), worked)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import re
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +18,19 @@ import numpy as np
 import psutil
 import pytest
 
-from pypto_serving import LLM, SamplingParams
+from pypto_serving import LLM, SamplingParams, StructuredOutputsParams
 from pypto_serving.api.prompting.prompts import ENCODER_OF_ARCHITECTURE
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.cli import main
 from pypto_serving.errors import ConfigError, ContextLengthError, EngineDeadError, RequestError, RequestFailedError
 from pypto_serving.parallel.topology import place_ranks
+from pypto_serving.processes import Copy
 from pypto_serving.setup.host import read_host_facts
 from tests.api.checkpoint import write_deepseek_v4
 from tests.checkpoints import make_checkpoint
 from tests.e2e.ranks import follows
 from tests.needs import needs_kernels
+from tests.schemas import ambiguous_grammar
 
 pytestmark = pytest.mark.e2e
 
@@ -312,6 +319,101 @@ def test_shutdown_from_two_threads_returns_in_both_at_the_end() -> None:
     for thread in threads:
         thread.join(30)
     assert left == [0, 0]
+
+
+def guided(grammar: str) -> SamplingParams:
+    return SamplingParams(structured_outputs=StructuredOutputsParams(grammar=grammar))
+
+
+SLOW = ambiguous_grammar(140).text
+WAITING: dict[str, Callable[[LLM], object]] = {
+    "long texts": lambda llm: llm.generate(["zq " * 300_000] * 40),
+    "many texts": lambda llm: llm.generate(["zq " * 300] * 40_000),
+    "grammars": lambda llm: llm.generate(["a"] * 100, [guided(f"{SLOW}\n// {i}") for i in range(100)]),
+    "answers": lambda llm: llm.generate(["Hello"] * 2000, SamplingParams(max_tokens=2000, ignore_eos=True)),
+    "a stream": lambda llm: list(llm.stream("Hello", SamplingParams(max_tokens=4000, ignore_eos=True))),
+    "a stream of a long text": lambda llm: list(llm.stream("zq " * 300_000)),
+}
+
+
+@pytest.mark.parametrize("waits_for", WAITING)
+def test_shutdown_ends_calls_that_wait(waits_for: str, caplog: pytest.LogCaptureFixture) -> None:
+    llm = LLM(log_level="warning")
+    ended: list[tuple[BaseException, float]] = []
+
+    def wait() -> None:
+        try:
+            WAITING[waits_for](llm)
+        except BaseException as error:
+            ended.append((error, time.monotonic()))
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    thread.join(1.0)  # in which it begins
+    assert thread.is_alive(), ended
+    started_s = time.monotonic()
+    llm.shutdown()
+    took_s = time.monotonic() - started_s
+    thread.join(10)
+    ((error, ended_s),) = ended
+    assert isinstance(error, EngineDeadError) and "was shut down" in str(error)
+    assert took_s < 5 and ended_s - started_s < 5  # 2 s, on a machine that has nothing else to do
+    assert not caplog.records
+
+
+def test_a_copy_of_the_process_cannot_use_a_model_and_leaves_it_alone(llm: LLM) -> None:
+    """Not even `with` or an unfinished stream keep it from ending."""
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    before, stream = llm.generate("Hello", params)[0].outputs, llm.stream("Hello", params)
+    next(stream)
+
+    def copied() -> int:
+        with llm:
+            for call in (
+                lambda: llm.generate("Hello"),
+                lambda: next(llm.stream_chat([{"role": "user", "content": ""}])),
+            ):
+                with pytest.raises(EngineDeadError, match=f"works in process {os.getppid()} only.* by spawn"):
+                    call()
+        stream.close()
+        llm.shutdown()
+        sys.exit(7)
+
+    started_s, copy = time.monotonic(), Copy(copied)
+    with pytest.raises(TypeError, match="cannot be copied"):
+        pickle.dumps(llm)
+    assert copy.wait(30) == 1  # what SystemExit is to a Copy, which ends without the interpreter's farewell
+    assert time.monotonic() - started_s < 10
+    assert "".join(part.text for part in stream) and llm.generate("Hello", params)[0].outputs == before
+
+
+def test_multiprocessing_by_fork_beside_a_model() -> None:
+    program = """
+import multiprocessing, sys, time
+from pypto_serving import LLM, SamplingParams
+
+def work(llm, queue):
+    try:
+        llm.generate("Hello")
+    except Exception as error:
+        queue.put(type(error).__name__)
+    with LLM(max_model_len=64, log_level="error") as own:
+        queue.put(len(own.generate("Hello", SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids))
+    sys.exit(3)
+
+fork = multiprocessing.get_context("fork")
+with LLM(max_model_len=64, log_level="error") as llm:
+    llm.generate("Hello")
+    queue = fork.Queue()
+    child = fork.Process(target=work, args=(llm, queue))
+    child.start()
+    print(queue.get(), queue.get())
+    child.join(20)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    print(child.exitcode, len(llm.generate("Hello", params)[0].outputs[0].token_ids))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == ("EngineDeadError 3\n3 4\n", 0), done.stderr
 
 
 def test_bad_options_leave_nothing_behind() -> None:

@@ -24,7 +24,7 @@ from pypto_serving.kv.events import EventLog
 from pypto_serving.model.null_models import deepseek_v4_groups, plain_groups
 from pypto_serving.types.kv import FullSpec, WindowSpec
 from pypto_serving.types.tier import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Tier, TierConfig
-from tests.engine.event_reader import EventReader
+from tests.engine.event_reader import END, EventReader
 from tests.kv.groups import group
 from tests.kv.tiered import GROUP_SETS, prompt
 from tests.simulation import Simulation, null_config
@@ -172,6 +172,40 @@ def test_the_history_holds_so_many_batches(publisher: KVEventPublisher) -> None:
             publisher.publish([stored(number, None, 0)], 0.0)
         settle(publisher, reader)
         assert reader.replay(first) == [*range(first + 500, first + count)]
+
+
+def test_a_reader_that_asks_without_end_holds_up_nobody(
+    publisher: KVEventPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its replays are answered in turn with those of others, and requests beyond a few are dropped."""
+    monkeypatch.setattr(publisher_module, "REPLAY_BATCHES", 8)
+    with (
+        EventReader(publisher.endpoint, publisher.replay_endpoint) as greedy,
+        EventReader(publisher.endpoint, publisher.replay_endpoint) as modest,
+    ):
+        join(publisher, modest)
+        first, count = publisher._number, 200
+        for number in range(count):
+            publisher.publish([stored(number, None, 0)], 0.0)
+        settle(publisher, modest)
+        for _ in range(500):
+            greedy.asking.send_multipart((b"", first.to_bytes(8, "big")))
+        assert modest.replay(first + count - 20) == [*range(first + count - 20, first + count)]
+        ends = 0
+        while greedy.asking.poll(1000):
+            ends += greedy.asking.recv_multipart()[2] == END
+        assert publisher_module.WAITING_REPLAYS <= ends < 500
+        assert not publisher._replays
+
+
+def test_a_long_request_ends_the_connection_of_its_reader(publisher: KVEventPublisher) -> None:
+    with (
+        EventReader(publisher.endpoint, publisher.replay_endpoint) as long,
+        EventReader(publisher.endpoint, publisher.replay_endpoint) as other,
+    ):
+        long.asking.send_multipart((b"", bytes(1 << 20)))
+        assert not long.asking.poll(100)
+        assert other.replay(NEVER) == []
 
 
 def test_senseless_requests_are_ignored(publisher: KVEventPublisher) -> None:

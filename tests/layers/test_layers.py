@@ -25,6 +25,7 @@ FLOOR = {
     "logs",
     "parallel",
     "processes",
+    "threads",
     "types",
     "util",
 }

@@ -13,6 +13,7 @@ import pytest
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.store.files import HEADER_BYTES, UNUSED_S, FileStore
+from pypto_serving.store.folder import fingerprint_folders, usage
 from tests.clock import VirtualClock
 from tests.store.blocks import (
     BLOCK_BYTES,
@@ -83,6 +84,40 @@ def test_the_format_of_files_is_not_that_of_slots(server: Open, tmp_path: Path) 
     put(server(), HELD)
     (path,) = tmp_path.rglob("meta.json")
     assert msgspec.json.decode(path.read_bytes())["format"] == 1
+
+
+def test_a_file_that_vanishes_while_its_folder_is_read_hides_no_other(
+    server: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it end the measuring of the folder, with which others make room."""
+    keys = [bytes(1) + key_of(slot)[1:] for slot in range(4)]  # all in one folder
+    put(server(), {(0, slot): key for slot, key in enumerate(keys)})
+    real_scan = os.scandir
+
+    class Entries:
+        """What the system lists; the first block is deleted right after that."""
+
+        def __init__(self, path: object) -> None:
+            with real_scan(path) as entries:  # type: ignore[call-overload]
+                self._entries = sorted(entries, key=lambda entry: entry.name)
+            gone = [entry for entry in self._entries if entry.name.endswith(".0")][:1]
+            for entry in gone:
+                Path(entry.path).unlink()
+                self._entries.remove(entry)
+            self._entries[:0] = gone
+
+        def __enter__(self) -> Iterator[os.DirEntry[str]]:
+            return iter(self._entries)
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    monkeypatch.setattr(os, "scandir", Entries)
+    assert len(listed(server())) == 3
+    (folder,) = fingerprint_folders(tmp_path / "kv")
+    assert usage(folder).num_bytes > 0
+    monkeypatch.undo()
+    assert sorted(listed(server()).values()) == sorted(keys)[2:]
 
 
 def test_a_slot_that_gets_another_block_deletes_the_old_file(server: Open, tmp_path: Path) -> None:

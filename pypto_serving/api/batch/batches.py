@@ -18,6 +18,7 @@ from pypto_serving.api.batch.running import AnswerFile, Direct, Run
 from pypto_serving.api.batch.schemas import FINAL, Batch, BatchBody, BatchError, BatchErrors, RequestCounts
 from pypto_serving.api.batch.store import MAX_BATCHES, KeyStore, occupy
 from pypto_serving.errors import ConfigError, RequestError
+from pypto_serving.threads import in_slow_thread
 from pypto_serving.util import brief, one_of
 
 logger = logging.getLogger("pypto_serving.api")
@@ -136,8 +137,9 @@ class Batches:
                 store, batch_id = self._waiting.popleft()
                 try:
                     await self._run(store, batch_id)
-                except (OSError, ValueError, RequestError) as error:
-                    logger.warning("batch %s failed: %s", batch_id, error)
+                except Exception as error:  # of whatever kind, the next batches go on
+                    expected = isinstance(error, OSError | ValueError | RequestError)
+                    logger.warning("batch %s failed: %s", batch_id, error, exc_info=not expected)
                     with suppress(OSError, RequestError):
                         store.save(_given_up(store.batch(batch_id), error))
             self._arrived.clear()
@@ -150,10 +152,10 @@ class Batches:
         limits = Limits(MAX_REQUESTS, self._max_line_bytes, {batch.endpoint})
         source = store.content(batch.input_file_id)
         if batch.status == "validating":
-            found = await asyncio.to_thread(check, source, limits)
+            found = await in_slow_thread(check, source, limits)
             batch = _begun(store, store.batch(batch_id), found)
         if batch.status == "in_progress" and batch.output_file_id is not None:
-            output = await asyncio.to_thread(AnswerFile, store.content(batch.output_file_id))
+            output = await in_slow_thread(AnswerFile, store.content(batch.output_file_id))
             run = Run(self._direct, output, self._width, owner=store.owner)
             self._running = batch_id, run, output
             try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 import time
@@ -21,6 +20,7 @@ from pypto_serving.api.common.respond import answer_json
 from pypto_serving.api.http.keys import sent_key
 from pypto_serving.api.service import Service
 from pypto_serving.errors import RequestError
+from pypto_serving.threads import in_slow_thread
 from pypto_serving.util import brief
 
 logger = logging.getLogger("pypto_serving.api")
@@ -53,12 +53,12 @@ async def create_file(request: Request) -> Response:
         if purpose != "batch":
             raise RequestError(f"purpose is {brief(purpose)}, but must be 'batch'", param="purpose")
         new_file = _store(request).new_file
-        return answer_json(await asyncio.to_thread(new_file, form.filename, purpose, int(time.time()), form.data))
+        return answer_json(await in_slow_thread(new_file, form.filename, purpose, int(time.time()), form.data))
 
 
 async def list_files(request: Request) -> Response:
     """List files, the newest first."""
-    files, more = _page(request, await asyncio.to_thread(_store(request).files))
+    files, more = _page(request, await in_slow_thread(_store(request).files))
     return answer_json(FileList(files, more, *_ends(files)))
 
 
@@ -98,7 +98,7 @@ async def create_batch(request: Request) -> Response:
 
 async def list_batches(request: Request) -> Response:
     """List batches, the newest first."""
-    found, more = _page(request, await asyncio.to_thread(_store(request).batches))
+    found, more = _page(request, await in_slow_thread(_store(request).batches))
     batches = [_batches(request).shown(batch) for batch in found]
     return answer_json(BatchList(batches, more, *_ends(batches)))
 

@@ -23,6 +23,7 @@ from pypto_serving.api.batch.store import lock
 from pypto_serving.api.common.respond import CLIENT_CLOSED_REQUEST
 from pypto_serving.api.http.middleware import VERSION, FaultHandler
 from pypto_serving.logs import REQUEST_ID
+from pypto_serving.threads import in_slow_thread
 
 BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 """Status codes after which a request is sent again."""
@@ -109,7 +110,7 @@ class Run:
         running: set[asyncio.Task[None]] = set()
         unread = iter(requests)
         try:
-            while (request := await asyncio.to_thread(next, unread, None)) is not None:
+            while (request := await in_slow_thread(next, unread, None)) is not None:
                 if self.left.is_set():
                     break
                 if request.key in self._output.answered:

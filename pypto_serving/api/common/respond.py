@@ -27,6 +27,7 @@ from pypto_serving.api.http.middleware import SERVER_SEND, WRITE_PART
 from pypto_serving.api.service import Service
 from pypto_serving.engine.client import Pause
 from pypto_serving.errors import PyptoError, RequestError
+from pypto_serving.threads import in_slow_thread
 from pypto_serving.util import brief
 
 logger = logging.getLogger("pypto_serving.api")
@@ -122,7 +123,7 @@ async def respond_whole(
         def write() -> bytes:
             return encode(make(outputs, generation.usage()))
 
-        content = await asyncio.to_thread(write) if wanted.prompt_logprobs else write()
+        content = await in_slow_thread(write) if wanted.prompt_logprobs else write()
         return Response(content, 200, headers, "application/json")
     except ClientDisconnect:
         return nobody_listens()
@@ -189,7 +190,7 @@ class EventStream(Response):
         event = self._form.writer
 
         async def pass_on_in_thread(deltas: list[Delta]) -> None:
-            if body := await asyncio.to_thread(lambda: b"".join(map(event, deltas))):
+            if body := await in_slow_thread(lambda: b"".join(map(event, deltas))):
                 if note_write is not None:
                     note_write()
                 await send_part(write, body)

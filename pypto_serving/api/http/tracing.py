@@ -7,11 +7,9 @@ collector takes spans, they are dropped.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import os
-import threading
 import time
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -20,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from pypto_serving.errors import ConfigError
+from pypto_serving.threads import in_quick_thread, start_thread
 from pypto_serving.util import brief
 
 if TYPE_CHECKING:
@@ -102,13 +101,11 @@ class Tracing:
 
     def close(self) -> None:
         """Send the last spans, for at most CLOSE_S."""
-        closing = threading.Thread(target=self._provider.shutdown, name="traces-close", daemon=True)
-        closing.start()
-        closing.join(CLOSE_S)
+        start_thread("traces-close", self._provider.shutdown, lambda error: None).join(CLOSE_S)
 
     async def aclose(self) -> None:
         """Do what `close` does beside the event loop."""
-        await asyncio.to_thread(self.close)
+        await in_quick_thread(self.close)
 
 
 class RequestTrace:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from typing import Any
 
@@ -28,6 +27,7 @@ from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import RequestError
+from pypto_serving.threads import in_slow_thread
 from pypto_serving.types.sampling import SamplingParams
 
 
@@ -110,7 +110,7 @@ async def _render(request: Request, endpoint: Generating, prefix: str, field: st
     body: ReadBody = await request.app.state.reading.read(request, endpoint)
     wanted = body.generation(f"{prefix}-{uuid.uuid4().hex}")
     check_num_answered(sum(len(prompt.token_ids) for prompt in wanted.prompts), field)
-    return body, await asyncio.to_thread(_write_all, body, wanted, field)
+    return body, await in_slow_thread(_write_all, body, wanted, field)
 
 
 def _write_all(body: ReadBody, wanted: GenerationRequest, field: str) -> list[bytes]:

@@ -31,6 +31,7 @@ from pypto_serving.errors import QueueFullError, RequestError, RequestFailedErro
 from pypto_serving.fair_queue import FairQueue
 from pypto_serving.limits import IDLE_S, STUCK_S, cpu_limit_s
 from pypto_serving.processes import COPY_END, COPY_NUMBER, NO_COPY, NOT_PREPARED, Child, start_module
+from pypto_serving.threads import in_quick_thread
 from pypto_serving.types.config import EngineConfig
 
 logger = logging.getLogger("pypto_serving.api")
@@ -134,7 +135,7 @@ class Reader:
         self._numbers = itertools.count()
         self._ends: dict[int, asyncio.Future[tuple[int, float]]] = {}
         self._idle: asyncio.TimerHandle | None = None
-        self._burying: asyncio.Future[None] | None = None
+        self._burying: asyncio.Future[Any] | None = None
 
     @property
     def is_running(self) -> bool:
@@ -299,7 +300,7 @@ class Reader:
 
     async def _bury(self, child: Child, jobs: list[asyncio.Future[tuple[int, float]]], patience_s: float = 5.0) -> None:
         """Wait for the end of the process, and end the jobs that it had."""
-        code = await asyncio.to_thread(child.end, patience_s)
+        code = await in_quick_thread(child.end, patience_s)
         if not self._closed:
             logger.error("the reader ended with code %d", code)
         for waiting in jobs:
@@ -311,7 +312,7 @@ class Reader:
     def _end_idle(self) -> None:
         if not self.is_running and (child := self._detach()) is not None:
             self._take_jobs()
-            asyncio.get_running_loop().run_in_executor(None, child.end, 0.0)
+            self._burying = asyncio.ensure_future(in_quick_thread(child.end, 0.0))
 
     async def _end(self) -> None:
         """End the process, whatever it does, and all its jobs. The next one starts another."""

@@ -26,6 +26,7 @@ from pypto_serving.model.checkpoint import StoredTensors
 from pypto_serving.model.contract import StageName, of_role, same_arguments
 from pypto_serving.model.fingerprint import checkpoint_state, program_fingerprint
 from pypto_serving.model.registry import CheckpointConfig, read_config
+from pypto_serving.threads import start_thread
 from pypto_serving.types.sampler import Sampler
 
 REPORT_S, MOST_REPORTS = 10.0, 180
@@ -133,8 +134,7 @@ def _repeated(progress: Progress) -> Iterator[None]:
             if ended.wait(REPORT_S):
                 return
 
-    thread = threading.Thread(target=report, name="compile-progress")
-    thread.start()
+    thread = start_thread("compile-progress", report)
     try:
         yield
     finally:

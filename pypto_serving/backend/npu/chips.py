@@ -6,10 +6,10 @@ import logging
 import os
 import select
 import struct
-import threading
 
 from pypto_serving.backend.base import Fault
 from pypto_serving.errors import EXIT_CRASH
+from pypto_serving.threads import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Chips:
         self._heard, self._said = os.pipe()
         self._ends = {os.pidfd_open(pid): pid for pid in others}
         os.register_at_fork(after_in_child=self._say_pid)
-        threading.Thread(target=self._watch, name="chip-watch", daemon=True).start()
+        start_thread("chip-watch", self._watch)
 
     def _say_pid(self) -> None:
         """Tell the parent, in the new process."""
@@ -44,7 +44,11 @@ class Chips:
                     self._lose(self._ends[ready])
                     continue
                 (pid,) = _PID.unpack(os.read(self._heard, _PID.size))
-                end = os.pidfd_open(pid)
+                try:
+                    end = os.pidfd_open(pid)
+                except ProcessLookupError:  # it ended, and somebody waited for it already
+                    self._lose(pid)
+                    continue
                 self._ends[end] = pid
                 poller.register(end, select.POLLIN)
 

@@ -17,7 +17,6 @@ import secrets
 import select
 import socket
 import struct
-import threading
 import time
 from collections import deque
 from contextlib import suppress
@@ -28,6 +27,7 @@ import msgspec
 from pypto_serving.errors import PyptoError
 from pypto_serving.ipc import FRAME_BYTES, SocketChannel
 from pypto_serving.processes import ChildFault, ChildProgress
+from pypto_serving.threads import start_thread
 from pypto_serving.types.config import FaultConfig
 from pypto_serving.types.start import FromHost, HostHeartbeat
 
@@ -213,8 +213,7 @@ class ControlConnection:
         self.pipe, self._wake = (os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2))
         self.gone = ""
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="host-control", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("host-control", self._run, self._fail)
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a message; any thread may."""
@@ -250,6 +249,10 @@ class ControlConnection:
                 self.gone = self._receive()
             except DamageError as error:
                 self.gone = str(error)
+        self._notify()
+
+    def _fail(self, error: BaseException) -> None:
+        self.gone = f"cannot be heard any more: {error}"
         self._notify()
 
     def _receive(self) -> str:

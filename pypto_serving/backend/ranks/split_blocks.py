@@ -19,6 +19,7 @@ import numpy as np
 
 from pypto_serving.backend.base import HostBlocks
 from pypto_serving.errors import PyptoError
+from pypto_serving.threads import start_thread
 from pypto_serving.types.arrays import BlockBytes
 from pypto_serving.types.kv import Spans
 
@@ -99,7 +100,8 @@ class SplitBlocks(HostBlocks):
 
 def serve_blocks(fd: int, arenas: Sequence[BlockBytes], others: Sequence[Spans], own: Sequence[Spans]) -> None:
     """Start a thread that lets the serving host fetch and put blocks here. Its ranks hold the spans `others`."""
-    threading.Thread(target=_serve, args=(socket.socket(fileno=fd), arenas, others, own), daemon=True).start()
+    end = socket.socket(fileno=fd)
+    start_thread("blocks", lambda: _serve(end, arenas, others, own), lambda error: end.close())
 
 
 def _serve(end: socket.socket, arenas: Sequence[BlockBytes], others: Sequence[Spans], own: Sequence[Spans]) -> None:

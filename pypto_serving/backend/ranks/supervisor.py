@@ -21,6 +21,7 @@ from pypto_serving.errors import EXIT_OK, FINAL_ERRORS, PyptoError
 from pypto_serving.kernels import RanksGone
 from pypto_serving.parallel.topology import Rank
 from pypto_serving.processes import Child, ChildFault, Parent, start_copy
+from pypto_serving.threads import exit_code_of, start_thread
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.start import RankStart
 
@@ -158,15 +159,12 @@ class RankSupervisor:
 
     def watch(self, fault: Fault) -> None:
         """Report a fault and end this process when a rank ends: its threads may wait for that rank in a step."""
-        self._watching = threading.Thread(target=self._watch, args=(fault,), name="rank-watch", daemon=True)
-        self._watching.start()
 
-    def _watch(self, fault: Fault) -> None:
-        try:
-            self.await_end()
-        except PyptoError as error:
-            fault(str(error), error.exit_code)
-            os._exit(error.exit_code)
+        def end(error: BaseException) -> NoReturn:
+            fault(str(error), exit_code_of(error))
+            os._exit(exit_code_of(error))
+
+        self._watching = start_thread("rank-watch", self.await_end, end)
 
     def await_end(self) -> NoReturn:
         """Wait until one of them ends; raises as `reporting` does."""
