@@ -1,6 +1,6 @@
 """Threads and tasks that others rely on end loudly; slow work has threads of its own, which hold up no end.
 
-`asyncio.to_thread` is not used: quick and slow work would share its threads, and a process would not end before them.
+asyncio has one set of threads for all work, which a process waits for at its end; so nothing here uses it.
 """
 
 from __future__ import annotations

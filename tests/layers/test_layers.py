@@ -262,3 +262,10 @@ def test_only_commands_speak_of_flags(path: Path) -> None:
     """An option may come from a file or a Python call too: `setup.options.Options.label` knows; others say "option"."""
     if layer_of(module_of(path)) not in ("cli", "bench") and module_of(path) != OPTION_TABLE:
         assert flags_in(path.read_text()) == []
+
+
+def test_threads_are_started_in_one_way() -> None:
+    """One that an error ends in silence would leave others waiting; see `threads.py`."""
+    ways = re.compile(r"\bthreading\.Thread\(|\bto_thread\b|run_in_executor\(None")
+    found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if ways.search(path.read_text())}
+    assert found == {"threads.py"}
