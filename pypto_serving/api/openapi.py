@@ -20,7 +20,7 @@ from pypto_serving.types.tier import TIERS
 
 REFERENCE = "#/components/schemas/{name}"
 _referenced: dict[type[Answer] | type[Body], None] = {}
-"""All that the routes refer to, whose schemas the document has."""
+"""The bodies and answers that routes refer to; the document contains their schemas."""
 _ERRORS = {
     400: "The request cannot be served as sent; the message says why.",
     401: "The API key is missing or wrong.",
@@ -67,7 +67,7 @@ UPLOAD = {
 
 
 class ApiRoute(Route):
-    """A route that the document describes: its `answers` by status, its `body` and its `parameters`."""
+    """A route with a description for the document: `answers` by status, `body` and `parameters`."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class ApiRoute(Route):
         self._parameters = {name: {"name": name, **in_path} for name in self.param_convertors} | described
 
     def operation(self, needs_key: bool) -> dict[str, Any]:
-        """Describe what it does on a server whose requests need an API key, or do not."""
+        """Return the route's operation object; `needs_key`: requests to the server need an API key."""
         is_public = self.path in PROBES
         described: dict[str, Any] = {
             "summary": self.name.replace("_", " ").capitalize(),
@@ -103,7 +103,7 @@ class ApiRoute(Route):
 
 
 def reference(kind: type[Answer] | type[Body]) -> dict[str, str]:
-    """Refer to the schema of an answer or a body, which the document then has."""
+    """Return a reference to the schema of an answer or a body, and add the schema to the document."""
     _referenced[kind] = None
     return {"$ref": REFERENCE.format(name=kind.__name__)}
 
@@ -115,9 +115,9 @@ def responses(
     error: type[Answer] = Error,
     busy: type[Answer] | None = None,
 ) -> dict[int, dict[str, Any]]:
-    """Describe the responses of an endpoint: its `answer`, its media type, or its schema, and its errors.
+    """Describe the responses of an endpoint. `answer`: type, media type or schema of its success.
 
-    `event` is the schema of an event of a stream, `error` what errors have, and `busy` what a 503 has.
+    `event`: schema of a stream's events. `error`: type of errors. `busy`: type of a 503, if different.
     """
     good: dict[str, Any]
     if isinstance(answer, str):
@@ -134,7 +134,7 @@ def responses(
 
 
 def document(routes: Iterable[BaseRoute], needs_key: bool) -> bytes:
-    """Describe the endpoints among `routes`, which need an API key or do not, in OpenAPI's format, version 3.1."""
+    """Describe the endpoints among `routes` in OpenAPI 3.1; `needs_key`: requests need an API key."""
     paths: dict[str, dict[str, Any]] = defaultdict(dict)
     for route in routes:
         if isinstance(route, ApiRoute):
@@ -167,7 +167,7 @@ def _schemas() -> dict[str, dict[str, Any]]:
     for schema in schemas.values():
         for field in schema.get("properties", {}).values():
             if field.get("default", ...) is None:
-                del field["default"]  # a field that is not given; where it is required, null is no value of it
+                del field["default"]  # null only marks a missing field; it may not be a valid value
     return schemas
 
 

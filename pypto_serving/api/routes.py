@@ -1,4 +1,4 @@
-"""The endpoints: which handler answers what, and how /openapi.json describes it."""
+"""The table of endpoints: path, handler, and description for /openapi.json."""
 
 from __future__ import annotations
 

@@ -30,16 +30,16 @@ logger = logging.getLogger("pypto_serving.api")
 
 CLOSE_TIMEOUT_S = 2
 KEEP_ALIVE_S = 5
-"""Longest time from an answer to the next request, and to the end of a body that the answer did not wait for."""
+"""Limit of the time from an answer to the next request, or to the end of a body that was answered before its end."""
 TICK_S = 1.0
 BACKLOG = 2048
 OnBound = Callable[[int], None]
 
 
 class ApiServer:
-    """Serve HTTP on one socket. Call all methods in the thread of its event loop.
+    """Serves HTTP on one socket. All methods must be called in the thread of its event loop.
 
-    While draining it still listens: new requests get a 503 with Retry-After, and /health reports the drain.
+    While draining, it still listens: new requests get a 503 with Retry-After, and /health reports the drain.
     """
 
     def __init__(self, app: Starlette, server: ServerConfig) -> None:
@@ -74,13 +74,13 @@ class ApiServer:
         return BoundedProtocol(gate=self._gate, **uvicorns)
 
     def _refused(self, status: int, reason: str) -> None:
-        """Count and log a request that its connection refused."""
+        """Count and log a request that was refused by its connection."""
         self._service.metrics.count_response(status)
         self._refusals.note(status, reason)
 
     @property
     def port(self) -> int:
-        """Return the bound port; with port 0 the system chose it. A Unix socket has none, 0."""
+        """Return the bound port, which the system chose for port 0; 0 for a Unix socket."""
         return 0 if self._socket.family == socket.AF_UNIX else int(self._socket.getsockname()[1])
 
     async def run(self, on_bound: OnBound) -> None:
@@ -102,11 +102,11 @@ class ApiServer:
 
     @property
     def reloads(self) -> bool:
-        """Return whether there is anything for `reload` to read."""
+        """Return whether the server has files for `reload` to read."""
         return bool(self._service.keys.file) or self._tls is not None
 
     def reload(self) -> None:
-        """Read the file of API keys and the certificate again; connections go on."""
+        """Read the file of API keys and the certificate again; open connections continue."""
         if self._service.keys.file:
             self._service.keys.reload()
         if self._tls is not None:
@@ -114,7 +114,7 @@ class ApiServer:
 
     def _reload_certificate(self, tls: ssl.SSLContext) -> None:
         try:
-            tls_context(self._config)  # a certificate that does not fit its key must not reach the one in use
+            tls_context(self._config)  # test with a new context: a bad pair must not spoil the one in use
             load_certificate(tls, self._config)
         except OSError as error:
             logger.warning("%s cannot be used, and stays as it was: %s", self._config.ssl_certfile, error)
@@ -122,7 +122,7 @@ class ApiServer:
             logger.info("read the certificate %s", self._config.ssl_certfile)
 
     def stop(self) -> None:
-        """Drain and end: admit nothing more, finish the admitted requests. The second call ends now."""
+        """Drain: admit no more requests, finish the admitted ones, then end. A second call ends at once."""
         if self._drain is None:
             tell("STOPPING=1")
             if left := self._service.admission.in_flight:
@@ -149,7 +149,7 @@ class ApiServer:
         await self._exit()
 
     async def _exit(self) -> None:
-        """Answer requests that are still being read with a 503; cut clients that do not take it in CLOSE_TIMEOUT_S."""
+        """Answer requests that are still being read with a 503; disconnect clients that do not accept it in time."""
         await self._reading.close()
         self._server.exit()
 
@@ -157,8 +157,8 @@ class ApiServer:
 async def serve(app: Starlette, server: ServerConfig, on_bound: OnBound) -> None:
     """Serve `app` until SIGTERM or SIGINT; on SIGHUP reload keys and certificate. Raises OSError if it cannot bind.
 
-    Port 0 takes a free port; `on_bound` gets its number, 0 for a Unix socket. Call it in the main thread, where
-    signals are handled.
+    Port 0 takes a free port; `on_bound` gets its number, or 0 for a Unix socket. Must be called in the main thread,
+    where signals are handled.
     """
     running = ApiServer(app, server)
     loop = asyncio.get_running_loop()
@@ -176,7 +176,7 @@ async def serve(app: Starlette, server: ServerConfig, on_bound: OnBound) -> None
 
 
 class _Uvicorn(uvicorn.Server):
-    """Run uvicorn without its signal handlers, report its start, and wake rarely while idle."""
+    """Uvicorn's server without its signal handlers; reports its start, and wakes rarely while idle."""
 
     on_started: Callable[[], None] | None = None
 
@@ -186,7 +186,7 @@ class _Uvicorn(uvicorn.Server):
         self._exit = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen as uvicorn does; on Unix sockets too, and with a short timeout for TLS handshakes."""
+        """Listen like uvicorn, but also on Unix sockets, and with a short timeout for TLS handshakes."""
         assert sockets is not None
         [listening], loop = sockets, asyncio.get_running_loop()
         create: Any = loop.create_unix_server if listening.family == socket.AF_UNIX else loop.create_server
@@ -205,7 +205,7 @@ class _Uvicorn(uvicorn.Server):
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for connections to end. After CLOSE_TIMEOUT_S cut stalled ones; then uvicorn cancels what is left."""
+        """Wait for connections to end. After CLOSE_TIMEOUT_S, close stalled ones; then uvicorn cancels all others."""
         cut = asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self._cut_stalled)
         try:
             await super().shutdown(sockets)
@@ -213,7 +213,7 @@ class _Uvicorn(uvicorn.Server):
             cut.cancel()
 
     def _cut_stalled(self) -> None:
-        """Cut connections with unfinished answers, so that these end as if the clients had left."""
+        """Close connections with unfinished answers, so that these end as if the clients had disconnected."""
         connections = cast(list[BoundedProtocol], list(self.server_state.connections))
         if count := sum([connection.cut() for connection in connections]):
             left = counted(count, "connection")
@@ -225,7 +225,7 @@ class _Uvicorn(uvicorn.Server):
         self._exit.set()
 
     async def main_loop(self) -> None:
-        """Wake once a second, to write the date; uvicorn's own loop wakes ten times."""
+        """Wake once a second, to update the date header; uvicorn's own loop wakes ten times a second."""
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._exit.wait(), TICK_S)

@@ -32,9 +32,9 @@ from pypto_serving.util import one_of
 
 
 def create_app(engine: EngineClient, serving: ServingConfig, memory: MemoryPlan | None = None) -> Starlette:
-    """Make the application; start nothing. `app.state.service` and `app.state.reading` are for all handlers.
+    """Make the application, but start nothing. Handlers use `app.state.service` and `app.state.reading`.
 
-    The dashboard shows the plan of a replica's `memory`.
+    `memory`: plan of a replica's memory, for the dashboard.
     """
     app = Starlette(routes=list(ROUTES))
     service = Service(engine, serving)
@@ -81,7 +81,7 @@ def _is_public(path: str) -> bool:
 
 
 async def _answer_lost(request: Request, error: HTTPException) -> Response:
-    """Answer a request to a path, or with a method, that no route has."""
+    """Answer a request whose path or method no route has."""
     app, asked = request.app, f"{request.method} {request.url.path}"[:200]
     here = [route for route in app.routes if route.matches(request.scope)[0] is not Match.NONE]
     methods = sorted({name for route in here for name in route.methods})

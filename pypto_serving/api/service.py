@@ -1,4 +1,4 @@
-"""Hold what all handlers share: engine, prompts, seeds, admission and metrics."""
+"""The parts that all handlers share: engine, prompts, seeds, admission and metrics."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from pypto_serving.util import counted
 
 logger = logging.getLogger("pypto_serving.api")
 MAX_REMEMBERED_FIELDS = 1000
-"""Unknown fields that are logged."""
+"""Log at most this many different unknown fields."""
 _MASK = 2**64 - 1
 
 
 class Service:
-    """Join the parts of one server. Made once, at start.
+    """The shared parts of one server. Created once, at start.
 
     Only `admission`, `history`, `keys`, `metrics` and `seeds` change.
     """
@@ -61,12 +61,12 @@ class Service:
                 logger.warning("ignoring the unknown request field %r (said once per field)", name)
 
     def require_admission(self, count: int) -> None:
-        """Raise what the admission of `count` requests would raise now: UnavailableError or QueueFullError."""
+        """Raise UnavailableError or QueueFullError if `count` requests would not be admitted now."""
         self.admission.require_open()
         self.engine.require_admission(count)
 
     def health(self) -> Health:
-        """Return the engine's health; while draining, report that instead."""
+        """Return the engine's health or, while draining, report the drain."""
         health = self.engine.health()
         if self.admission.draining:
             detail = f"shutting down, {counted(self.admission.in_flight, 'request')} left"
@@ -75,7 +75,7 @@ class Service:
 
 
 class RequestAdmission:
-    """Count requests from admission to their last byte. Owned by Service; used in its event loop only."""
+    """Counts requests from admission to their last byte. Owned by Service; used in its event loop only."""
 
     def __init__(self) -> None:
         self.in_flight = 0
@@ -95,7 +95,7 @@ class RequestAdmission:
         self._idle.clear()
 
     def leave(self) -> None:
-        """Count an admitted request as done."""
+        """Count an admitted request as finished."""
         self.in_flight -= 1
         if self.in_flight == 0:
             self._idle.set()
@@ -110,15 +110,15 @@ class RequestAdmission:
 
 
 class SeedSource:
-    """Choose the seed of each prompt; the same engine seed draws the same seeds. Owned by Service."""
+    """Chooses the seed of each prompt; equal engine seeds give equal sequences of seeds. Owned by Service."""
 
     def __init__(self, engine_seed: int) -> None:
         self._random = random.Random(engine_seed)
 
     def seed_of(self, params: SamplingParams) -> int:
-        """Return the seed that `params` give, else draw one, as an unsigned 64-bit integer.
+        """Return the seed in `params`, or draw one, as an unsigned 64-bit integer.
 
-        Choices of one prompt share the seed; the sampler tells them apart by their choice number.
+        Choices of one prompt share the seed; the sampler also uses the choice number.
         """
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
         return seed & _MASK

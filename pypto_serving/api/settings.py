@@ -27,7 +27,7 @@ _NEUTRAL = {
 class DefaultSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling values for requests that leave them out; None means the default of SamplingParams.
 
-    `max_tokens` is for chats alone; None means the rest of the context. `not_applied` has the settings of
+    `max_tokens` applies only to chats; None means the rest of the context. `not_applied`: settings of
     generation_config.json that would change outputs but are not supported.
     """
 
@@ -40,7 +40,7 @@ class DefaultSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     not_applied: dict[str, Any] = {}
 
     def describe(self) -> str:
-        """Write one line for the log at start."""
+        """Return a line for the log at start."""
         values = ", ".join(f"{name} {value}" for name, value in self.effective().items())
         values += "" if self.max_tokens is None else f", max_tokens {self.max_tokens} in chats"
         lacking = ", ".join(f"{name} {value}" for name, value in self.not_applied.items())
@@ -59,8 +59,8 @@ class DefaultSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 class ServingConfig(ServerConfig, frozen=True, kw_only=True):
     """Options of the HTTP server and of its model. Responses and metrics use the first of `served_model_names`.
 
-    `model_dir` is "" for a model without files. `eos_token_ids` are those that its files declare. `chat_template` is
-    the path of a Jinja file that replaces the checkpoint's template. Raises ConfigError if a value cannot work.
+    `model_dir` is "" for a model without files. `eos_token_ids` come from the model's files. `chat_template` is the
+    path of a Jinja file that replaces the checkpoint's template. Raises ConfigError for an invalid value.
     """
 
     model_dir: str
@@ -110,15 +110,15 @@ def default_sampling(generation: Fields) -> DefaultSampling:
 
 
 def serving_config(server: ServerConfig, model: ModelSpec) -> ServingConfig:
-    """Make the options of the HTTP server of a resolved configuration and its model."""
+    """Make the options of the HTTP server from the resolved configuration and its model."""
     options = msgspec.structs.asdict(server)
     return load_serving_config(model.path, model.eos_token_ids, architecture=model.architecture, **options)
 
 
 def load_serving_config(model_dir: str | Path, config_eos_ids: tuple[int, ...] = (), **options: Any) -> ServingConfig:
-    """Make a ServingConfig with what the checkpoint's generation_config.json says.
+    """Make a ServingConfig with the defaults in the checkpoint's generation_config.json.
 
-    `config_eos_ids` are those of its config.json. Its folder names the model unless `options` do. Raises ModelError.
+    `config_eos_ids` come from its config.json. Without a name in `options`, the folder names it. Raises ModelError.
     """
     options.setdefault("served_model_names", (Path(model_dir).resolve().name,))
     generation = read_generation_config(model_dir)

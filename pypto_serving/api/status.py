@@ -1,4 +1,4 @@
-"""Serve what operators, probes, load balancers and clients ask: health, load, models, and what this server is."""
+"""Serve information for operators, probes, load balancers and clients: health, load, models, and the server itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class HealthState(Answer):
 
 
 class Load(Answer):
-    """`server_load`: requests in the server. `kv_usage`: share of the blocks in use, of the fullest KV group."""
+    """`server_load`: requests in the server. `kv_usage`: share of blocks in use, in the fullest KV group."""
 
     server_load: int
     num_running: int
@@ -92,7 +92,7 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """Answer like /health, and with a 429 while the queue is full: whether to send a request here now."""
+    """Answer like /health, but with a 429 while the queue is full: tells load balancers whether to send requests."""
     service: Service = request.app.state.service
     if service.health().ok:
         service.require_admission(1)
@@ -100,7 +100,7 @@ async def ready(request: Request) -> Response:
 
 
 async def load(request: Request) -> Response:
-    """Answer with the number of requests in the server, and what its replicas do with them."""
+    """Answer with the number of requests in the server, and their states in the replicas."""
     service: Service = request.app.state.service
     stats = [engine.stats for engine in service.engine.engines]
     answer = Load(
@@ -113,7 +113,7 @@ async def load(request: Request) -> Response:
 
 
 async def server_info(request: Request) -> Response:
-    """Answer with what this server serves, and its limits."""
+    """Answer with the model of this server, and its limits."""
     service: Service = request.app.state.service
     serving, config = service.serving, service.engine.config
     groups = zip(config.cache.groups, config.cache.num_blocks, strict=True)

@@ -2,6 +2,6 @@
 
 - `messages`: the endpoints; write answers and events
 - `messages_body`: read a body
-- `history`: turn messages and tools into those of chat encoders
+- `history`: convert messages and tools to the form that chat encoders take
 - `answers`: describe answers
 """

@@ -1,4 +1,4 @@
-"""Describe messages and the events of a stream, as they are answered."""
+"""Describe messages and the events of a stream, in the form in which they are sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "mod
 
 
 class Tagged(Answer, tag_field="type"):
-    """Base of what is told by its type."""
+    """Base of objects that are distinguished by their `type`."""
 
 
 class ThinkingTokens(Answer):

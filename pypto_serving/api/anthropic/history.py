@@ -1,4 +1,4 @@
-"""Turn Anthropic's messages and tools into those of chat encoders. Raises RequestError that names the place."""
+"""Convert Anthropic's messages and tools for chat encoders. Raises RequestError that names the field at fault."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
 
 BILLING = "x-anthropic-billing-header:"
-"""Begins a system block that Claude Code changes with every request. Left in, it would end the shared prefix."""
+"""Begins a system block that Claude Code changes with every request. It is dropped: it would end the shared prefix."""
 ERROR = "Error: "
-"""Begins the result of a tool that failed, since templates know no errors."""
+"""Prefix of the result of a failed tool, since templates have no way to mark errors."""
 Block = Mapping[str, Any]
 
 
@@ -78,7 +78,7 @@ class _MessageHistory:
             self._read_assistant(content, place)
 
     def add(self, role: str, content: str) -> None:
-        """Add text, to the last message if that has the same role."""
+        """Append text to the last message if it has the same role, else add a message."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") == role:
             last["content"] = "\n".join(filter(None, (last["content"], content)))
@@ -134,7 +134,7 @@ class _MessageHistory:
 
 
 def _blocks(content: Any, where: str) -> Iterator[tuple[Block, str]]:
-    """Iterate over the blocks of a message with their places; a string is one block of text."""
+    """Iterate over the blocks of a message, each with its field; a string is one block of text."""
     if isinstance(content, str):
         yield {"type": "text", "text": content}, where
         return
@@ -215,7 +215,7 @@ def _is_hosted(tool: Any) -> bool:
 
 
 def _function(tool: Any, where: str) -> Mapping[str, Any]:
-    """Return OpenAI's function object, which templates take."""
+    """Convert a tool to OpenAI's function object, which templates take."""
     if not isinstance(tool, Mapping):
         refuse(where, f"is {brief(tool)}, but must be an object with name and input_schema")
     if not isinstance(tool.get("type"), str | None):

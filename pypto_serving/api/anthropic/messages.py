@@ -28,7 +28,7 @@ async def create_message(request: Request) -> Response:
 
 
 async def count_tokens(request: Request) -> Response:
-    """Count the tokens of the prompt that a conversation would have."""
+    """Count the tokens of a conversation's prompt."""
     return await answer_read(request, "count_tokens")
 
 
@@ -39,8 +39,8 @@ _CALL_FIELDS = b'"input_json_delta","partial_json"'
 class MessageFormat(AnswerFormat):
     """Write one message.
 
-    It is a list of blocks: text, thinking and calls, in the order of the output. A part of the output adds to
-    the last block, or begins the next one.
+    A message is a list of blocks: text, thinking and calls, in the order of the output. Each part of the output extends
+    the last block or begins the next one.
     """
 
     def __init__(self, body: ReadBody, wanted: GenerationRequest, request_id: str) -> None:
@@ -50,7 +50,7 @@ class MessageFormat(AnswerFormat):
         self._parser = self._form()
         self._request_id = request_id
         self._cut = wanted.prompts[0].max_tokens != body.params.max_tokens
-        """The context ends before the client's max_tokens."""
+        """Whether the context ends before the client's max_tokens."""
         self._opened = False
         self._index = -1
         self._kind = ""
@@ -80,14 +80,14 @@ class MessageFormat(AnswerFormat):
         return self._message([block for block, _ in blocks], usage)
 
     def opening(self, usage: TokenUsage) -> bytes:
-        """Write `message_start`, unless a ping did already."""
+        """Write `message_start` at the first call, then nothing."""
         if self._opened:
             return b""
         self._opened = True
         return named(answers.MessageStart(self._message([], usage)))
 
     def ping(self, usage: TokenUsage) -> bytes:
-        """Write `ping`, after `message_start`, with which every stream begins."""
+        """Write `ping`; before the first one, `message_start`, with which every stream must begin."""
         return self.opening(usage) + named(answers.Ping())
 
     def closing(self, usage: TokenUsage) -> bytes:
@@ -142,14 +142,14 @@ class MessageFormat(AnswerFormat):
         return answers.ToolUseBlock(self._form.new_call_id("toolu_"), name, {})
 
     def _close(self) -> bytes:
-        """Write the end of the last block. Thinking is signed with the message's id, which nobody checks."""
+        """Write the end of the last block. The signature of thinking is the message's id; nobody verifies it."""
         if self._index < 0:
             return b""
         signed = self._delta(b'"signature_delta","signature"', self._id) if self._kind == "thinking" else b""
         return signed + named(answers.ContentBlockStop(self._index))
 
     def _finish(self, reason: str | None, stopped_by: str | int | None) -> None:
-        """Note why the output ended: `stopped_by` a stop string, or the id of a token."""
+        """Record why the output ended; `stopped_by` is the stop string, or the id of the stop token."""
         if reason == "length":
             self._stop_reason = "model_context_window_exceeded" if self._cut else "max_tokens"
         elif isinstance(stopped_by, str):
@@ -170,7 +170,7 @@ class MessageFormat(AnswerFormat):
 
 
 def usage_object(usage: TokenUsage) -> answers.MessageUsage:
-    """Write token counts. Those of the prompt are either read from the cache, or computed."""
+    """Write token counts. Each prompt token counts either as read from the cache or as input."""
     return answers.MessageUsage(
         input_tokens=usage.num_prompt_tokens - usage.num_cached_tokens,
         cache_creation_input_tokens=0,

@@ -117,7 +117,7 @@ class CountTokensBody(Body):
         ),
         named={"container": (), "mcp_servers": ([],)},
     )
-    """Prefixes are cached without being asked, so `cache_control` changes nothing."""
+    """`cache_control` has no effect, since all prefixes are cached."""
 
     model: str | None = None
     messages: Annotated[list[Any], MESSAGES] = Field(fail_fast=True, max_length=MAX_MESSAGES)
@@ -141,12 +141,12 @@ class MessagesBody(CountTokensBody):
 
 
 PING_S = 10.0
-"""A stream that is silent for so long sends `ping`."""
+"""A stream sends `ping` after this time without another event."""
 _SAMPLING = ("temperature", "top_p", "top_k")
 
 
 class Thought(NamedTuple):
-    """Whether the model thinks, for how many tokens at most, and whether the answer leaves that out."""
+    """Whether the model thinks, its limit of thinking tokens, and whether the answer omits the thinking."""
 
     on: bool = False
     budget: int | None = None
@@ -154,7 +154,7 @@ class Thought(NamedTuple):
 
 
 def read_messages(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray) -> ReadBody:
-    """Parse, check, render and encode. An output ends with the context, if that is before `max_tokens`."""
+    """Parse, check, render and encode. The output ends at `max_tokens` or at the end of the context."""
     body = parse_json(raw, MessagesBody)
     check_max_tokens(body.max_tokens)
     given = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
@@ -237,7 +237,7 @@ def _chat(prompter: Prompter, body: CountTokensBody, params: SamplingParams) -> 
 
 
 def _continuing(history: list[dict[str, Any]]) -> dict[str, Any]:
-    """Have an answer continued that the client began."""
+    """Return the option that continues the last message if it is the assistant's, else {}."""
     last = history[-1]
     if last["role"] != "assistant":
         return {}
@@ -247,7 +247,7 @@ def _continuing(history: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _encoder_kwargs(body: CountTokensBody, thought: Thought, request_fields: frozenset[str]) -> dict[str, Any]:
-    """Return the switches of the model's reasoning, under both names that templates have, and what it should show."""
+    """Return the encoder's options for reasoning, under both names that templates use, and for the output format."""
     kwargs: dict[str, Any] = {"enable_thinking": thought.on, "thinking": thought.on}
     config = _output_config(body)
     if config.get("effort") is not None:
@@ -258,7 +258,7 @@ def _encoder_kwargs(body: CountTokensBody, thought: Thought, request_fields: fro
 
 
 def _thought(thinking: Any) -> Thought:
-    """Read `thinking`; without it the model does not think, if it can be told so."""
+    """Read `thinking`. Without the field, thinking is turned off if the model allows it."""
     if thinking is None:
         return Thought()
     kind = thinking.get("type") if isinstance(thinking, Mapping) else None

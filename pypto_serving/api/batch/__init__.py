@@ -1,8 +1,8 @@
-"""Answer the requests of a file, one line of JSON each.
+"""Answer the requests of a file that has one JSON object per line.
 
 - `endpoints`, `batches`: the endpoints; run the batches of a server
 - `store`: keep files and batches in a folder
 - `schemas`, `multipart`: describe bodies and answers; read forms
-- `running`: answer all requests of a file that are not answered yet, by the endpoints in this process
+- `running`: answer all requests of a file that have no answer yet, with the endpoints in this process
 - `lines`: read requests, write answers
 """

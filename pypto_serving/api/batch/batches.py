@@ -1,4 +1,4 @@
-"""Run the batches of a server, one after the other; those that a server left unfinished go on with the next."""
+"""Run the batches of a server one after the other. The next server continues unfinished batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OUTPUT_PURPOSE = "batch_output"
 class Batches:
     """Owns the batches of all keys, in `folder`. Used in the server's event loop only.
 
-    `width` requests of a batch are in the server at once. Raises ConfigError if the folder cannot be used, or another
+    At most `width` requests of a batch run at once. Raises ConfigError if the folder cannot be used, or if another
     server uses it.
     """
 
@@ -53,11 +53,11 @@ class Batches:
         self._task: asyncio.Task[None] | None = None
 
     def store(self, key: bytes) -> KeyStore:
-        """Return what the holder of an API key stored."""
+        """Return the files and batches of an API key."""
         return KeyStore.of(key, self._folder)
 
     def start(self) -> None:
-        """Go on with unfinished batches, and wait for others."""
+        """Continue unfinished batches, then run new ones as they come."""
         for store in KeyStore.of_all(self._folder):
             for batch in reversed(store.batches()):
                 if batch.status not in FINAL:
@@ -75,7 +75,7 @@ class Batches:
         self._lock.close()
 
     def create(self, store: KeyStore, body: BatchBody) -> Batch:
-        """Store a batch, to be run in its turn. Raises RequestError."""
+        """Store a batch and put it in the queue. Raises RequestError."""
         if body.endpoint not in self._direct.paths:
             message = f"endpoint is {brief(body.endpoint)}, but must be {one_of(sorted(self._direct.paths))}"
             raise RequestError(message, param="endpoint")
@@ -96,7 +96,7 @@ class Batches:
         return batch
 
     def _make_room(self, store: KeyStore) -> None:
-        """Forget the oldest batches that have ended if there are too many. Raises RequestError if none has."""
+        """If there are too many batches, forget the oldest ended ones. Raises RequestError if none has ended."""
         batches = store.batches()
         for batch in reversed(batches):
             if len(batches) < MAX_BATCHES:
@@ -108,7 +108,7 @@ class Batches:
             raise RequestError(f"{MAX_BATCHES} batches have not ended; cancel some", code="too_many_batches")
 
     def cancel(self, store: KeyStore, batch_id: str) -> Batch:
-        """End a batch; what it answered stays. Raises LostError, RequestError if it has ended already."""
+        """End a batch, but keep its answers so far. Raises LostError, RequestError if it has ended already."""
         batch = self.shown(store.batch(batch_id))
         if batch.status in FINAL:
             raise RequestError(f"the batch is {batch.status} already", param="batch_id", code="batch_ended")
@@ -121,12 +121,12 @@ class Batches:
         return batch
 
     def needs(self, store: KeyStore, file_id: str) -> bool:
-        """Return whether a batch that has not ended reads or writes a file."""
+        """Return whether an unfinished batch reads or writes a file."""
         running = [batch for batch in store.batches() if batch.status not in FINAL]
         return any(file_id in (batch.input_file_id, batch.output_file_id) for batch in running)
 
     def shown(self, batch: Batch) -> Batch:
-        """Return a batch with the counts that it has by now."""
+        """Return a batch with its current counts."""
         if self._running is None or self._running[0] != batch.id:
             return batch
         return replace(batch, request_counts=_counts(batch.request_counts.total, self._running[2]))
@@ -147,7 +147,7 @@ class Batches:
 
     async def _run(self, store: KeyStore, batch_id: str) -> None:
         batch = store.batch(batch_id)
-        if batch.status == "cancelling":  # when a server was killed
+        if batch.status == "cancelling":  # a server was killed meanwhile
             store.save(replace(batch, status="cancelled", cancelled_at=_now()))
         limits = Limits(MAX_REQUESTS, self._max_line_bytes, {batch.endpoint})
         source = store.content(batch.input_file_id)
@@ -159,7 +159,7 @@ class Batches:
             run = Run(self._direct, output, self._width, owner=store.owner)
             self._running = batch_id, run, output
             try:
-                if store.batch(batch_id).status == "in_progress":  # it may be cancelled while the output was read
+                if store.batch(batch_id).status == "in_progress":  # it may have been cancelled while reading the output
                     await run.answer(read(source, limits))
             finally:
                 self._running = None
@@ -168,7 +168,7 @@ class Batches:
 
 
 def _begun(store: KeyStore, batch: Batch, found: Found) -> Batch:
-    """Begin a batch with the requests that were `found`, or end it if there are others; it may be cancelled already."""
+    """Begin a batch if all `found` requests are valid, else fail it. Do nothing if it was cancelled meanwhile."""
     if batch.status in FINAL:
         return batch
     if found.problems:
@@ -184,14 +184,14 @@ def _begun(store: KeyStore, batch: Batch, found: Found) -> Batch:
 
 
 def _given_up(batch: Batch, error: Exception) -> Batch:
-    """End a batch whose files cannot be read or written."""
+    """Mark a batch as failed because its files cannot be read or written."""
     reason = getattr(error, "strerror", None) or str(error)
     errors = BatchErrors([BatchError(f"the server gave up this batch: {reason}", None, "storage_failed")])
     return replace(batch, status="failed", failed_at=_now(), errors=errors)
 
 
 def _end(store: KeyStore, batch: Batch, output: AnswerFile) -> None:
-    """End a batch that is cancelled or has all answers; otherwise the server ends, and the next one goes on."""
+    """End a batch that is cancelled or has all answers. Otherwise this server is ending, and the next continues it."""
     batch = replace(batch, request_counts=_counts(batch.request_counts.total, output))
     if batch.status == "cancelling":
         batch = replace(batch, status="cancelled", cancelled_at=_now())

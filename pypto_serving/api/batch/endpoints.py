@@ -26,13 +26,13 @@ from pypto_serving.util import brief
 logger = logging.getLogger("pypto_serving.api")
 
 MAX_PAGE, MAX_LIMIT = 100, 10_000
-"""Entries of a page, and most that a client may ask for."""
+"""Default and largest number of entries per page."""
 Item = TypeVar("Item", File, Batch)
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 def stored(handler: Handler) -> Handler:
-    """Have a handler raise StorageError where the folder cannot be read or written."""
+    """Wrap a handler so that it raises StorageError if the folder cannot be read or written."""
 
     @functools.wraps(handler)
     async def handle(request: Request) -> Response:
@@ -68,7 +68,7 @@ async def retrieve_file(request: Request) -> Response:
 
 
 async def file_content(request: Request) -> Response:
-    """Answer with the bytes that a file has by now; a batch may write more."""
+    """Answer with the current bytes of a file; a running batch may append more."""
     store = _store(request)
     file = store.file(request.path_params["file_id"])
     headers = {"content-length": str(file.bytes)}
@@ -104,12 +104,12 @@ async def list_batches(request: Request) -> Response:
 
 
 async def retrieve_batch(request: Request) -> Response:
-    """Describe a batch, and how far it is."""
+    """Describe a batch and its progress."""
     return answer_json(_batches(request).shown(_store(request).batch(request.path_params["batch_id"])))
 
 
 async def cancel_batch(request: Request) -> Response:
-    """End a batch; what it answered stays."""
+    """End a batch, but keep its answers so far."""
     return answer_json(_batches(request).cancel(_store(request), request.path_params["batch_id"]))
 
 
@@ -124,14 +124,14 @@ def _batches(request: Request) -> Batches:
 
 
 def _store(request: Request) -> KeyStore:
-    """Return what the client's API key stored; without keys all clients are one."""
+    """Return the store of the client's API key; without keys, all clients share one."""
     service: Service = request.app.state.service
     key = sent_key(request.scope["headers"]) if service.keys else None
     return _batches(request).store(key or b"")
 
 
 def _page(request: Request, items: Sequence[Item]) -> tuple[list[Item], bool]:
-    """Return the items that the query asks for, and whether there are more."""
+    """Return the page of items that the query asks for, and whether more follow."""
     page = read_page(request.query_params, [item.id for item in items], MAX_PAGE, MAX_LIMIT)
     end = min(page.stop, page.start + MAX_PAGE)
     return list(items[page.start : end]), end < len(items)

@@ -15,9 +15,9 @@ from pypto_serving.util import brief, one_of
 MAX_ID_CHARS = 512
 _BEGINNING = b'{"id":"batch_req_'
 MAX_PROBLEMS = 100
-"""Lines that a refusal names; the others are not read."""
+"""Reading stops after this many invalid lines, all of which the refusal lists."""
 BLANKS = 2
-"""Lines that a file may have for each request that it may have."""
+"""A file may have this many times as many lines as requests, so some may be blank."""
 
 
 class BatchRequest(msgspec.Struct):
@@ -30,12 +30,12 @@ class BatchRequest(msgspec.Struct):
 
     @property
     def key(self) -> bytes:
-        """Return what tells the request from the others of its file."""
+        """Return the request's key, unique in its file."""
         return key_of(self.custom_id)
 
 
 class DirectAnswer(NamedTuple):
-    """The answer to a request. `request_id` names it in the log."""
+    """The answer to a request. `request_id` is the request's id in the log."""
 
     status: int
     request_id: str
@@ -43,7 +43,7 @@ class DirectAnswer(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Why a line, counted from 1, cannot be a request."""
+    """Why a line, counted from 1, is not a valid request."""
 
     line: int
     message: str
@@ -57,7 +57,7 @@ class Found(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What a file may have; `urls` are what its requests may ask for."""
+    """Limits of a file; `urls` are the allowed endpoints."""
 
     max_requests: int
     max_line_bytes: int
@@ -72,12 +72,12 @@ _REQUEST, _BODY = msgspec.json.Decoder(BatchRequest), msgspec.json.Decoder(_Body
 
 
 def key_of(custom_id: str) -> bytes:
-    """Return what tells a request from the others of its file."""
+    """Hash the `custom_id` of a request, which is unique in its file."""
     return hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
 
 
 def check(path: Path, limits: Limits) -> Found:
-    """Read all requests of a file, as far as the first problems. Raises OSError."""
+    """Check all requests of a file, up to MAX_PROBLEMS problems. Raises OSError."""
     seen: set[bytes] = set()
     problems: list[Problem] = []
     for number, line in _lines(path, limits.max_line_bytes):
@@ -94,7 +94,7 @@ def check(path: Path, limits: Limits) -> Found:
 
 
 def read(path: Path, limits: Limits) -> Iterator[BatchRequest]:
-    """Iterate over the requests of a file that `check` found nothing wrong with."""
+    """Iterate over the requests of a file in which `check` found no problems."""
     for _, line in _lines(path, limits.max_line_bytes):
         if line:
             yield _REQUEST.decode(line)
@@ -110,11 +110,11 @@ def write(request: BatchRequest, answer: DirectAnswer) -> bytes:
 def require_beginning(cut: bytes) -> None:
     """Raise ValueError unless `cut` may be the beginning of a line of `write`."""
     if not cut.startswith(_BEGINNING[: len(cut)]):
-        raise ValueError(f"{cut[:100]!r} begins no answer")
+        raise ValueError(f"{cut[:100]!r} is not the beginning of an answer")
 
 
 def _lines(path: Path, limit: int) -> Iterator[tuple[int, bytes]]:
-    """Iterate over the lines of a file, with their numbers; one that is too long is cut, blank ones are empty."""
+    """Iterate over the lines of a file with their numbers, without white space at the ends; cut lines over `limit`."""
     with path.open("rb") as file:
         number = 0
         while line := file.readline(limit + 2):
@@ -123,14 +123,14 @@ def _lines(path: Path, limit: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _problem(line: bytes, seen: set[bytes], limits: Limits) -> str:
-    """Return the problem of a line, "" for none; add its request to `seen`."""
+    """Return the problem of a line, or "" if it is valid; add its request to `seen`."""
     if len(line) > limits.max_line_bytes:
         return f"the line has more than {limits.max_line_bytes} bytes; send less"
     try:
         request = _REQUEST.decode(line)
         body = _BODY.decode(request.body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return f"this is no request: {error}; send custom_id, url and body as a JSON object"
+        return f"this is not a request: {error}; send custom_id, url and body as a JSON object"
     before = len(seen)
     seen.add(request.key)
     if len(seen) > limits.max_requests:

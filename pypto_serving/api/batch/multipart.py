@@ -1,4 +1,4 @@
-"""Read the form that a file is uploaded with (RFC 7578)."""
+"""Read the multipart form of an uploaded file (RFC 7578)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class UploadForm(NamedTuple):
 
 
 def read_form(content_type: str, body: bytes | bytearray) -> UploadForm:
-    """Return the form in a body, which is not copied: it may be long. Raises RequestError."""
+    """Return the form in a body, without a copy of the body, which may be long. Raises RequestError."""
     boundary = _parameters(content_type).get("boundary")
     if not content_type.lower().startswith("multipart/form-data") or not boundary:
         raise RequestError("send the file as multipart/form-data with a boundary", param="file")
@@ -43,7 +43,7 @@ def read_form(content_type: str, body: bytes | bytearray) -> UploadForm:
 
 
 def _parts(body: bytes | bytearray, delimiter: bytes) -> Iterator[tuple[int, int]]:
-    """Iterate over the places of the parts between delimiters; the body may begin with the rest of one."""
+    """Iterate over the [start, end) of the parts between delimiters; the first delimiter may lack its line break."""
     start = len(delimiter) - 2 if body.startswith(delimiter[2:]) else _first_end(body, delimiter)
     for _ in range(MAX_PARTS):
         if start < 0 or body.startswith(b"--", start):
@@ -59,13 +59,13 @@ def _parts(body: bytes | bytearray, delimiter: bytes) -> Iterator[tuple[int, int
 
 
 def _first_end(body: bytes | bytearray, delimiter: bytes) -> int:
-    """Return where the first delimiter ends, -1 without one."""
+    """Return the index after the first delimiter, or -1 if there is none."""
     found = body.find(delimiter)
     return found if found < 0 else found + len(delimiter)
 
 
 def _names(head: bytes) -> tuple[str, str]:
-    """Return the name of a part, and that of its file."""
+    """Return the name of a part, and the name of its file."""
     for line in head.split(b"\r\n"):
         name, _, value = line.decode(errors="replace").partition(":")
         if name.strip().lower() == "content-disposition":

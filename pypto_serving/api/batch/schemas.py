@@ -1,4 +1,4 @@
-"""Describe files and batches, as they are made, answered and stored."""
+"""Describe files and batches, in the form in which they are created, sent and stored."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class DeletedFile(WholeAnswer):
 
 
 class BatchError(WholeAnswer):
-    """Why a line of the input cannot be a request, or why the server gave up the batch."""
+    """Why a line of the input is not a valid request, or why the server gave up the batch."""
 
     message: str
     line: int | None
@@ -65,7 +65,7 @@ class RequestCounts(WholeAnswer):
 
 
 class Batch(WholeAnswer):
-    """Requests of a file that are answered one by one; times are in seconds since the epoch."""
+    """A batch: the requests of a file and their progress. Times are in seconds since the epoch."""
 
     id: str
     endpoint: str

@@ -1,4 +1,4 @@
-"""Keep files and batches in a folder, apart for each API key."""
+"""Keep files and batches in a folder, separately for each API key."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from pypto_serving.api.batch.schemas import Batch, File
 from pypto_serving.errors import ConfigError, RequestError
 
 MAX_FILES, MAX_BATCHES = 1000, 1000
-"""Of one key."""
+"""Limits of files and batches per key."""
 MAX_BYTES = 16 << 30
-"""Most bytes of all files of one key. A running batch may write more; no other batch begins then."""
+"""Limit of the bytes of all files of one key. A running batch may exceed it, but no other batch begins then."""
 PIECE_BYTES = 64 << 10
 _ID = re.compile(r"(?:file|batch)[-_][0-9a-f]{32}")
 T = TypeVar("T", File, Batch)
@@ -28,7 +28,7 @@ Buffer = bytes | memoryview
 
 
 class StorageError(RequestError):
-    """The folder of files and batches cannot be read or written, for instance since its disk is full."""
+    """The folder of files and batches cannot be read or written, for instance because the disk is full."""
 
     status = 507
     code = "storage_failed"
@@ -42,14 +42,14 @@ class LostError(RequestError):
 
 
 class KeyStore:
-    """Owns what one API key stored, in a folder of its own. Every change is whole on disk when its call returns."""
+    """Owns the files and batches of one API key, in a folder of its own. A change is on disk when its call returns."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     @classmethod
     def of(cls, key: bytes, folder: Path) -> KeyStore:
-        """Return the store of a key. The name of its folder is a salted hash, which only the key leads to."""
+        """Return the store of a key. The name of its folder is a salted hash of the key."""
         own = folder / hashlib.blake2b(key, key=_salt(folder), digest_size=16).hexdigest()
         own.mkdir(mode=0o700, parents=True, exist_ok=True)
         return cls(own)
@@ -61,15 +61,15 @@ class KeyStore:
 
     @property
     def owner(self) -> bytes:
-        """Return an identifier of the key: unique to it, and useless as a key."""
+        """Return a unique identifier of the key that cannot be used as a key."""
         return self._folder.name.encode()
 
     def content(self, file_id: str) -> Path:
-        """Return where the bytes of a file are."""
+        """Return the path of a file's content."""
         return self._path(file_id, ".jsonl")
 
     def read(self, file: File) -> Iterator[bytes]:
-        """Open a file, and iterate over its bytes, as many as its record says. Raises LostError."""
+        """Open a file, and iterate over its bytes up to the size in its record. Raises LostError."""
         try:
             opened = self.content(file.id).open("rb")
         except FileNotFoundError:
@@ -137,7 +137,7 @@ class KeyStore:
         self.content(file_id).unlink()
 
     def clear_up(self) -> None:
-        """Delete what a killed server left: unfinished records, and files without a record."""
+        """Delete the leftovers of a killed server: unfinished records, and files without a record."""
         for path in self._folder.iterdir():
             begun = path.suffix == ".new" or (path.suffix == ".jsonl" and not path.with_suffix(".json").exists())
             if begun and _ID.fullmatch(path.stem):
@@ -150,7 +150,7 @@ class KeyStore:
     def _all(self, pattern: str, load: Callable[[str], T]) -> list[T]:
         found: list[T] = []
         for path in self._folder.glob(pattern):
-            with suppress(LostError):  # it may be deleted meanwhile, or damaged
+            with suppress(LostError):  # deleted meanwhile, or damaged
                 found.append(load(path.stem))
         return sorted(found, key=lambda each: (-each.created_at, each.id))
 
@@ -174,7 +174,7 @@ def _pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
 
 
 def occupy(folder: Path) -> BinaryIO:
-    """Lock a folder until the file is closed. Raises ConfigError if another server has, and OSError."""
+    """Lock a folder until the returned file is closed. Raises ConfigError if another server has locked it, OSError."""
     file = (folder / "lock").open("ab")
     try:
         lock(file)
@@ -189,7 +189,7 @@ def _lost(name: str) -> LostError:
 
 
 def _salt(folder: Path) -> bytes:
-    """Return the salt of a folder, which is made once."""
+    """Return the salt of a folder; make it at first use."""
     path = folder / "salt"
     if not path.exists():
         fresh = path.with_suffix(".new")
@@ -200,7 +200,7 @@ def _salt(folder: Path) -> bytes:
 
 
 def lock(file: BinaryIO) -> None:
-    """Lock a file until it is closed, where its file system can. Raises BlockingIOError if somebody else has."""
+    """Lock a file until it is closed, if its file system can. Raises BlockingIOError if another process has done so."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

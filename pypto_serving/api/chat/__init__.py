@@ -1,1 +1,1 @@
-"""Chat messages, what encodes them and what reads outputs, by model family."""
+"""Chat messages, their encoders and the parsers of outputs, by model family."""

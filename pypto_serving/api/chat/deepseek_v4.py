@@ -1,7 +1,7 @@
 """Encode conversations for DeepSeek V4, which has an encoding of its own instead of a Jinja template.
 
-The format is that of `encoding/encoding_dsv4.py` in DeepSeek's checkpoints. The file also says which effort texts the
-model knows; it is read, never run.
+`encoding/encoding_dsv4.py` in DeepSeek's checkpoints defines the format. The file is read, to find out which effort
+texts the model knows, but never run.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ Call = tuple[str, Mapping[str, Any]]
 
 ROLES = ("system", "user", "developer", "assistant", "tool", "latest_reminder")
 INSTRUCTING: tuple[Role, ...] = ("system", "developer")
-"""Roles whose messages may have tools and a response_format."""
+"""Roles whose messages may contain tools and a response_format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One turn. `tools` are OpenAI's function objects; `schema` is the JSON schema that the answer should follow.
 
-    A user's `text` joins all messages between two answers: the user's own and tool results. An assistant's turn that is
-    not `ended` is continued by the model.
+    A user's `text` joins all messages between two answers: user messages and tool results. The model continues an
+    assistant's turn that is not `ended`.
     """
 
     role: Role
@@ -47,7 +47,7 @@ class Turn:
 
 
 def read_turns(messages: Sequence[Message]) -> list[Turn]:
-    """Make the turns of a conversation. Raises RequestError that names the message at fault."""
+    """Return the turns of a conversation. Raises RequestError that names the message at fault."""
     turns: list[Turn] = []
     said = _Said()
     for i, message in enumerate(messages):
@@ -80,7 +80,7 @@ def with_request(
 
 
 class _Said:
-    """Collect the messages between two answers; remember the order of all earlier calls by their ids."""
+    """Collects the messages between two answers. Remembers the order of all earlier calls by their ids."""
 
     def __init__(self) -> None:
         self._places: dict[str, int] = {}
@@ -99,7 +99,7 @@ class _Said:
         self._blocks.append((None, text))
 
     def result(self, text: str, call_id: str, where: str) -> None:
-        """Add a tool result. Either all results have ids, or none has and they come in the order of their calls."""
+        """Add a tool result. Either all results have ids, or none has one and they are in the order of their calls."""
         if call_id and call_id not in self._places:
             known = brief(list(self._places)) if self._places else "none"
             refuse(f"{where}.tool_call_id", f"is {brief(call_id)}, but the ids of earlier calls are {known}")
@@ -109,7 +109,7 @@ class _Said:
         self._blocks.append((call_id, f"<tool_result>{text}</tool_result>"))
 
     def turns(self) -> list[Turn]:
-        """Return the user's turn, if there are messages; tool results are put in the order of their calls."""
+        """Return the user's turn, or [] without messages. Tool results are sorted in the order of their calls."""
         if not self._blocks:
             return []
         results = [block for block in self._blocks if block[0] is not None]
@@ -137,7 +137,7 @@ def _turn(message: Message, role: Role, text: str, where: str) -> Turn:
 
 
 def _calls(message: Message, where: str) -> list[Call]:
-    """Return names and arguments; text that is not a JSON object becomes the only argument."""
+    """Return names and arguments of calls. If arguments are not a JSON object, their text becomes the only argument."""
     return [
         (call["function"]["name"], arguments if isinstance(arguments, dict) else {"arguments": arguments})
         for call, arguments in read_calls(message, where)
@@ -149,7 +149,7 @@ def _call_ids(message: Message, where: str) -> list[str]:
 
 
 def _text(entry: Message, field: str, where: str) -> str:
-    """Return a string field, "" if it is left out."""
+    """Return a string field, or "" if it is missing."""
     value = entry.get(field)
     if not isinstance(value, str | None):
         refuse(f"{where}.{field}", f"is {brief(value)}, but must be a string")
@@ -183,9 +183,9 @@ _EXHAUSTIVE = (
     "that no assumption remains unchecked and no error remains undiscovered.\n\n"
 )
 FIRST_EFFORTS = {"low": "", "high": "", "max": _THOROUGH}
-"""Text before a conversation in thinking mode, by effort: Flash, Pro and DSpark as first released."""
+"""Text before a conversation in thinking mode, by effort, for the first releases of Flash, Pro and DSpark."""
 LATER_EFFORTS = {"low": "", "high": _THOROUGH, "max": _EXHAUSTIVE}
-"""The same since DeepSeek-V4-Flash-0731."""
+"""Like FIRST_EFFORTS, for DeepSeek-V4-Flash-0731 and later."""
 EFFORTS = {
     "none": "low",
     "minimal": "low",
@@ -202,7 +202,7 @@ OPTIONS = ("thinking", "enable_thinking", "drop_thinking", "reasoning_effort")
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How to encode: `thinking` or chat mode; `drop` the reasoning of earlier turns; `effort` low, high or max."""
+    """Options of the encoding: `thinking` or chat mode; `drop` earlier turns' reasoning; `effort` low, high or max."""
 
     thinking: bool = True
     drop: bool = True
@@ -212,7 +212,7 @@ class Mode:
 class DeepseekV4Encoder:
     """Encode conversations for DeepSeek V4. See ChatEncoder.
 
-    `is_special` tells whether a text is a special token; the other flags, whether outputs are parsed.
+    `is_special` returns whether a text is a special token. The other flags say which parts of outputs are parsed.
     """
 
     request_fields = frozenset({"response_format", "thinking"})
@@ -262,7 +262,7 @@ class DeepseekV4Encoder:
         return EncodedChat(text, self._format(mode.thinking and not continues, turns))
 
     def _format(self, thinks: bool, turns: Sequence[Turn]) -> OutputFormat | None:
-        """Return how to parse the outputs; None if they are content as they are."""
+        """Return the format to parse outputs with; None if outputs are plain content."""
         tools = [tool for turn in turns for tool in turn.tools] if self._parses_calls else []
         types = {tool["name"]: parameter_types(tool.get("parameters") or {}) for tool in tools}
         calls = Calls("deepseek_v4", types) if tools else None
@@ -273,7 +273,7 @@ class DeepseekV4Encoder:
 
 
 def load(serving: ServingConfig, tokenizer: Tokenizer) -> DeepseekV4Encoder:
-    """Load the encoder of a checkpoint. Raises ModelError if its tokenizer lacks a token that marks turns."""
+    """Load the encoder of a checkpoint. Raises ModelError if its tokenizer lacks a special token of the format."""
     origin(serving)
     for token in NEEDED_TOKENS:
         if tokenizer.raw.token_to_id(token) is None:
@@ -288,7 +288,7 @@ def load(serving: ServingConfig, tokenizer: Tokenizer) -> DeepseekV4Encoder:
 
 
 def origin(serving: ServingConfig) -> ChatOrigin:
-    """Describe the encoding. Raises ConfigError if an option is given that could not replace it."""
+    """Describe the encoding. Raises ConfigError for an option that would have to replace it."""
     if serving.chat_template is not None:
         raise ConfigError("the option chat-template has no effect: DeepSeek V4 has an encoding of its own; drop it")
     for name, given, own in (
@@ -334,7 +334,7 @@ def write_turns(turns: Sequence[Turn], mode: Mode, asks: bool = True) -> str:
 
 
 def _continued(messages: Sequence[Mapping[str, Any]], asks: bool) -> Sequence[Mapping[str, Any]]:
-    """Leave the last message open. Raises RequestError if it is not the assistant's."""
+    """Leave the last message open to be continued. Raises RequestError if it is not the assistant's."""
     if asks:
         refuse("continue_final_message", "and add_generation_prompt are both true; set one of them to false")
     if messages[-1].get("role") != "assistant":
@@ -343,14 +343,14 @@ def _continued(messages: Sequence[Mapping[str, Any]], asks: bool) -> Sequence[Ma
 
 
 def _last_said(turns: Sequence[Turn]) -> int:
-    """Return the index of the last user or developer turn, -1 if there is none."""
+    """Return the index of the last user or developer turn, or -1."""
     return max((i for i, turn in enumerate(turns) if turn.role in _SAYING), default=-1)
 
 
 def _hands_over(turns: Sequence[Turn], i: int, asks: bool) -> bool:
-    """Tell whether the assistant's turn is opened after turn `i`.
+    """Return whether the assistant's turn is opened after turn `i`.
 
-    It is also opened after final instructions, which agents send; DeepSeek's own code does not.
+    Unlike DeepSeek's code, open it also after final instructions, which agents send.
     """
     role = turns[i].role
     if i + 1 < len(turns):
@@ -371,7 +371,7 @@ def _write(turn: Turn, thinks: bool) -> str:
 
 
 def _read_format(wanted: Any) -> Mapping[str, Any] | None:
-    """Return the JSON schema of OpenAI's `response_format`, which the prompt shows; a grammar enforces it."""
+    """Return the JSON schema in OpenAI's `response_format`, for the prompt. A grammar enforces it."""
     described = wanted.get("json_schema") if isinstance(wanted, dict) else None
     schema = described.get("schema") if isinstance(described, dict) else None
     return schema if isinstance(schema, dict) else None

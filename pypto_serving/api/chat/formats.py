@@ -1,4 +1,4 @@
-"""How a chat becomes a prompt, by model family, and how its outputs are parsed."""
+"""Interface of chat encoders, which make prompts, and the format of outputs, by model family."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ SHORT_ID = 9
 
 
 class Calls(msgspec.Struct, frozen=True):
-    """How the outputs of one prompt call tools.
+    """Form of the tool calls in the outputs of one prompt.
 
     - `family`: one of FAMILIES
-    - `types`: the JSON types of each tool's parameters, by the names of tool and parameter
-    - `one`: calls after the first are dropped
+    - `types`: the JSON types of each tool's parameters: types[tool][parameter]
+    - `one`: drop all calls after the first
     """
 
     family: str
@@ -29,9 +29,9 @@ class Calls(msgspec.Struct, frozen=True):
 
 
 class OutputFormat(msgspec.Struct, frozen=True):
-    """How to parse the outputs of one prompt: reasoning first, then content and calls.
+    """Format of the outputs of one prompt: reasoning first, then content and calls.
 
-    With `shows_special` a mark is a special token, so they must stay in the text.
+    With `shows_special`, some marks are special tokens, so detokenizing must keep special tokens.
     """
 
     thinking: Thinking | None = None
@@ -45,7 +45,7 @@ class OutputFormat(msgspec.Struct, frozen=True):
         return OutputParser(scanner, _read(scanner, self))
 
     def new_call_id(self, prefix: str) -> str:
-        """Make the id of a call, for Mistral's templates as short as they take it."""
+        """Make the id of a call; it is short for Mistral's templates, which accept only short ones."""
         made = uuid.uuid4().hex
         short = self.calls is not None and FAMILIES[self.calls.family].short_ids
         return made[:SHORT_ID] if short else prefix + made
@@ -65,7 +65,7 @@ Message = Mapping[str, Any]
 
 
 class ChatOrigin(NamedTuple):
-    """What encodes and parses chats: for each part its name, or "off" or "none", and the reason."""
+    """Origin of template and parsers: for each, its name, "off" or "none", and the reason for the choice."""
 
     template: tuple[str, str]
     tool_calls: tuple[str, str]
@@ -74,14 +74,14 @@ class ChatOrigin(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EncodedChat:
-    """A conversation as a prompt, text or token ids. `new_parser` makes the parser of one output; None: plain text."""
+    """A prompt, as text or token ids. `new_parser` makes the parser of one output; None if outputs are plain text."""
 
     prompt: str | list[int]
     new_parser: OutputFormat | None = None
 
 
 class ChatEncoder(Protocol):
-    """Encode conversations for one model family. Stateless after loading."""
+    """Encodes conversations for one model family. Stateless after loading."""
 
     @property
     def request_fields(self) -> frozenset[str]:

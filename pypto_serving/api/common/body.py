@@ -1,4 +1,4 @@
-"""Read and parse request bodies; a malformed one is a 4xx. A ReadBody holds what a body says."""
+"""Read and parse request bodies into ReadBody; a malformed body is answered with a 4xx."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ Generating = Literal["completions", "chat", "messages", "decisions", "responses"
 Answering = Literal["count_tokens", "tokenize", "detokenize"]
 Endpoint = Literal[Generating, Answering]
 Prepare = Callable[[bytearray], bytearray]
-"""Changes a body before it is read."""
+"""Changes the bytes of a body before they are parsed."""
 TRUNCATED_HEADER = "x-truncated-prompt-tokens"
 IGNORED_HEADER = "x-ignored-fields"
 MAX_VALUES = 2_000_000
-"""Most commas and opening brackets of a body. They are counted before it is parsed."""
+"""Limit of commas and opening brackets of a body, counted before it is parsed."""
 MAX_ANSWERED_TOKENS = 2_000_000
-"""Bounds the token ids that one answer lists."""
+"""Limit of token ids listed in one answer."""
 MAX_IGNORED, MAX_NAME_CHARS = 32, 64
-"""Ignored fields of a request that are named, and characters of each name; the others are only counted."""
+"""List at most this many ignored fields of a request, with this many characters of each name; count the others."""
 MAX_MESSAGES = 16_384
 MAX_PING_S, MAX_SALT_CHARS = 3600, 1024
 
 
 class Shown(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer shows, as the body asks.
+    """Parts of the answer that the body asks for.
 
-    - `request_id`: what the id of the answer ends with; None for the server's own.
-    - `n`: choices of each prompt, the best ones if more are made.
-    - `usage`, `usage_so_far`: the last event of a stream has the usage; each event has the usage so far.
-    - `logprobs`: how many most likely tokens to list for each token of the text; None for no log-probabilities.
-    - `echo`: the text begins with the prompt.
-    - `prompt_logprobs`: how many to list for each token of the prompt, in a field of their own.
-    - `token_ids`: those of prompt and output. `tokens_as_ids`: log-probabilities name tokens by their ids.
-    - `truncation`: how many tokens of the prompts were cut off.
-    - `service_tier`: "default", the only one, if the body names a tier.
+    - `request_id`: the end of the answer's id; None to let the server choose.
+    - `n`: choices per prompt; the best ones if more are generated.
+    - `usage`, `usage_so_far`: in a stream, send the usage with the last event, or the usage so far with each event.
+    - `logprobs`: list this many most likely tokens for each token of the text; None for no log-probabilities.
+    - `echo`: begin the text with the prompt.
+    - `prompt_logprobs`: list this many most likely tokens for each token of the prompt, in a separate field.
+    - `token_ids`: list the ids of prompt and output. `tokens_as_ids`: log-probabilities name tokens by their ids.
+    - `truncation`: say how many tokens of the prompts were cut off.
+    - `service_tier`: "default", the only tier, if the body names one.
     """
 
     request_id: str | None = None
@@ -82,7 +82,7 @@ class Repeated(msgspec.Struct, frozen=True):
 
 
 class IgnoredFields(msgspec.Struct, frozen=True):
-    """Unknown fields of a body: the beginnings of the first names, and how many more there are."""
+    """Unknown fields of a body: the first names, cut to MAX_NAME_CHARS, and the number of further ones."""
 
     names: list[str]
     num_more: int
@@ -97,7 +97,7 @@ class IgnoredFields(msgspec.Struct, frozen=True):
         return IgnoredFields(more.names, more.num_more + self.num_more)
 
     def header(self) -> dict[str, str]:
-        """Make the response header that lists them, in characters that a header may hold."""
+        """Return the response header that lists these fields, with "?" for characters not allowed in headers."""
         if not self.names:
             return {}
         names = [re.sub(r"[^\w.\-\[\]]", "?", name, flags=re.ASCII) for name in self.names]
@@ -108,8 +108,8 @@ class IgnoredFields(msgspec.Struct, frozen=True):
 class ReadBody(msgspec.Struct, frozen=True, tag="read", kw_only=True):
     """A body after parsing, rendering and encoding.
 
-    `new_parser` makes the parser of one choice's text; None means plain text. `params` are those of all choices
-    that are made; the answer may show fewer, see `shown`. `asked` are the questions of a decision.
+    `new_parser` makes the parser of one choice's text; None means plain text. `params` are for all generated choices;
+    `shown` says how many of these the answer has. `asked`: the questions of a decision.
     """
 
     model: str
@@ -127,7 +127,7 @@ class ReadBody(msgspec.Struct, frozen=True, tag="read", kw_only=True):
     repeated: Repeated | None = None
 
     def generation(self, request_id: str) -> GenerationRequest:
-        """Return what to generate."""
+        """Return the generation to run for this body."""
         return GenerationRequest(
             id=request_id,
             prompts=self.prompts,
@@ -142,38 +142,38 @@ class ReadBody(msgspec.Struct, frozen=True, tag="read", kw_only=True):
         )
 
     def headers(self) -> dict[str, str]:
-        """Return the response headers that say what was ignored or cut off."""
+        """Return response headers that list ignored fields and count truncated prompt tokens."""
         cut = {TRUNCATED_HEADER: str(sum(p.num_cut for p in self.prompts))} if self.shown.truncation else {}
         return self.ignored.header() | cut
 
 
 class Answered(msgspec.Struct, frozen=True, tag="answered"):
-    """The JSON that answers a body, where there is nothing to generate."""
+    """The JSON answer to a body that needs no generation."""
 
     ignored: IgnoredFields
     content: bytes
 
 
 def with_guide(read: ReadBody, guide: Guide) -> ReadBody:
-    """Return a body whose outputs follow `guide`."""
+    """Return a copy of a body whose outputs follow `guide`."""
     return replace(read, params=replace(read.params, guide=guide))
 
 
 def check_num_answered(num_tokens: int, field: str | None) -> None:
-    """Raise RequestError if an answer cannot list so many token ids, which come from `field`."""
+    """Raise RequestError about `field` if `num_tokens` token ids are too many for one answer."""
     if num_tokens > MAX_ANSWERED_TOKENS:
         message = f"the answer would list {num_tokens} tokens, but may list {MAX_ANSWERED_TOKENS}; send less text"
         raise RequestError(message, param=field)
 
 
 async def answer_read(request: Request, endpoint: Answering) -> Response:
-    """Answer as the reader of the body says."""
+    """Answer a request whose answer follows from its body alone."""
     answered: Answered = await request.app.state.reading.answer(request, endpoint)
     return Response(answered.content, 200, answered.ignored.header(), "application/json")
 
 
 def require_json(request: Request) -> None:
-    """Raise ContentTypeError unless the body is declared as JSON. HTML forms cannot declare that."""
+    """Raise ContentTypeError unless Content-Type is JSON, which HTML forms cannot send."""
     declared = request.headers.get("content-type", "")
     kind = declared.partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
@@ -183,7 +183,7 @@ def require_json(request: Request) -> None:
 async def read_body(request: Request, limit: int) -> bytearray:
     """Read the whole body. Raises BodyTooLargeError above `limit` bytes.
 
-    Up to MAX_DROPPED_BODIES times the limit is received and dropped first.
+    Before the error, receive and drop up to MAX_DROPPED_BODIES times the limit.
     """
     body = bytearray()
     size = 0
@@ -210,7 +210,7 @@ def telling_when_parsed(request: Request) -> Iterator[None]:
 
 
 def read_page(query: Mapping[str, str], ids: Sequence[str], default: int, most: int) -> slice:
-    """Return the places of the page that begins after the id `after` and has `limit` entries, of `most` allowed."""
+    """Return the slice of `ids` that begins after the query's `after` and has its `limit` entries, at most `most`."""
     limit, after = query.get("limit", str(default)), query.get("after")
     if not limit.isascii() or not limit.isdigit() or len(limit) > len(str(most)) or not 1 <= int(limit) <= most:
         raise RequestError(f"limit is {brief(limit)}, but must be between 1 and {most}", param="limit")
@@ -223,7 +223,7 @@ def read_page(query: Mapping[str, str], ids: Sequence[str], default: int, most: 
 class FieldRules(NamedTuple):
     """Rules for the fields of one endpoint.
 
-    - `neutral`: unsupported fields; only the values listed, and null, are accepted, since they change nothing.
+    - `neutral`: unsupported fields, with the values that are accepted because they change nothing, as null does.
     - `accepted`: fields without an effect; any value is accepted.
     - `named`: the same, but values other than those listed, and null, are named like unknown fields.
     """
@@ -255,7 +255,7 @@ _SUCCESSORS = {"functions": "tools", "function_call": "tool_choice"}
 
 
 def _is_truth(value: Any) -> bool:
-    """Return whether `value` is true or false, which Python takes for 1 and 0."""
+    """Return whether `value` is true or false, which equal 1 and 0 in Python."""
     return isinstance(value, bool)
 
 
@@ -267,7 +267,7 @@ class Body(BaseModel):
 
     @property
     def extra(self) -> dict[str, Any]:
-        """Return the fields that the schema lacks."""
+        """Return the fields that are not in the schema."""
         return self.__pydantic_extra__ or {}
 
     def unknown_fields(self, known: frozenset[str] = frozenset(), prefix: str = "") -> list[str]:
@@ -296,7 +296,7 @@ class StreamBody(Body):
 
     @property
     def ping_s(self) -> float | None:
-        """Return after how many silent seconds a stream sends a comment; None for never."""
+        """Return the seconds without an event after which a stream sends a comment; None for never."""
         return self.sse_ping_interval if self.sse_ping_interval and self.sse_ping_interval > 0 else None
 
 
@@ -328,7 +328,7 @@ _ALLOWED: Mapping[str, str] = {
     "literal_error": "be {expected}",
     "too_long": "have at most {max_length} entries",
 }
-"""What a value must do where pydantic finds an error of a kind."""
+"""Words for what a value must be, by the type of pydantic's error."""
 
 
 def explain(error: ValidationError) -> RequestError:

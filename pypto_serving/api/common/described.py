@@ -1,4 +1,4 @@
-"""Describe what answers and bodies share, for /openapi.json; write log-probabilities of a text."""
+"""Describe the shared parts of answers and bodies for /openapi.json; write log-probabilities of a text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pypto_serving.types.sampling import INT32_MAX
 
 
 class Answer(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Base of all answers: no field goes undescribed."""
+    """Base of all answers. Fields without a description are refused."""
 
 
 class TopLogprob(Answer):
@@ -49,7 +49,7 @@ class OutputTokensDetails(Answer):
 
 
 class ResponseUsage(Answer):
-    """Tokens of all prompts and outputs. Caching costs nothing, so no token counts as written to the cache."""
+    """Tokens of all prompts and outputs. Caching is free, so no tokens count as written to the cache."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -71,7 +71,7 @@ class ResponseUsage(Answer):
 def chat_logprobs(entries: list[TokenEntry] | None) -> dict[str, Any] | None:
     """Write one object per token of the content, with its bytes, since a token may be part of a character.
 
-    Each is JSON already: as objects of Python, those of a long answer would take five times the memory.
+    Objects are encoded to JSON at once: as Python objects, a long answer's would take five times the memory.
     """
     if entries is None:
         return None

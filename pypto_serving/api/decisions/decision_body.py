@@ -67,12 +67,12 @@ QUESTIONS = WithJsonSchema(list_of({"anyOf": _QUESTIONS}, 1, MAX_QUESTIONS))
 
 
 class DecisionBody(Body):
-    """The body of POST /v1/decisions. `prompt_cache_key` parts the prefix cache, as a cache salt does."""
+    """The body of POST /v1/decisions. `prompt_cache_key` is a cache salt: it separates prefix caches."""
 
     rules: ClassVar[FieldRules] = FieldRules(
         {"stream": (False,)}, frozenset({"prompt_cache_options", "safety_identifier"})
     )
-    """Prefixes are cached without being asked, so `prompt_cache_options` changes nothing."""
+    """`prompt_cache_options` has no effect, since all prefixes are cached."""
 
     model: str | None = None
     input: Annotated[Any, INPUT]
@@ -81,13 +81,13 @@ class DecisionBody(Body):
 
 
 MAX_READ_TOKENS = 1 << 21
-"""Tokens of all prompts of a request: they take 8 MiB, and a few seconds to encode."""
+"""Limit of tokens of all prompts of a request; they take 8 MiB, and a few seconds to encode."""
 _NO_THOUGHTS = {"enable_thinking": False, "thinking": False}
-"""Both names that templates have for it."""
+"""Turns thinking off, under both names that templates use."""
 
 
 def read_decision(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray) -> ReadBody:
-    """Parse, check, render and encode: a prompt for each read."""
+    """Parse, check, render and encode; return one prompt for each read."""
     body = parse_json(raw, DecisionBody)
     text, questions = read_input(body.input), read_questions(body.questions)
     asked, prompts, named = _reads(prompter, text, questions)
@@ -106,7 +106,7 @@ def read_decision(prompter: Prompter, serving: ServingConfig, raw: bytes | bytea
 def _reads(
     prompter: Prompter, text: str, questions: Sequence[Question]
 ) -> tuple[list[Asked], list[FittedPrompt], list[int]]:
-    """Return what is asked, the prompt of each read, and the ids of all tokens that are read."""
+    """Return the questions, the prompt of each read, and the ids of all tokens whose log-probability is read."""
     asked: list[Asked] = []
     prompts: list[FittedPrompt] = []
     named: dict[int, None] = {}
@@ -129,8 +129,8 @@ def _reads(
 def _encoded(prompter: Prompter, text: str, questions: Sequence[Question]) -> Iterator[list[int]]:
     """Iterate over the prompts of the questions.
 
-    The part with the input, which they share, is encoded once. So it has the same tokens in all of them, and each one
-    but the first finds it in the prefix cache.
+    The shared part with the input is encoded only once. So it has the same tokens in all prompts, and all but the first
+    prompt find it in the prefix cache.
     """
     shared = f"<input>\n{text}\n</input>\n\n"
     begun: dict[str, list[int]] = {}
@@ -150,7 +150,7 @@ def _encoded(prompter: Prompter, text: str, questions: Sequence[Question]) -> It
 
 
 def _rendered(prompter: Prompter, message: Message) -> str | list[int]:
-    """Render a chat of one message, to be answered at once. Raises RequestError if the model thinks first."""
+    """Render a chat of one message, to be answered without thinking. Raises RequestError if thinking stays on."""
     chat = prompter.chat_encoder.encode([message], _NO_THOUGHTS)
     if chat.new_parser is not None and chat.new_parser.thinking is not None and chat.new_parser.thinking.opened:
         problem = "this model's chats begin with reasoning that cannot be turned off, so it cannot make decisions"

@@ -19,7 +19,7 @@ from pypto_serving.errors import RequestFailedError
 
 
 class PredicateAnswer(Answer, tag="predicate", tag_field="type"):
-    """`probability`: that the statement is true."""
+    """`probability`: the probability that the statement is true."""
 
     name: str | None
     probability: float
@@ -46,7 +46,7 @@ class ScoreProbability(Answer):
 
 
 class ScoreAnswer(Answer, tag="score", tag_field="type"):
-    """The expected level, counted from 0; `confidence` as of a choice."""
+    """The expected level, counted from 0; `confidence` as in ChoiceAnswer."""
 
     name: str | None
     score: float
@@ -55,9 +55,9 @@ class ScoreAnswer(Answer, tag="score", tag_field="type"):
 
 
 class Decision(Answer):
-    """The answer of POST /v1/decisions: `answers` in the order of the questions, each of the type of its question.
+    """The answer of POST /v1/decisions: `answers` in the order of the questions, each of its question's type.
 
-    `usage` has the tokens of all prompts, one for each read; each read makes one output token.
+    `usage` counts the tokens of all prompts, of which each read has one, and one output token per read.
     """
 
     model: str
@@ -66,13 +66,13 @@ class Decision(Answer):
 
 
 def decide(model: str, asked: Sequence[Asked], outputs: Sequence[ChoiceOutput], usage: TokenUsage) -> Decision:
-    """Make the answer of the outputs of all reads. Raises RequestFailedError if one of them has nothing to read."""
+    """Compute the answer from the outputs of all reads. Raises RequestFailedError if one lacks log-probabilities."""
     reads = [_read(output) for output in outputs]
     return Decision(model, [_answer(each, probabilities(each.paths, reads)) for each in asked], ResponseUsage.of(usage))
 
 
 def _read(output: ChoiceOutput) -> Mapping[int, float]:
-    """Return the log-probabilities of the tokens that the request names, at the first token of an output."""
+    """Return, by token id, the log-probabilities of the request's tokens at the first token of an output."""
     if not output.logprobs:
         raise RequestFailedError("the engine ended this request without log-probabilities; send it again")
     return {token.token_id: token.logprob for token in output.logprobs[0].top}

@@ -1,6 +1,6 @@
-"""Read the input and the questions of a decision, and write them as a model reads them.
+"""Read the input and the questions of a decision, and write them as text for the model.
 
-Raises RequestError that names the place.
+Raises RequestError that names the field at fault.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from pypto_serving.util import brief
 MAX_QUESTIONS, MAX_OPTIONS, MAX_LEVELS = 400, 255, 10
 MAX_NAME_CHARS = 1024
 MAX_JSON_LEVELS, MAX_JSON_VALUES, MAX_JSON_BYTES = 32, 10_000, 256 << 10
-"""Most levels, values and bytes of one part of JSON."""
+"""Limits of the levels, values and bytes of one JSON part."""
 _PARTS = {
     "user": {"input_text": "text", "input_json": "data"},
     "assistant": {"output_text": "text", "refusal": "refusal"},
 }
-"""The field of the text in each type of part."""
+"""The field that contains the text, by role and type of the part."""
 _WORDS = {"input_text": "text"}
 _CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
 Item = Mapping[str, Any]
 
 
 def read_input(given: Any) -> str:
-    """Return the input as one text: a conversation becomes a transcript, since it is judged and not continued.
+    """Return the input as one text. A conversation becomes a transcript, since it is judged, not continued.
 
-    A text, or a single message of a user, is taken as it is.
+    A text, or a single message of a user, stays unchanged.
     """
     if isinstance(given, str):
         text = given
@@ -49,7 +49,7 @@ def read_input(given: Any) -> str:
 
 
 class _Transcript:
-    """Reads the items of a conversation; remembers the calls so far."""
+    """Reads the items of a conversation. Remembers the calls so far."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
@@ -85,14 +85,14 @@ class _Transcript:
 
 
 def read_content(content: Any, where: str, fields: Mapping[str, str] = _PARTS["user"]) -> str:
-    """Return the text of a content: a string, or parts with these `fields`, joined by line breaks."""
+    """Return the text of a content: a string, or parts joined by line breaks; see `text_of` for `fields`."""
     if isinstance(content, list) and "input_json" in fields:
         content = [_with_json(part, f"{where}[{i}]") for i, part in enumerate(content)]
     return text_of(content, where, fields)
 
 
 def _with_json(part: Any, where: str) -> Any:
-    """Return a part whose data, if it is JSON, is text."""
+    """Return a part with its JSON data, if any, written as text."""
     if isinstance(part, Mapping) and part.get("type") == "input_json":
         return {**part, "data": _json(part.get("data"), f"{where}.data")}
     return part
@@ -127,7 +127,7 @@ _TASKS = {
 
 
 class Question(msgspec.Struct, frozen=True):
-    """A question. `values` are what its labels stand for; `descriptions` say more of them, "" for nothing."""
+    """A question. Its labels stand for `values`; `descriptions` explain these, or are ""."""
 
     kind: Kind
     name: str | None
@@ -137,7 +137,7 @@ class Question(msgspec.Struct, frozen=True):
 
     @property
     def labels(self) -> list[str]:
-        """Return what the model is asked to answer with, in the order of `values`."""
+        """Return the possible answers of the model, in the order of `values`."""
         return labels_of(self.kind, len(self.values))
 
     def text(self) -> str:
@@ -149,7 +149,7 @@ class Question(msgspec.Struct, frozen=True):
 
 
 def read_questions(given: Sequence[Any]) -> list[Question]:
-    """Return the questions of a body, of which there is at least one."""
+    """Return the questions of a body, at least one."""
     if not given:
         refuse("questions", "is an empty list; ask at least one question")
     return [_question(one, f"questions[{i}]") for i, one in enumerate(given)]
@@ -168,7 +168,7 @@ def _question(given: Any, where: str) -> Question:
 
 
 def _options(given: Mapping[str, Any], kind: str, where: str) -> tuple[list[str | bool], list[str]]:
-    """Return the values and descriptions of choices or levels. A text and a truth value are never the same choice."""
+    """Return the values and descriptions of choices or levels. A text never equals a boolean."""
     if kind == "predicate":
         return [*YES_NO], [""] * len(YES_NO)
     field, key, most = _LISTS[kind]

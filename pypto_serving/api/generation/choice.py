@@ -17,9 +17,9 @@ from pypto_serving.types.tier import TIERS
 
 
 class StopPatterns:
-    """The stop strings of a request, longest first, with the tables that find them. Shared by all choices.
+    """The stop strings of a request, longest first, with their failure tables. Shared by all choices.
 
-    `shown`: the string found stays in the text.
+    `shown`: keep the found stop string in the text.
     """
 
     __slots__ = ("patterns", "shown")
@@ -30,10 +30,10 @@ class StopPatterns:
 
 
 class StopStrings:
-    """Find the first of several stop strings in a text that comes in pieces. Owned by one choice.
+    """Finds the first of several stop strings in a text that arrives in pieces. Owned by one choice.
 
-    The match that ends first wins; of several that end there, the longest. The pieces do not change the result. Text is
-    held back only while it could still become a stop string. `matched` is the string found; later text is dropped.
+    The match that ends first wins; of matches with the same end, the longest. How the text is cut does not matter. Text
+    is held back only while it may begin a stop string. `matched`: the string found; later text is dropped.
     """
 
     __slots__ = ("_held", "_patterns", "_shown", "_states", "matched")
@@ -45,9 +45,9 @@ class StopStrings:
         self.matched: str | None = None
 
     def push(self, text: str, may_end: bool = True) -> str:
-        """Add text; return the new text that cannot belong to a stop string, or any if those are shown.
+        """Add text; return the text that is certain not to belong to a stop string, or all if stop strings are shown.
 
-        Without `may_end` a stop string that ends in `text` does not count; one that only begins there does.
+        Without `may_end`, ignore stop strings that end in `text`, but not one that only begins there.
         """
         if self.matched is not None:
             return ""
@@ -61,7 +61,7 @@ class StopStrings:
         return self._release(len(self._held) - (0 if self._shown else max(self._states, default=0)))
 
     def flush(self) -> str:
-        """End the text; return what was held back."""
+        """End the text; return the text held back."""
         return "" if self.matched is not None else self._release(len(self._held))
 
     def _release(self, count: int) -> str:
@@ -69,7 +69,7 @@ class StopStrings:
         return out
 
     def _advance(self, char: str) -> str | None:
-        """Move the automaton of each pattern (Knuth, Morris, Pratt 1977) by one character; return the pattern found."""
+        """Advance each pattern's automaton (Knuth, Morris, Pratt 1977) by one character; return the pattern found."""
         states, found = self._states, None
         for i, (pattern, failure) in enumerate(self._patterns):
             state = states[i]
@@ -101,7 +101,7 @@ ONE_ID = 4
 
 
 class Delta(msgspec.Struct, frozen=True, gc=False):
-    """Text that engine outputs added to a choice; `logprobs` and `token_ids` are None if the request asked for none.
+    """New text of a choice, from engine outputs. `logprobs` and `token_ids` are None unless the request asked for them.
 
     `stop_reason` is the stop string, or the id of the stop token, that ended the choice.
     """
@@ -115,13 +115,13 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 
 
 class Choice:
-    """Detokenize one sequence of a Generation, which owns it; find its stop strings and count its tokens.
+    """Detokenizes one sequence, finds its stop strings and counts its tokens. Owned by its Generation.
 
     `prompt` is the index of its prompt in the request. `last_s` is the arrival of the last output; Generation sets it.
     `timeline` has the engine's times so far.
-    With `keep_token_ids` deltas have the output tokens, a stop token included. With `tokens_as_ids` log-probabilities
-    have no texts of tokens. `num_reasoning` counts the tokens of the reasoning that `thinking` describes, `num_drafts`
-    the drafts that were verified, and `num_accepted` those that are among the tokens.
+    With `keep_token_ids`, deltas have the output tokens and a stop token. With `tokens_as_ids`, log-probabilities have
+    no texts of tokens. `num_reasoning` counts the tokens of the reasoning that `thinking` describes, `num_drafts` the
+    verified drafts, and `num_accepted` the accepted ones among the tokens.
     """
 
     __slots__ = (
@@ -188,14 +188,14 @@ class Choice:
         self._push_plain = self._plain_push()
 
     def begin(self, output: RequestOutput) -> None:
-        """Note what came with the first token: the times so far, and how much of the prompt was cached where."""
+        """Record data that comes with the first token: the times so far, and the cached prompt tokens by tier."""
         self.timeline = output.timeline
         self.cached_by_tier = output.cached_by_tier
 
     def take(self, output: RequestOutput) -> Delta | None:
-        """Add an engine output; return the delta to send, None if there is nothing to show yet.
+        """Add an engine output; return the delta to send, or None if there is nothing to show yet.
 
-        Sets `finish_reason` with the last delta. If a stop string was found, the engine still has to be told.
+        Sets `finish_reason` with the last delta. If a stop string was found, the caller must abort the sequence.
         """
         data, reason = output.token_ids, output.finish_reason
         if output.num_cached_tokens > self.num_cached:
@@ -210,7 +210,7 @@ class Choice:
     def _take_any(self, ids: Sequence[int], output: RequestOutput) -> Delta | None:
         """Add any number of tokens, with stop strings, logprobs and the end of the sequence.
 
-        The stop token that ended the sequence counts, but has no text unless it is to be shown. Tokens after a stop
+        The stop token that ended the sequence counts, but is shown only if the request asks for it. Tokens after a stop
         string do not count.
         """
         text, reason, before = "", output.finish_reason, self.num_tokens
@@ -246,7 +246,7 @@ class Choice:
 
     @property
     def _matched(self) -> str | None:
-        """Return the stop string that was found, or None."""
+        """Return the found stop string, or None."""
         return None if self._stops is None else self._stops.matched
 
     def _is_silent(self, token_id: int) -> bool:
@@ -262,7 +262,7 @@ class Choice:
         return text if self._stops is None else self._stops.push(text, self.num_tokens > self._min_tokens)
 
     def _count_reasoning(self, count: ReasoningCount, text: str) -> None:
-        """Count one token with its text; nothing is counted once the reasoning has ended."""
+        """Count one token, with its text, unless the reasoning has ended."""
         count.push(text)
         self.num_reasoning = count.num_tokens
         if count.done:
@@ -270,7 +270,7 @@ class Choice:
             self._push_plain = self._plain_push()
 
     def _plain_push(self) -> Callable[[int], str] | None:
-        """Return what turns a token into text if nothing but its text is wanted."""
+        """Return the function that decodes a token, if the request needs only text; else None."""
         if self._detokenizer is None or self._reasoning is not None or not self._plain:
             return None
         return self._detokenizer.push
@@ -283,7 +283,7 @@ class Choice:
 
 
 class ChoiceOutput:
-    """Collect all deltas of one choice. `logprobs` and `token_ids` stay None if the request asked for none."""
+    """Collects all deltas of one choice. `logprobs` and `token_ids` stay None unless the request asked for them."""
 
     __slots__ = ("finish_reason", "index", "logprobs", "stop_reason", "texts", "token_ids")
 
@@ -296,7 +296,7 @@ class ChoiceOutput:
         self.stop_reason: str | int | None = None
 
     def add(self, delta: Delta) -> None:
-        """Append a delta; deltas come in order."""
+        """Append the next delta."""
         self.texts.append(delta.text)
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         if delta.logprobs is not None:
@@ -313,9 +313,9 @@ class ChoiceOutput:
 
 
 class TokenUsage(msgspec.Struct, frozen=True):
-    """Tokens of a generation; those of a prompt count once, however many choices it has.
+    """Token counts of a generation. A prompt's tokens count once, however many choices it has.
 
-    `cached_by_tier` splits `num_cached_tokens` by `types.tier.TIERS`; it counts finished prompts only.
+    `cached_by_tier` splits `num_cached_tokens` by `types.tier.TIERS`; it counts only finished prompts.
     """
 
     num_prompt_tokens: int

@@ -1,4 +1,4 @@
-"""What is said of a generation when it has ended: a line in the log, and the spans of its trace."""
+"""Write the log line and the trace spans of a generation that has ended."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from pypto_serving.util import counted
 logger = logging.getLogger("pypto_serving.api")
 
 ABORTED = "abort"
-"""Finish reason of a choice whose client left."""
+"""Finish reason of a choice whose client disconnected."""
 MAX_TRACED = 16
-"""Choices of a request whose phases are traced, each with some spans."""
+"""Trace the phases of at most this many choices of a request, since each makes several spans."""
 MAX_LOGGED = 16
-"""Prompts of a request that are logged; hundreds would hold up the event loop."""
+"""Log at most this many prompts of a request, since hundreds would block the event loop."""
 
 
 def log_end(
     request: GenerationRequest, choices: Sequence[Choice], tokenizer: Tokenizer | None, max_log_len: int
 ) -> None:
-    """Log a request that has ended, in one line: its tokens, why its choices ended, the times of the first, settings.
+    """Log an ended request in one line: tokens, finish reasons, times of the first choice, parameters, prompts.
 
-    Of the first MAX_LOGGED prompts it has the first `max_log_len` characters, or token ids without a tokenizer.
+    Of the first MAX_LOGGED prompts, log the first `max_log_len` characters, or token ids without a tokenizer.
     """
     usage, reasons = count_usage(choices), Counter(choice.finish_reason or ABORTED for choice in choices)
     ends = ", ".join(reason if count == 1 else f"{count} x {reason}" for reason, count in reasons.items())
@@ -76,13 +76,13 @@ def _times(timeline: Timeline) -> dict[str, float]:
 
 
 def _beginning(token_ids: Sequence[int], tokenizer: Tokenizer | None, length: int) -> str:
-    """Return the first characters of a prompt; a token may have less than one, so a few may be missing."""
+    """Return about the first `length` characters of a prompt; fewer if its tokens are parts of characters."""
     ids = list(token_ids[:length])
     return str(ids) if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=False)[:length]
 
 
 def trace_end(trace: RequestTrace, request: GenerationRequest, choices: Sequence[Choice], model: str) -> None:
-    """Describe a request that has ended in its trace, with a span for each phase of its first choices."""
+    """Describe an ended request in its trace, with a span for each phase of its first choices."""
     usage, params = count_usage(choices), request.params
     trace.describe(
         {
@@ -105,7 +105,7 @@ def trace_end(trace: RequestTrace, request: GenerationRequest, choices: Sequence
 
 
 def _usage_attributes(usage: TokenUsage, num_choices: int) -> dict[str, int]:
-    """Return the tokens, by the names of OpenTelemetry's conventions and by those that vLLM has."""
+    """Return token counts, under the names of OpenTelemetry's conventions and of vLLM."""
     by_tier = zip(TIERS, usage.cached_by_tier, strict=True)
     return {
         "gen_ai.usage.input_tokens": usage.num_prompt_tokens,
@@ -119,7 +119,7 @@ def _usage_attributes(usage: TokenUsage, num_choices: int) -> dict[str, int]:
 
 
 def _latencies(timelines: Sequence[Timeline]) -> dict[str, float | int]:
-    """Return the times of a request in seconds, from its first choice in each phase to the last one."""
+    """Return the latencies of a request, in seconds. A phase begins with its first choice; the last choice ends all."""
     arrival_s = min(each.arrival_s for each in timelines)
     scheduled_s = min(each.scheduled_s for each in timelines)
     first_s, finished_s = min(each.first_token_s for each in timelines), max(each.finished_s for each in timelines)

@@ -1,4 +1,4 @@
-"""Find where the probabilities of the labels of a question can be read, and compute them."""
+"""Find the tokens at which the probabilities of a question's labels can be read, and compute them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pypto_serving.errors import RequestError
 YES_NO = ("Yes", "No")
 Kind = Literal["predicate", "choice", "score"]
 Step = tuple[int, int]
-"""A token of a label: the read that has its log-probability, and its id."""
+"""A token of a label: the index of the read with its log-probability, and the token's id."""
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """A question to answer: `paths[i]` are the steps of the label of `values[i]`, over the reads of the request."""
+    """A question to answer. `paths[i]` are the steps of the label for `values[i]`, over the reads of the request."""
 
     kind: Kind
     name: str | None
@@ -29,9 +29,9 @@ class Asked(msgspec.Struct, frozen=True):
 class LabelTree:
     """The labels of one question as token sequences. Does not change.
 
-    `nodes` are what the labels begin with, the empty sequence first: at each of them one read of the model gives the
-    log-probabilities of all tokens that continue a label there. `paths[i]` are the steps of label i, with reads counted
-    as nodes. Labels of one token need one read. Raises RequestError if the tokenizer does not tell the labels apart.
+    `nodes` are the proper prefixes of the labels, the empty one first. After each node, one read of the model gives the
+    log-probabilities of all tokens that continue a label. `paths[i]` are the steps of label i; read i is after node i.
+    Labels of one token need only one read. Raises RequestError if one label's tokens equal or begin another's.
     """
 
     def __init__(self, labels: Sequence[Sequence[int]]) -> None:
@@ -54,9 +54,9 @@ class LabelTree:
 
 
 def labels_of(kind: Kind, num_options: int) -> list[str]:
-    """Return the labels of a question. All have the same length, so none begins another: its tokens cannot either.
+    """Return the labels of a question. No label is a prefix of another, so neither are their token sequences.
 
-    Yes and No are two words that do not begin each other.
+    All labels have the same length, except for Yes and No.
     """
     if kind == "predicate":
         return list(YES_NO)
@@ -69,18 +69,18 @@ def labels_of(kind: Kind, num_options: int) -> list[str]:
 
 
 def encode_labels(labels: Sequence[str], encode: Callable[[str], list[int]]) -> LabelTree:
-    """Return the tree of `labels`, which begin an output, so nothing before them joins their tokens."""
+    """Return the tree of `labels`. They begin an output, so they are encoded without any text before them."""
     return LabelTree([encode(label) for label in labels])
 
 
 def probabilities(paths: Sequence[Sequence[Step]], reads: Sequence[Mapping[int, float]]) -> list[float]:
-    """Return the probability of each label among all labels, from the log-probabilities of tokens by read.
+    """Return the probability of each label, relative to all labels. `reads[r]` maps token ids to log-probabilities.
 
-    A label has the product of its tokens' probabilities; the sum over the labels is scaled to 1.
+    A label's weight is the product of its tokens' probabilities; the weights are scaled to a sum of 1.
     """
     logs = [sum(reads[read][token_id] for read, token_id in path) for path in paths]
     top = max(logs)
-    if top == -math.inf:  # the model rules out all of them
+    if top == -math.inf:  # the model rules out all labels
         return [1 / len(logs)] * len(logs)
     weights = [math.exp(log - top) for log in logs]
     total = math.fsum(weights)
@@ -88,6 +88,6 @@ def probabilities(paths: Sequence[Sequence[Step]], reads: Sequence[Mapping[int, 
 
 
 def concentration(probabilities: Sequence[float]) -> float:
-    """Return how far the largest of n >= 2 probabilities is above 1 / n, as a share of what it can be: 0 to 1."""
+    """Return (p - 1 / n) / (1 - 1 / n) for the largest p of n >= 2 probabilities: 0 if they are equal, 1 if p is 1."""
     uniform = 1 / len(probabilities)
     return min(1.0, max(0.0, (max(probabilities) - uniform) / (1 - uniform)))

@@ -1,4 +1,4 @@
-"""Carry the log-probabilities of output tokens and of prompts."""
+"""Hold the log-probabilities of output tokens and of prompts."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from pypto_serving.types.sampler import Logprobs
 from pypto_serving.types.step import PromptLogprobs, TokenLogprobs
 
 MAX_LOGPROBS_OF_ANSWER = 2**20
-"""Bounds the log-probabilities of output tokens in an answer that is not streamed, over all choices.
+"""Limit of log-probabilities of output tokens in an answer that is not streamed, over all choices.
 
-Each takes about 170 bytes until the answer is written, and 220 while it is: 400 MB in all."""
+Each takes about 170 bytes before the answer is encoded, and 220 more during encoding: 400 MB in all."""
 
 
 LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON lacks."""
+"""Sent instead of minus infinity, which JSON cannot express."""
 
 
 class ScoredToken(msgspec.Struct, frozen=True, gc=False):
     """A token and its natural log-probability; `rank` 1 is the most likely.
 
-    `utf8` are the bytes that it stands for, None if the model has no tokenizer.
+    `utf8`: the bytes of the token; None if the model has no tokenizer.
     """
 
     token_id: int
@@ -47,15 +47,15 @@ class ScoredToken(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def shown_logprob(self) -> float:
-        """Return the log-probability as JSON can have it."""
+        """Return the log-probability, or LOWEST_LOGPROB for minus infinity."""
         return max(self.logprob, LOWEST_LOGPROB)
 
 
 class TokenEntry(msgspec.Struct, frozen=True, gc=False):
-    """The log-probabilities at one output position: of the chosen token and of the most likely ones, best first.
+    """The log-probabilities at one position: of the chosen token, and of the most likely ones, best first.
 
-    `offset` is where the text of the token begins in the output, in characters. `ends`: the token ended the sequence
-    and has no text. The first token of a prompt is not `scored`, since nothing precedes it.
+    `offset`: where the token begins in the text, in characters. `ends`: the token ended the sequence and has no text.
+    The first token of a prompt is not `scored`, since nothing precedes it.
     """
 
     chosen: ScoredToken
@@ -68,7 +68,7 @@ class TokenEntry(msgspec.Struct, frozen=True, gc=False):
 def token_entry(
     token_id: int, logprobs: TokenLogprobs, tokenizer: Tokenizer | None, offset: int, ends: bool = False
 ) -> TokenEntry:
-    """Decode what the engine sent for one output token."""
+    """Decode the engine's log-probabilities for one output token."""
 
     def score(token_id: int, logprob: float, rank: int) -> ScoredToken:
         utf8 = None if tokenizer is None else tokenizer.token_bytes(token_id)
@@ -81,11 +81,11 @@ def token_entry(
 
 
 MAX_ANSWER_PROMPT_LOGPROBS = 2**18
-"""Bounds the log-probabilities of prompts in one answer, over all choices: they take about 60 bytes each."""
+"""Limit of log-probabilities of prompts in one answer, over all choices; each takes about 60 bytes."""
 
 
 def check_num_prompt_logprobs(num_tokens: int, num_choices: int, width: int) -> None:
-    """Raise RequestError if `width` + 1 log-probabilities of so many prompt tokens are too many for one answer."""
+    """Raise RequestError if `width` + 1 log-probabilities per prompt token and choice are too many for one answer."""
     if num_tokens * num_choices * (1 + width) > MAX_ANSWER_PROMPT_LOGPROBS:
         problem = f"{num_tokens} prompt tokens in {num_choices} choices with the {width} most likely tokens of each"
         message = f"log-probabilities of {problem} are more than {MAX_ANSWER_PROMPT_LOGPROBS}"
@@ -95,7 +95,7 @@ def check_num_prompt_logprobs(num_tokens: int, num_choices: int, width: int) -> 
 class CollectedPromptLogprobs:
     """The log-probabilities of one prompt's tokens, for all of its choices. Filled by the Generation.
 
-    Of n tokens all but the first have some.
+    The first token has none.
     """
 
     def __init__(self, token_ids: Sequence[int]) -> None:
@@ -104,19 +104,19 @@ class CollectedPromptLogprobs:
         self._missing = len(token_ids) - 1
 
     def add(self, part: PromptLogprobs) -> None:
-        """Append what the engine sent."""
+        """Append a part from the engine."""
         self._parts.append(part)
         self._missing -= part.num_tokens
 
     @property
     def complete(self) -> bool:
-        """Whether all have arrived."""
+        """Whether all log-probabilities have arrived."""
         return self._missing <= 0
 
     def entries(
         self, width: int, tokenizer: Tokenizer | None, offsets: Sequence[int] | None = None
     ) -> Iterator[TokenEntry]:
-        """Yield the entry of each token with the `width` most likely tokens; `offsets` are those of the tokens."""
+        """Yield the entry of each token, with the `width` most likely tokens; `offsets` as of `text_offsets`."""
 
         def score(token_id: int, logprob: float, rank: int) -> ScoredToken:
             return ScoredToken(token_id, logprob, rank, None if tokenizer is None else tokenizer.token_bytes(token_id))
@@ -134,14 +134,14 @@ class CollectedPromptLogprobs:
 
 
 def prompt_text(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
-    """Return the text of a prompt that was given as token ids, special tokens included; "" without a tokenizer."""
+    """Decode a prompt given as token ids, including special tokens; return "" without a tokenizer."""
     return "" if tokenizer is None else tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
 
 def text_offsets(token_ids: Sequence[int], text: str, tokenizer: Tokenizer | None) -> list[int]:
     """Return where each token of a prompt begins in its `text`, in characters.
 
-    Special tokens have no room in a text that lacks them. Where the tokenizer changed the text, places are inexact.
+    Special tokens that `text` lacks have no width in it. If the tokenizer changed the text, offsets are inexact.
     """
     if tokenizer is None:
         return [0] * len(token_ids)

@@ -1,4 +1,4 @@
-"""Make the prompts, parameters and engine requests of a generation, in the same way for every endpoint."""
+"""Make the prompts, parameters and engine requests of a generation, for all endpoints."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ MAY_LACK_CONTENT = frozenset({"assistant", "tool", "function"})
 _PARTS = {"text": "text", "refusal": "refusal"}
 MAX_TIMEOUT_S = 86_400
 MAX_CHOICES = 512
-"""Bounds the choices of all prompts of one request, since the event loop makes them all at once."""
+"""Limit of choices, over all prompts of a request, since the event loop creates all of them at once."""
 
 
 class FittedPrompt(msgspec.Struct, frozen=True):
-    """A prompt and how many tokens continue it; together they fit the context. Made by `fit_prompt`.
+    """A prompt and its `max_tokens`, which fit the context together. Made by `fit_prompt`.
 
-    `packed_ids` holds its token ids, packed by `pack_ids`; `num_cut` tokens before them were cut off. `text` is kept if
-    the answer repeats it; None if token ids were given.
+    `packed_ids`: its token ids, packed by `pack_ids`; `num_cut` tokens before them were cut off. `text` is kept if the
+    answer repeats it; None if token ids were given.
     """
 
     packed_ids: bytes
@@ -60,11 +60,11 @@ class FittedPrompt(msgspec.Struct, frozen=True):
 class GenerationRequest:
     """Prompts to continue together. Choices are numbered prompt by prompt.
 
-    `id` is the beginning of every engine request's id. `params` are those of `fit_params`; `params.n` is the number of
-    choices of each prompt. Lower `priority` is served earlier. Prefixes are shared within one `cache_salt`.
-    `timeout_s` is what the client gave, `deadline_s` the monotonic time at which what is unfinished ends.
-    `http_id` names the HTTP request in logs; `trace` is told how the request ended.
-    `keep_token_ids`, `tokens_as_ids`, `thinking`: see Choice. `prompt_logprobs` are those of `new_prompt_logprobs`.
+    `id` begins the id of each engine request. `params` come from `fit_params`; `params.n` is the number of choices per
+    prompt. Lower `priority` is served earlier. Requests with equal `cache_salt` share cached prefixes.
+    `timeout_s` is the client's; at the monotonic time `deadline_s`, unfinished choices end.
+    `http_id` names the HTTP request in logs; `trace` records how the request ends.
+    `keep_token_ids`, `tokens_as_ids`, `thinking`: see Choice. `prompt_logprobs` come from `new_prompt_logprobs`.
     """
 
     id: str
@@ -88,7 +88,7 @@ class GenerationRequest:
 
 
 def check_num_choices(num_choices: int, num_prompts: int, config: EngineConfig) -> None:
-    """Raise RequestError if `num_choices` choices of `num_prompts` prompts are more than an idle server takes."""
+    """Raise RequestError if `num_choices` choices of `num_prompts` prompts are too many even for an idle server."""
     param = "prompt" if num_prompts > 1 else "n"
     if num_choices > MAX_CHOICES:
         message = f"the request makes {num_choices} sequences, but must make at most {MAX_CHOICES}; send several"
@@ -104,8 +104,8 @@ def check_num_choices(num_choices: int, num_prompts: int, config: EngineConfig) 
 def fit_params(params: SamplingParams, prompter: Prompter, new_parser: OutputFormat | None = None) -> SamplingParams:
     """Return the parameters of a request, with bad words as token ids and structured outputs as a guide.
 
-    Special tokens stay in the text if the parser needs to see them. Raises RequestError if a parameter
-    names a token id outside the vocabulary, and where `encode_bad_words` and `with_guide` do.
+    Special tokens stay in the text if the parser needs them. Raises RequestError if a parameter names a token id
+    outside the vocabulary, and the errors of `encode_bad_words` and `with_guide`.
     """
     params = with_guide(encode_bad_words(params, prompter.tokenizer), prompter)
     check_named_ids(params, prompter.config.model.vocab_size)
@@ -143,9 +143,9 @@ def check_prompt_logprobs(prompts: Sequence[FittedPrompt], params: SamplingParam
 
 
 def fit_num_logprobs(prompts: Sequence[FittedPrompt], params: SamplingParams, asked: int | None) -> list[FittedPrompt]:
-    """Return `prompts` whose outputs have few enough log-probabilities for one answer.
+    """Limit `max_tokens` of prompts so that the outputs' log-probabilities fit one answer.
 
-    Their max_tokens is lowered if the client `asked` for none. Raises RequestError if it asked for too many.
+    `asked`: the client's own max_tokens, which is not lowered. Raises RequestError if it is too large.
     """
     if params.logprobs is None:
         return list(prompts)
@@ -162,7 +162,7 @@ def fit_num_logprobs(prompts: Sequence[FittedPrompt], params: SamplingParams, as
 
 
 def new_prompt_logprobs(prompts: Sequence[FittedPrompt], params: SamplingParams) -> Sequence[CollectedPromptLogprobs]:
-    """Make a collector of log-probabilities for each prompt; () if `params` ask for none."""
+    """Make a collector of log-probabilities for each prompt; () unless `params` ask for them."""
     return () if params.prompt_logprobs is None else [CollectedPromptLogprobs(prompt.token_ids) for prompt in prompts]
 
 
@@ -171,8 +171,8 @@ def engine_requests(
 ) -> list[EngineRequest]:
     """Make one engine request for each choice, in order.
 
-    Choices of a prompt share its seed and token ids; all choices share their parameters, without stop strings, which
-    this process finds. Only the first choice of a prompt asks for the log-probabilities of the prompt. Raises
+    Choices of a prompt share its seed and token ids. All choices share the parameters, without stop strings, which this
+    process finds itself. Only the first choice of a prompt asks for the log-probabilities of the prompt. Raises
     RequestError if `min_tokens` does not fit.
     """
     made: list[EngineRequest] = []
@@ -206,9 +206,9 @@ def engine_requests(
 
 
 def encode_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
-    """Return parameters whose `bad_word_ids` hold the `bad_words` too, each encoded with and without a space before.
+    """Add `bad_words` to `bad_word_ids`, each encoded with and without a leading space.
 
-    Raises RequestError if they have too many tokens, or if there is no tokenizer.
+    Raises RequestError if bad words have too many tokens, or if there is no tokenizer.
     """
     if not params.bad_words:
         return params
@@ -235,7 +235,7 @@ def fit_max_tokens(
       not fit; `field` is its name in the error.
     - else: return what fits.
 
-    Raises ContextLengthError, for `prompt_field`, if the prompt leaves no room for one token.
+    Raises ContextLengthError about `prompt_field` if the prompt leaves no room for one token.
     """
     room = max_model_len - num_prompt
     if room < 1:
@@ -262,10 +262,10 @@ def fit_max_tokens(
 def truncate(
     token_ids: Sequence[int], limit: int | None, max_tokens: int | None, max_model_len: int
 ) -> tuple[Sequence[int], int]:
-    """Return the end of a prompt and how many tokens were cut off before it.
+    """Return the kept end of a prompt, and how many tokens were cut off before it.
 
-    Keep the last `limit` tokens; for -1 as many as fit the context with `max_tokens` output tokens, or with one. None
-    keeps all.
+    Keep the last `limit` tokens; all for None. For -1, keep as many as fit the context together with `max_tokens`
+    output tokens, or with one output token if that is None.
     """
     if limit is None:
         return token_ids, 0
@@ -303,7 +303,7 @@ class ChatRequest:
 
 
 def encode_chat(prompter: Prompter, chat: ChatRequest) -> tuple[list[int], OutputFormat | None]:
-    """Render and encode a conversation; return its token ids, and how to parse its outputs, None for plain text.
+    """Render and encode a conversation; return its token ids, and the format of its outputs, None for plain text.
 
     Raises RequestError that names the field at fault.
     """
@@ -319,7 +319,7 @@ def encode_chat(prompter: Prompter, chat: ChatRequest) -> tuple[list[int], Outpu
 
 
 def fit_chat(prompter: Prompter, chat: ChatRequest) -> tuple[FittedPrompt, SamplingParams, OutputFormat | None]:
-    """Make the prompt, fit it to the context, and add the guide of the output. Raises RequestError."""
+    """Encode the prompt, fit it to the context, and add the guide of the output. Raises RequestError."""
     ids, form = encode_chat(prompter, chat)
     params = chat.params
     prompt = fit_prompt(

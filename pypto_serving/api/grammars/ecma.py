@@ -1,4 +1,4 @@
-"""Translate the regular expressions of JSON Schema, which are ECMAScript's, to those of Rust."""
+"""Translate the regular expressions of JSON Schema, which use ECMAScript's syntax, to Rust's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CLASSES: Mapping[str, str] = {
     r"\s": _SPACE,
     r"\S": f"[^{_SPACE}]",
 }
-"""What stands between brackets for a class of characters."""
+"""Classes of characters, written for use between brackets."""
 _CONTROLS: Mapping[str, str] = {"t": "\t", "n": "\n", "v": "\v", "f": "\f", "r": "\r", "0": "\0"}
 _SPECIAL = frozenset("\\.+*?()|[]{}^$#&-~")
 _ESCAPE = (
@@ -33,7 +33,7 @@ _IN_BRACKETS = re.compile(rf"{_ESCAPE}|.", re.S)
 
 
 def to_rust(pattern: str) -> str:
-    """Return an expression for the same texts. Raises ValueError for what has no such, or is not ECMAScript."""
+    """Return a Rust expression that matches the same texts. Raises ValueError if there is none, or for bad patterns."""
     written, before = [], ""
     for found in _TOKEN.finditer(pattern):
         token = found[0]
@@ -58,14 +58,14 @@ def _written(token: str) -> str:
             raise ValueError("a regex with flags or a group after (?, which are not supported")
         return "(?:" if token[-1] == ">" else token
     if len(token) > 1:
-        return token.removesuffix("?")  # a lazy one matches the same texts
+        return token.removesuffix("?")  # a lazy quantifier matches the same texts
     if token == ".":
         return r"[^\n\r\x{2028}\x{2029}]"
     return token if token in "()|^$*+?" else _literal(token)
 
 
 def _brackets(token: str) -> str:
-    """Translate a class of characters, in which Rust has more operators."""
+    """Translate a class of characters; escape characters that are operators only in Rust."""
     if token == "[":
         raise ValueError("a regex with a bracket that does not close")
     negated = token[1] == "^"
@@ -92,7 +92,7 @@ def _is_class(part: str) -> bool:
 
 
 def _char(part: str) -> str:
-    """Return the character that stands for itself, or is escaped."""
+    """Return the character that a literal or an escape stands for."""
     if part[0] != "\\":
         return part
     name = part[1:]

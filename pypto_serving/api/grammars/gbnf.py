@@ -20,7 +20,7 @@ _TOKEN = re.compile(
 
 
 def is_gbnf(grammar: str) -> bool:
-    """Whether a grammar is GBNF, and not Lark: some line begins with a rule."""
+    """Return whether a grammar is GBNF, not Lark: some line begins a rule with `::=`."""
     return _RULE.search(grammar) is not None
 
 
@@ -73,7 +73,7 @@ def _written(token: str, prefix: str, names: Collection[str]) -> str:
 
 
 def _class(token: str) -> str:
-    """Write a class of characters for Rust, where more characters have a meaning."""
+    """Write a class of characters for Rust, where more characters must be escaped."""
     inside = token[1:-1]
     negated = inside.startswith("^")
     escaped = re.sub(r"\\.|[\[&~]", lambda found: found[0] if len(found[0]) > 1 else "\\" + found[0], inside[negated:])

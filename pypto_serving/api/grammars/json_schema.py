@@ -1,4 +1,4 @@
-"""Prepare JSON schemas for llguidance: refuse what it cannot honour, and bound white space."""
+"""Prepare JSON schemas for llguidance: refuse keywords that it cannot enforce, and limit white space."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pypto_serving.api.grammars.one_of import OneOf
 from pypto_serving.util import brief
 
 WHITESPACE = r"\x20|\r?\n[\x20\x09]{0,20}"
-"""White space between the parts of JSON: one space, or a line break and its indentation."""
+"""Allowed white space between the parts of JSON: one space, or a line break and indentation."""
 ESCAPES = 'nrbtf\\"'
-"""Escapes in texts. Without `u` each text has one spelling, so two keys that look different are different."""
+"""Allowed escapes in strings. Without `u`, a text has only one spelling, so keys that look different are different."""
 
 DEFINITIONS = "#/$defs/"
-"""How references in a prepared schema begin, except those to the whole schema."""
+"""Beginning of references in a prepared schema, except references to the whole schema."""
 
 _SCHEMAS = frozenset({"additionalProperties", "items"})
 _LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
 _MAPS = frozenset({"properties", "patternProperties"})
-"""Keywords whose values are a schema, a list of them, and schemas by name."""
+"""Keywords whose values are a schema, a list of schemas, and an object of schemas by name."""
 _COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 _NUMBERS = frozenset({"const", "enum", "multipleOf", *BOUNDS})
@@ -43,12 +43,12 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "$recursiveRef": (),
     "x-guidance": (),
 }
-"""Keywords that cannot be enforced, with the values that change nothing. Annotations and unknown ones are left out."""
+"""Keywords that cannot be enforced, with values that have no effect. Annotations and unknown keywords are dropped."""
 
 MAX_COPIED = 1 << 18
-"""Most keywords that are copied by following references."""
+"""Limit of keywords copied by following references."""
 _UNWRITABLE = re.compile("[\\x00-\\x07\\x0b\\x0e-\\x1f\\x7f\\ud800-\\udfff]")
-"""Characters without a short escape in JSON: control characters, and halves of surrogate pairs."""
+"""Characters that can only be written with `\\u` in JSON: some control characters, and lone surrogates."""
 
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
@@ -62,23 +62,23 @@ _NARROWER: Mapping[str, str] = {
     "time": f"^{_TIME}",
     "hostname": rf"^{_LABEL}(?:\.{_LABEL})*$",
 }
-"""Patterns that texts of a format must match as well, since llguidance's formats allow more.
+"""Patterns that strings of a format must also match, since llguidance's own definition of the format allows more.
 
-February 29 in leap years only, no year 0, no leap second, no label with `--` in its third place, which is for Punycode.
+February 29 only in leap years; no year 0, no leap second; no label with `--` at its third character, as in Punycode.
 """
 
 
 class SchemaError(Exception):
-    """A keyword that cannot be honoured; the message names it and its place."""
+    """A schema that cannot be enforced; the message names the keyword and its place."""
 
 
 def prepare(
     schema: Mapping[str, Any], options: Mapping[str, Any], close_objects: bool = False, keep_free: bool = False
 ) -> dict[str, Any]:
-    """Return a schema that llguidance enforces as it stands, with `options` for it. Properties keep their order.
+    """Return a schema that llguidance enforces completely, with its `options`. Properties keep their order.
 
-    With `close_objects`, objects have no properties but those they name; with `keep_free`, objects that name none may
-    have any. Raises SchemaError.
+    With `close_objects`, objects may have only the properties that they name; but with `keep_free`, objects that name
+    none may have any. Raises SchemaError.
     """
     copier = _SchemaCopier(schema, is_split=False)
     made = copier.whole()
@@ -92,14 +92,14 @@ def prepare(
 def prepare_parts(schema: Mapping[str, Any]) -> tuple[dict[str, Any], Definitions]:
     """Return a prepared schema without options, and separately the definitions that it refers to.
 
-    Each part of it can be used alone: a reference to the whole schema leads to a definition, too.
+    Each part of the schema can be used alone, since references to the whole schema also become definitions.
     """
     copier = _SchemaCopier(schema, is_split=True)
     return copier.whole(), Definitions(copier.definitions)
 
 
 def close_all(schema: Mapping[str, Any], keep_free: bool) -> None:
-    """Allow the objects of a prepared schema only what they name; those that name nothing stay if `keep_free`."""
+    """Allow objects of a prepared schema only the properties that they name. `keep_free`: not if they name none."""
     for _, part in subschemas(schema, ""):
         if isinstance(part, dict) and _is_open_object(part) and ("properties" in part or not keep_free):
             part["additionalProperties"] = False
@@ -111,7 +111,7 @@ def with_options(schema: Mapping[str, Any], options: Mapping[str, Any]) -> dict[
 
 
 def subschemas(schema: Any, at: str) -> Iterator[tuple[str, Any]]:
-    """Yield a prepared schema and those in it, with their places."""
+    """Yield a prepared schema and all schemas in it, each after its place."""
     yield at, schema
     for name, value in schema.items() if isinstance(schema, Mapping) else ():
         if name in _SCHEMAS:
@@ -125,7 +125,7 @@ def subschemas(schema: Any, at: str) -> Iterator[tuple[str, Any]]:
 
 
 class Definitions:
-    """Owns the prepared schemas that parts of another one refer to, and how many of them may still be copied."""
+    """Owns the prepared schemas that parts of a schema refer to, and the number that may still be copied."""
 
     def __init__(self, schemas: Mapping[str, Any]) -> None:
         self._schemas = schemas
@@ -133,11 +133,11 @@ class Definitions:
         self._left = MAX_COPIED
 
     def target(self, schema: Mapping[str, Any]) -> Any:
-        """Return the schema that a prepared one refers to; None if it refers to none."""
+        """Return the schema that a prepared schema refers to, or None."""
         return self._schemas.get(str(schema.get("$ref")).removeprefix(DEFINITIONS))
 
     def with_those_of(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Add the definitions that a schema refers to, directly or not. Raises SchemaError beyond MAX_COPIED."""
+        """Add all definitions that a schema refers to, directly or indirectly. Raises SchemaError beyond MAX_COPIED."""
         found: dict[str, Any] = {}
         todo, _ = _references(schema)
         while todo:
@@ -157,17 +157,17 @@ class Definitions:
 
 
 def _references(schema: Any) -> tuple[list[str], int]:
-    """Return the names that a prepared schema itself refers to, and how many schemas are in it."""
+    """Return the names that a prepared schema refers to directly, and how many schemas it contains."""
     parts = [part for _, part in subschemas(schema, "")]
     refs = [part["$ref"] for part in parts if isinstance(part, Mapping) and "$ref" in part]
     return [ref.removeprefix(DEFINITIONS) for ref in refs], len(parts)
 
 
 class _SchemaCopier:
-    """Copies what a schema says of values, and the definitions that it refers to, each once.
+    """Copies the assertions of a schema, and each definition that it refers to once.
 
-    `root` is the whole schema; if it `is_split`, references to it lead to a definition, too. The base of a place is the
-    subschema against which its references are resolved.
+    `root` is the whole schema. With `is_split`, references to it also become a definition. The base of a place is the
+    subschema against which references there are resolved.
     """
 
     def __init__(self, root: Mapping[str, Any], is_split: bool) -> None:
@@ -179,7 +179,7 @@ class _SchemaCopier:
         self._left = MAX_COPIED
 
     def whole(self) -> dict[str, Any]:
-        """Return a copy of all of the schema."""
+        """Return a copy of the whole schema."""
         made: dict[str, Any] = self.copy(self._root, "#", self._root)
         parts = [*subschemas(made, "#"), *subschemas({"$defs": self.definitions}, "#")]
         schemas = [(place, part) for place, part in parts if isinstance(part, dict)]
@@ -230,7 +230,7 @@ class _SchemaCopier:
         return made
 
     def _look_up(self, ref: str, where: str, base: Mapping[str, Any]) -> tuple[Any, str, Mapping[str, Any]]:
-        """Return what `ref` refers to, the last part of its path, and its base."""
+        """Return the schema that `ref` refers to, the last part of its path, and its base."""
         root_id = self._root.get("$id", self._root.get("id"))
         if isinstance(root_id, str) and ref.startswith(f"{root_id.removesuffix('#')}#"):
             ref, base = ref[len(root_id.removesuffix("#")) :], self._root
@@ -248,7 +248,7 @@ class _SchemaCopier:
         return target, last, base
 
     def _refer(self, ref: str, where: str, base: Mapping[str, Any]) -> str:
-        """Return a reference to the copy of what `ref` refers to."""
+        """Copy the schema that `ref` refers to, unless done before; return a reference to the copy."""
         if (ref, id(base)) not in self._found:
             self._found[ref, id(base)] = self._look_up(ref, where, base)
         target, last, base = self._found[ref, id(base)]
@@ -265,7 +265,7 @@ class _SchemaCopier:
 
 
 def _child(node: Any, part: str) -> Any:
-    """Return what stands in a node under one part of a pointer, None if nothing does."""
+    """Return the child of a node under one part of a JSON pointer, or None."""
     if isinstance(node, Mapping):
         return node.get(part)
     if isinstance(node, list) and part.isascii() and part.isdigit() and len(part) < 10 and int(part) < len(node):
@@ -274,13 +274,13 @@ def _child(node: Any, part: str) -> Any:
 
 
 def _is_base(schema: Mapping[str, Any]) -> bool:
-    """Whether references in a schema are relative to it."""
+    """Return whether references in a schema are relative to that schema."""
     name = schema.get("$id")
     return isinstance(name, str) and not name.startswith("#")
 
 
 def _normal(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a schema with the items of older drafts written as in 2020-12."""
+    """Return a schema in which `items` of older drafts are written as in draft 2020-12."""
     made = {name: value for name, value in schema.items() if name != "additionalItems"}
     if isinstance(schema.get("items"), list):
         made["prefixItems"] = made.pop("items")
@@ -297,7 +297,7 @@ def _pattern(value: str, where: str) -> str:
 
 
 def _patterns(given: Mapping[str, Any], where: str) -> list[str]:
-    """Return the patterns of properties; two that are the same overlap."""
+    """Return the patterns of properties. Raises SchemaError if two are equal after translation."""
     made = [_pattern(each, where) for each in given]
     if len(set(made)) < len(made):
         raise SchemaError(f"{where} cannot be enforced: two of the patterns are the same")
@@ -310,7 +310,7 @@ def _is_open_object(schema: Mapping[str, Any]) -> bool:
 
 
 def _check_count(schema: Mapping[str, Any], place: str) -> None:
-    """Refuse a `minProperties` that repeated keys could appear to reach: only required keys are sure to differ."""
+    """Refuse a `minProperties` above what required keys ensure: llguidance also counts repeated keys."""
     least, required = schema.get("minProperties", 0), schema.get("required", ())
     if least > len(set(required)) + 1:
         problem = f"{least} is more than one above the required properties"
@@ -318,7 +318,7 @@ def _check_count(schema: Mapping[str, Any], place: str) -> None:
 
 
 def _checked(name: str, value: Any, where: str) -> Any:
-    """Return the value of an assertion as llguidance reads it."""
+    """Check the value of an assertion, and return it in a form that llguidance reads correctly."""
     wanted, is_right = _SHAPES[name]
     if not is_right(value):
         raise SchemaError(f"{where} is {brief(value)}, but must be {wanted}")
@@ -330,11 +330,11 @@ def _checked(name: str, value: Any, where: str) -> Any:
         value = inward(name, value)
     if name in _NUMBERS:
         _check_exact(value, where)
-    return 0 if isinstance(value, float) and value == 0 else value  # llguidance takes -0.0 for less
+    return 0 if isinstance(value, float) and value == 0 else value  # for llguidance, -0.0 is below 0
 
 
 def _check_exact(value: Any, where: str) -> None:
-    """Refuse numbers that llguidance does not read exactly, and texts that cannot be written without `\\u`."""
+    """Refuse numbers that llguidance does not read exactly, and texts that need `\\u` escapes."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list):
@@ -347,7 +347,7 @@ def _check_exact(value: Any, where: str) -> None:
 
 
 def _narrow(schema: dict[str, Any]) -> None:
-    """Add what llguidance's formats leave open: see `_NARROWER`."""
+    """Add the pattern of `_NARROWER` for a format that llguidance enforces only in part."""
     pattern = _NARROWER.get(schema.get("format", ""))
     if pattern is None:
         return
@@ -390,4 +390,4 @@ _SHAPES: Mapping[str, _Shape] = {
     **dict.fromkeys(_LISTS, _LIST),
     **dict.fromkeys(_MAPS, _OBJECT),
 }
-"""What the value of a keyword must be. The bounds of draft 4 may be true or false."""
+"""Required form of each keyword's value, in words and as a check. Draft 4's exclusive bounds may be booleans."""

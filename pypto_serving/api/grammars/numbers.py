@@ -1,4 +1,4 @@
-"""Keep the numbers of a schema to those that llguidance reads exactly."""
+"""Adapt the numbers of a schema to what llguidance reads exactly."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _EXACT = 2**53
 _WORD = 2**32
 MAX_DIGITS = 15
 MAX_MULTIPLES = 64
-"""Different values of `multipleOf` in a schema."""
+"""Limit of different values of `multipleOf` in a schema."""
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 Parts = Sequence[tuple[str, dict[str, Any]]]
-"""The schemas in a schema, with their places."""
+"""The subschemas of a schema, each after its place."""
 
 
 def is_exact(value: float) -> bool:
-    """Whether a number is read exactly: whole ones, and fractions that are one division of two of them."""
+    """Return whether llguidance reads a number exactly: integers, and fractions that divide one integer by another."""
     if not abs(value) < _EXACT:
         return False
     mantissa, _, exponent = repr(value).partition("e")
@@ -28,12 +28,12 @@ def is_exact(value: float) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number of JSON, which true and false are not."""
+    """Return whether a value is a JSON number, which excludes booleans."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def inward(name: str, value: Any) -> Any:
-    """Return the nearest bound within the one called `name` that is short enough to be read exactly."""
+    """Return the nearest value within the bound `name` that has few enough digits to be read exactly."""
     if not is_number(value):
         return value
     is_lower = name in ("minimum", "exclusiveMinimum")
@@ -46,9 +46,9 @@ def inward(name: str, value: Any) -> Any:
 
 
 def unjoined_multiple(parts: Parts) -> tuple[str, float] | None:
-    """Return the place and value of a `multipleOf` that cannot be joined with another one, or that is one too many.
+    """Return place and value of a `multipleOf` beyond the limits, or None.
 
-    Two that hold for one number are joined in words of 32 bits.
+    It cannot be combined with another one in 32 bits, as llguidance does, or exceeds MAX_MULTIPLES.
     """
     seen: set[Decimal] = set()
     for place, part in parts:
@@ -67,11 +67,11 @@ def _product(one: Decimal, other: Decimal) -> Decimal:
 
 
 def settle_bounds(parts: Parts) -> None:
-    """Move excluded bounds that llguidance would allow, and write those of draft 4 like others.
+    """Replace exclusive bounds that llguidance would not enforce, and rewrite draft 4's bounds in the new form.
 
-    Where a whole number is excluded and the other bound is in the same unit, as in above 0 and up to 0.5, llguidance
-    allows the whole number. Bounds may come together from several places, so an excluded one becomes a bound just
-    beside it if any bound of the schema is in that unit.
+    If an exclusive bound is an integer and the other bound is less than 1 away, as in above 0 and up to 0.5, llguidance
+    allows the integer. Bounds of several places may apply together, so an exclusive integer bound is replaced by an
+    inclusive one just beside it if any bound of the schema is that near.
     """
     bounds = [part[name] for _, part in parts for name in BOUNDS if name in part]
     units = {math.floor(bound) for bound in bounds if isinstance(bound, float) and not bound.is_integer()}

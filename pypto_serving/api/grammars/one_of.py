@@ -1,4 +1,4 @@
-"""Write a `oneOf` as `anyOf` where no two of its cases can hold at once."""
+"""Replace a `oneOf` by `anyOf` if no two of its cases can hold at once."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pypto_serving.api.chat.tools import MAX_HOPS
 
 MAX_CASES, MAX_VALUES = 64, 64
 MAX_COMPARISONS = 8192
-"""Of cases, in a schema."""
+"""Limit of comparisons of two cases, in one schema."""
 _TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 
 
 class OneOf:
-    """Finds out for one prepared schema which cases exclude each other; `find` returns what a reference leads to."""
+    """Finds mutually exclusive cases in one prepared schema. `find` returns the schema that a reference points to."""
 
     def __init__(self, find: Callable[[str], Any]) -> None:
         self._find = find
@@ -23,9 +23,9 @@ class OneOf:
         self._read: dict[int, _Case] = {}
 
     def settle(self, schema: dict[str, Any]) -> None:
-        """Write the `oneOf` of a part as `anyOf`, if no two of its cases can hold at once.
+        """Replace the `oneOf` of a part by `anyOf`, if no two of its cases can hold at once.
 
-        Raises ValueError if that takes too long to find out.
+        Raises ValueError if the check takes too long.
         """
         found = self._as_any_of(schema["oneOf"]) if "oneOf" in schema else None
         if found is None:
@@ -37,7 +37,7 @@ class OneOf:
             schema["anyOf"] = found
 
     def _as_any_of(self, cases: Sequence[Any]) -> Sequence[Any] | None:
-        """Return cases of `anyOf` that say the same as these of `oneOf`; None if they may overlap."""
+        """Return cases for `anyOf` that are equivalent to these cases of `oneOf`; None if these may overlap."""
         whole = list(map(self._resolved, cases))
         listed = [self._case(case).values if isinstance(case, Mapping) else None for case in whole]
         if None not in listed:
@@ -52,7 +52,7 @@ class OneOf:
         return cases if all(itertools.starmap(self._apart, itertools.combinations(whole, 2))) else None
 
     def _resolved(self, schema: Any) -> Any:
-        """Return what a reference leads to, other schemas as they are, and True where that is not clear."""
+        """Follow references to a schema; return True after too many."""
         for _ in range(MAX_HOPS):
             if not isinstance(schema, Mapping) or "$ref" not in schema:
                 return schema
@@ -60,7 +60,7 @@ class OneOf:
         return True
 
     def _apart(self, one: Any, other: Any) -> bool:
-        """Whether no value is valid under both, by its type, its value, or a property that one of them requires."""
+        """Return whether types, values or a required property ensure that no value is valid under both schemas."""
         if self._unlike(one, other):
             return True
         if not isinstance(one, Mapping) or not isinstance(other, Mapping):
@@ -72,7 +72,7 @@ class OneOf:
         return any(self._unlike(self._property(one, name), self._property(other, name)) for name in names)
 
     def _unlike(self, one: Any, other: Any) -> bool:
-        """Whether no value has the type of both, or is among those of both."""
+        """Return whether two schemas have no type in common or, if both list their values, no value."""
         self._left -= 1
         if self._left < 0:
             problem = f"the cases of all oneOf take more than {MAX_COMPARISONS} comparisons"
@@ -87,24 +87,24 @@ class OneOf:
         return case.types.isdisjoint(another.types)
 
     def _property(self, schema: Mapping[str, Any], name: str) -> Any:
-        """Return what the value of a property must be; True for anything."""
+        """Return the schema of a property; True if any value is allowed."""
         if name in schema.get("properties", ()):
             return self._resolved(schema["properties"][name])
         return "patternProperties" in schema or schema.get("additionalProperties", True) is not False
 
     def _case(self, schema: Mapping[str, Any]) -> _Case:
-        """Return what a schema says of its values; it is read once, since a schema is compared with many."""
+        """Return the case that a schema describes. Each schema is read only once, but compared with many."""
         if id(schema) not in self._read:
             self._read[id(schema)] = _read_case(schema)
         return self._read[id(schema)]
 
 
 class _Case(NamedTuple):
-    """What a schema says of its values.
+    """Facts about the values that a schema allows.
 
-    - `types`: those that they may have; integers are numbers
-    - `values`: the values with their types, if they are listed; all arrays are one, and all objects
-    - `required`: the properties that it requires
+    - `types`: their types; integers count as numbers
+    - `values`: the values with their types, if they are listed; all arrays count as equal, and all objects
+    - `required`: the required properties
     """
 
     types: frozenset[str]
@@ -113,7 +113,7 @@ class _Case(NamedTuple):
 
 
 def _only_required(case: Any) -> str | None:
-    """Return the property that a case requires if it says nothing else."""
+    """Return the property that a case requires, if that is its only assertion."""
     match case:
         case {"required": [str(name)], **rest} if rest in ({}, {"type": "object"}):
             return name
@@ -121,7 +121,7 @@ def _only_required(case: Any) -> str | None:
 
 
 def _with_one_of(name: str | None, names: Sequence[str | None]) -> dict[str, Any]:
-    """Write objects that have one of some properties, and none of the others."""
+    """Return the schema of objects that have the property `name`, but no other one of `names`."""
     others = {str(other): False for other in names if other != name}
     return {"type": "object", "properties": others, "required": [name], "additionalProperties": True}
 

@@ -1,4 +1,4 @@
-"""Say in the words of JSON Schema, and with the place, why a grammar does not compile."""
+"""Explain, in the terms of JSON Schema and with the place, why a grammar does not compile."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pypto_serving.api.grammars.json_schema import subschemas
 from pypto_serving.types.guide import Grammar
 
 MAX_TRIED = 32
-"""Parts of a grammar that are compiled alone to find the one at fault."""
+"""Compile at most this many parts of a grammar separately, to find the one at fault."""
 _AT_LINE = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*)", re.DOTALL)
 _RULE = re.compile(r"([\w-]+)(?:\[[^\]]*\])?:")
 
 
 def checked(grammar: Grammar) -> Grammar:
-    """Return a grammar that compiles, as `guidance.checked` does. Raises GrammarError that names the place at fault."""
+    """Check a grammar like `guidance.checked`, and return it. Raises GrammarError that names the place at fault."""
     try:
         return guidance.checked(grammar)
     except guidance.GrammarError as error:
@@ -45,7 +45,7 @@ def _explained(error: guidance.GrammarError, grammar: Grammar) -> guidance.Gramm
 
 
 def _schema_in(line: str) -> Any:
-    """Return the schema on a line of Lark; None for none."""
+    """Return the schema on a line of Lark, or None."""
     _, mark, schema = line.partition("%json ")
     with suppress(ValueError):
         return json.JSONDecoder().raw_decode(schema)[0] if mark else None
@@ -53,7 +53,7 @@ def _schema_in(line: str) -> Any:
 
 
 def _place_of(lines: Sequence[str]) -> str:
-    """Return the place that the last line of Lark comes from; "" if no comment names it."""
+    """Return the place in the request from which the last line of Lark was made; "" if no comment names it."""
     comment = next((line for line in reversed(lines) if line.startswith(PLACE)), "")
     with suppress(ValueError):
         return str(json.loads(comment.removeprefix(PLACE)))
@@ -61,7 +61,7 @@ def _place_of(lines: Sequence[str]) -> str:
 
 
 def _culprit(grammar: Grammar) -> tuple[str, str] | None:
-    """Return the place of the first part that does not compile alone, and why; None if none is found."""
+    """Return the place of the first part that does not compile by itself, and the reason; None if all compile."""
     lines = grammar.text.split("\n")[1:]
     parts, place = {"": ['""']}, ""
     for line in lines:
@@ -78,7 +78,7 @@ def _culprit(grammar: Grammar) -> tuple[str, str] | None:
 
 
 def explained(message: str, schema: Mapping[str, Any]) -> str | None:
-    """Return what a message of llguidance about a schema means; None if that is not known."""
+    """Explain a message of llguidance about a schema; return None if it is unknown."""
 
     def place(name: str, is_meant: Callable[[Any], bool]) -> str:
         return next((at for at, key, value in _keywords(schema) if key == name and is_meant(value)), f"#/…/{name}")
@@ -125,7 +125,7 @@ def _is_bad(pattern: str) -> bool:
 
 
 def _keywords(schema: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Yield all keywords of a schema, each with its place before it."""
+    """Yield place, name and value of each keyword of a schema."""
     for at, each in subschemas(schema, "#"):
         for name, value in each.items() if isinstance(each, dict) else ():
             yield f"{at}/{name}", name, value

@@ -1,4 +1,4 @@
-"""Make the guide of a request: what its output must match, and for chats also its calls and where reasoning ends."""
+"""Make the guide of a request: its structure; for chats also its tool calls and the marks of reasoning."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from pypto_serving.types.structured import StructuredOutputsParams
 
 ANY_OBJECT = {"type": "object"}
 CHECKED = 16
-"""Grammars that are known to compile."""
+"""Remember this many grammars that compile."""
 
 
 def with_guide(params: SamplingParams, prompter: Prompter) -> SamplingParams:
-    """Return parameters whose `structured_outputs` became the grammar of their guide. Nothing is compiled yet.
+    """Convert `structured_outputs` to the grammar of the parameters' guide. Nothing is compiled yet.
 
-    A guide that they have already says how outputs reason. Raises RequestError that names the field at fault.
+    A guide in `params` describes the reasoning of outputs. Raises RequestError that names the field at fault.
     """
     structured, guide = params.structured_outputs, params.guide
     if structured is None:
@@ -67,11 +67,11 @@ def with_guide(params: SamplingParams, prompter: Prompter) -> SamplingParams:
 def with_chat_guide(
     params: SamplingParams, prompter: Prompter, form: OutputFormat | None, tools: ToolUse, budget: int | None = None
 ) -> SamplingParams:
-    """Return parameters with the guide of a chat's output: its reasoning, its calls, its structure.
+    """Add the guide of a chat's output: its reasoning, its tool calls, its structure.
 
-    - Where calls are forced, a `response_format` has nothing to say of.
-    - Where the model may call, the structure is that of other outputs. It is JSON, or a structural tag, which is all
-      that holds then: it may have the calls.
+    - If calls are forced, a `response_format` has no effect.
+    - If the model may call, the structure applies to outputs without calls. It must be JSON or a structural tag. A tag
+      is the whole grammar; it may contain calls.
 
     Raises RequestError that names the field at fault.
     """
@@ -96,7 +96,7 @@ def with_chat_guide(
 def _calls(
     prompter: Prompter, form: OutputFormat | None, tools: ToolUse, structured: StructuredOutputsParams | None
 ) -> Grammar | None:
-    """Return the grammar of calls that the request demands; None if it demands nothing of them."""
+    """Return the grammar of the calls that the request demands, or None if it restricts no calls."""
     strict = next((function["name"] for function in tools.functions if function.get("strict")), None)
     if structured is not None and tools.functions and not tools.forced:
         _check_beside(structured, strict)
@@ -122,7 +122,7 @@ def _calls(
 
 
 def _check_beside(structured: StructuredOutputsParams, strict: str | None) -> None:
-    """Refuse a structure beside tools that the model may call, if it would leave no room for calls."""
+    """Refuse a structure beside optional tools if it would make calls impossible."""
     kinds = [kind for kind in ("regex", "choice", "grammar") if getattr(structured, kind) is not None]
     if kinds:
         problem = f"({kinds[0]}) leaves no room for calls of the tools"
@@ -170,7 +170,7 @@ def grammar_of(structured: StructuredOutputsParams, tokenizer: Tokenizer) -> Gra
 
 
 def json_options(structured: StructuredOutputsParams | None = None) -> dict[str, Any]:
-    """Return llguidance's options for JSON; without arguments those of every JSON that nobody says more of."""
+    """Return llguidance's JSON options; without an argument, the default options."""
     if structured is not None and structured.disable_any_whitespace:
         return {"whitespace_flexible": False}
     pattern = None if structured is None else structured.whitespace_pattern
@@ -178,7 +178,7 @@ def json_options(structured: StructuredOutputsParams | None = None) -> dict[str,
 
 
 def read_object(given: Any) -> Mapping[str, Any]:
-    """Return a mapping, or the one that a JSON text holds. Raises ValueError."""
+    """Return a mapping, or parse one from JSON text. Raises ValueError."""
     found = json.loads(given) if isinstance(given, str) else given
     if not isinstance(found, Mapping):
         raise ValueError("it must be a JSON object")
@@ -186,7 +186,7 @@ def read_object(given: Any) -> Mapping[str, Any]:
 
 
 def without_anchors(regex: str) -> str:
-    """Drop `^` at the start and `$` at the end, which change nothing where the whole output must match."""
+    """Drop `^` at the start and `$` at the end, which have no effect since the whole output must match."""
     regex = regex.removeprefix("^")
     bare = regex.removesuffix("$")
     num_backslashes = len(bare) - len(bare.rstrip("\\"))
@@ -194,7 +194,7 @@ def without_anchors(regex: str) -> str:
 
 
 def checked(params: SamplingParams) -> SamplingParams:
-    """Return parameters whose grammar compiles, in a form that workers read. Takes time. Raises RequestError."""
+    """Compile the grammar, and return parameters with it in a syntax that workers read. Slow. Raises RequestError."""
     guide = params.guide
     if guide is None or guide.grammar is None:
         return params

@@ -1,4 +1,4 @@
-"""Write the formats of structural tags, which are those of XGrammar, as rules of a Lark grammar."""
+"""Convert the formats of XGrammar's structural tags to rules of a Lark grammar."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pypto_serving.util import brief
 
 Format = Mapping[str, Any]
 Ends = Sequence[str] | None
-"""Texts one of which must follow a format directly; the format's rule includes it.
+"""Texts of which one must follow a format directly; the format's rule includes that text.
 
-() if the output ends there; None if something else follows, which looks like free text.
+() if the output ends after the format; None if something follows that cannot be distinguished from free text.
 """
 MAX_TRIGGERS, MAX_STRUCTURES = 128, 128
 _FIELDS = {"begin", "schema", "end"}
@@ -29,8 +29,8 @@ _FREE_TEXT = "free text must be the content of a tag, come right before a const_
 def lark_of(tag: Mapping[str, Any], options: Mapping[str, Any], tokenizer: Tokenizer) -> Grammar:
     """Return the grammar of `{"format": {...}}`, or of the older `{"structures": [...], "triggers": [...]}`.
 
-    In the older form, text is free until a trigger; then one of the structures that begin with it must follow, and text
-    again. Special tokens are matched as tokens. Raises ValueError, and SchemaError for a schema.
+    In the older form, text is free up to a trigger; then a structure that begins with the trigger must follow, then
+    free text again. Special tokens are matched as tokens. Raises ValueError, and SchemaError for a schema.
     """
     given = tag["format"] if "format" in tag else _triggered_tags(tag)
     _check_known(tag, "it", {"type", "format"} if "format" in tag else {"type", "structures", "triggers"})
@@ -64,9 +64,9 @@ def _check_known(given: Mapping[str, Any], place: str, fields: set[str]) -> None
 
 
 class FormatWriter:
-    """Write the rules of one grammar. `options` are llguidance's for JSON.
+    """Writes the rules of one grammar. `options` are llguidance's JSON options.
 
-    Methods raise ValueError, and SchemaError for a schema or for too much.
+    Methods raise ValueError, and SchemaError for a schema or if the grammar becomes too long.
     """
 
     def __init__(self, options: Mapping[str, Any], tokenizer: Tokenizer) -> None:
@@ -78,7 +78,7 @@ class FormatWriter:
         return self._rules.grammar(f"start: {self._write(given, 'format', ())}")
 
     def _write(self, given: Any, place: str, ends: Ends) -> str:
-        """Return what stands for a format and what ends it."""
+        """Return the pattern of a format and of its ends."""
         write, _ = _KINDS[_kind_of(given, place)]
         return write(self, given, place, ends)
 
@@ -104,14 +104,14 @@ class FormatWriter:
         return self._ended(written, ends)
 
     def qwen_xml_parameter(self, given: Format, place: str, ends: Ends) -> str:
-        """Write `<parameter=name>`, a line with the value, and `</parameter>` for each property, like Qwen3-Coder."""
+        """Return the pattern of Qwen3-Coder's arguments: `<parameter=name>`, a line with the value, `</parameter>`."""
         line_break = '"\\n"?'
         with self._schema_of(given, place) as schema:
             written = xml_arguments(self._rules, schema, line_break)
         return self._ended(f"{line_break} {written}", ends)
 
     def regex(self, given: Format, place: str, ends: Ends) -> str:
-        """Write a regular expression as one terminal with plain ends, so that it stops where they begin."""
+        """Return a regular expression and its plain ends as one terminal, so that it stops where an end begins."""
         with self._rules.at(f"{place}.pattern"):
             pattern = regex(_str(given, "pattern", place))
             if ends and all(self._rules.split(end) == [end] for end in ends):
@@ -173,7 +173,7 @@ class FormatWriter:
         return joined(opening, self._after_begin(given, place, ends))
 
     def triggered_tags(self, given: Format, place: str, ends: Ends) -> str:
-        """Group the tags by trigger: free text up to it, then what follows it in one of its tags."""
+        """Group the tags by trigger: after free text up to a trigger, the rest of one of its tags must follow."""
         triggers = _list(given, "triggers", place)
         if len(triggers) > MAX_TRIGGERS:
             raise ValueError(f"{place} has {len(triggers)} triggers, but may have {MAX_TRIGGERS}")
@@ -208,7 +208,7 @@ class FormatWriter:
     def _dispatched(
         self, given: Format, place: str, ends: Ends, follow: Mapping[str, list[str]], first: str | None, loop: bool
     ) -> str:
-        """Write free text in which each trigger is followed by what must follow it; `first` comes before any text."""
+        """Return the pattern of `first`, then of free text in which one of `follow[trigger]` follows each trigger."""
         if first is not None and not loop:
             return self._ended(first, ends)
         if ends is None:
@@ -222,7 +222,7 @@ class FormatWriter:
         return joined(first or "", f"{block}*", rest)
 
     def _after_begin(self, tag: Format, place: str, ends: Ends) -> str:
-        """Return what stands for the content and the end of a tag, and for what must follow it."""
+        """Return the pattern of a tag's content and end, and of the ends that must follow."""
         end = tag.get("end")
         if isinstance(end, Mapping):
             end_token = self._token(end, f"{place}.end")
@@ -242,7 +242,7 @@ class FormatWriter:
 
     @contextmanager
     def _schema_of(self, given: Format, place: str) -> Iterator[Mapping[str, Any]]:
-        """Yield the schema of a format; errors in its grammar name its place."""
+        """Yield the schema of a format; errors raised in the block name its place."""
         schema = {} if given.get("json_schema") is True else given.get("json_schema")
         if not isinstance(schema, Mapping):
             raise ValueError(f"{place}.json_schema is {brief(schema)}, but must be an object")
@@ -250,7 +250,7 @@ class FormatWriter:
             yield schema
 
     def _ended(self, written: str, ends: Ends) -> str:
-        """Append the ends to the written text."""
+        """Append the ends to a pattern."""
         return joined(written, self._rules.new(any_of(list(map(self._rules.text, ends))))) if ends else written
 
     def _free_text(self, given: Format, place: str) -> str:
@@ -301,11 +301,11 @@ _KINDS: Mapping[str, tuple[Callable[[FormatWriter, Format, str, Ends], str], set
     ),
     "dispatch": (FormatWriter.dispatch, {"rules", "loop", "excludes"}),
 }
-"""How each type is written, and its fields."""
+"""For each type of format: the method that converts it, and its fields."""
 
 
 def _kind_of(given: Any, place: str) -> str:
-    """Return the type of a format, whose fields are known."""
+    """Return the type of a format. Raises ValueError for an unknown type or unknown fields."""
     kind = given.get("type") if isinstance(given, Mapping) else None
     if not isinstance(kind, str) or kind not in _KINDS:
         found = brief(given) if kind is None else f"of type {brief(kind)}"
@@ -320,7 +320,7 @@ def _kind_of(given: Any, place: str) -> str:
 
 
 def _tags(given: Format, place: str) -> Iterator[tuple[str, Format]]:
-    """Yield the tags of a format with their places. They need not name their type."""
+    """Yield the tags of a format, each after its place. Tags need not name their type."""
     for i, tag in enumerate(_list(given, "tags", place)):
         where = f"{place}.tags[{i}]"
         tag = {"type": "tag", **tag} if isinstance(tag, Mapping) else tag

@@ -1,4 +1,4 @@
-"""Write the arguments of a call as each form of calls has them, so that its parser reads back valid ones."""
+"""Return patterns of a call's arguments in each form of calls, so that the form's parser reads valid arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pypto_serving.util import brief
 Schema = Mapping[str, Any]
 XML_END, DSML_END = qwen3_coder.PARAMETER_END, dsml.PARAMETER_END
 MAX_VISITS = 256
-"""Schemas that may say together which texts a parameter may be."""
+"""Limit of schemas read to find the texts that a parameter allows."""
 _BRANCHES = ("anyOf", "oneOf", "allOf", "enum", "const")
 _UNREADABLE = (*_BRANCHES, "patternProperties", "minProperties", "maxProperties", "$ref")
 _OF_OBJECTS = {"properties", "required", "additionalProperties"}
@@ -27,7 +27,7 @@ _COUNTS_OF_CASES: Mapping[str, Callable[[int, int], bool]] = {
     "oneOf": lambda count, cases: count == 1,
     "allOf": lambda count, cases: count == cases,
 }
-"""How many of its cases must hold."""
+"""For each keyword: whether it holds, given the number of cases that hold and the number of cases."""
 _PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 """Escapes, classes and characters of a pattern."""
 _SPACE = r"[\s\x1c-\x1f]*"
@@ -39,16 +39,16 @@ _LOOKS = {
     "array": (r"\[", ANY),
     "object": (r"\{", ANY),
 }
-"""What texts look like that the parser of Qwen3-Coder reads as another type, and what may follow that.
+"""For each type: pattern of the beginning of texts that Qwen3-Coder's parser reads as this type, and of their rest.
 
-Numbers, lists and objects differ from text in how they begin, since a grammar cannot go back and read a text.
+Numbers, lists and objects are recognized by their beginning, since a grammar cannot go back to read them as text.
 """
 
 
 class Property(NamedTuple):
     """One parameter.
 
-    `schema` is prepared and has the definitions that it refers to; `types` are those that parsers expect.
+    `schema` is prepared, and contains the definitions that it refers to; `types` are the types that parsers expect.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Property(NamedTuple):
 
 
 class ParameterText(NamedTuple):
-    """Texts that a parameter may be: one of `values`, or any that the assertions hold for."""
+    """Texts that a parameter allows: one of `values`, or any text for which the assertions hold."""
 
     values: tuple[str, ...] | None = None
     pattern: str | None = None
@@ -68,34 +68,34 @@ class ParameterText(NamedTuple):
 
     @property
     def is_free(self) -> bool:
-        """Return whether it may be any text."""
+        """Return whether any text is allowed."""
         return self == ParameterText()
 
 
 def prepare_object(schema: Schema) -> tuple[Schema, Definitions]:
-    """Return an object's schema whose parts can stand alone, as `prepare_parts` does. Raises SchemaError for others."""
+    """Prepare an object's schema like `prepare_parts`. Raises SchemaError also if it does not describe an object."""
     if (kinds := types_of(schema, schema)) and "object" not in kinds:
         raise SchemaError(f"#/type is {kinds[0]}, but arguments are an object")
     return prepare_parts(schema)
 
 
 def check_name(name: str, is_readable: bool) -> None:
-    """Raise SchemaError for a name that the parser of a form would not read."""
+    """Raise SchemaError about `name` unless `is_readable` by the form's parser."""
     if not is_readable:
         raise SchemaError(f"this form of calls cannot write the name {brief(name)}")
 
 
 def as_object(schema: Schema) -> Schema:
-    """Return the schema of those values of `schema` that are objects."""
+    """Return the schema of the values of `schema` that are objects."""
     if {"anyOf", "oneOf", "allOf", "$ref"} & schema.keys():
         return {"allOf": [schema, {"type": "object"}]}
     return {**schema, "type": "object"}
 
 
 def read_parameters(schema: Schema) -> list[Property] | None:
-    """Return the parameters that an object's schema allows; None if it may have any.
+    """Return the parameters that an object's schema allows, or None if all names are allowed.
 
-    Raises SchemaError for what cannot be enforced, or says more of them than each by itself.
+    Raises SchemaError for keywords that cannot be enforced, or that concern several parameters together.
     """
     whole, definitions = prepare_object(schema)
     for _ in range(MAX_HOPS):
@@ -128,14 +128,14 @@ def read_parameters(schema: Schema) -> list[Property] | None:
 
 
 class _ValueReader:
-    """Reads which texts and words the values of a parameter may be. Reads at most MAX_VISITS schemas."""
+    """Reads which texts and which of null, true and false a parameter allows. Reads at most MAX_VISITS schemas."""
 
     def __init__(self, schema: Schema) -> None:
         self._definitions = Definitions(schema.get("$defs", {}))
         self._left = MAX_VISITS
 
     def read_texts(self, schema: Any) -> list[ParameterText]:
-        """Return the texts that a schema allows, [] for none. Raises SchemaError if its keywords are too entangled."""
+        """Return the texts that a schema allows, or []. Raises SchemaError for unsupported combinations of keywords."""
         if not isinstance(schema, Mapping):
             return [ParameterText()] if schema else []
         kinds = schema.get("type", "string")
@@ -182,21 +182,21 @@ class _ValueReader:
         return [word for word in _WORDS if word in found]
 
     def _visit(self) -> None:
-        """Count the schemas, since schemas that refer to each other may never end."""
+        """Count a schema, since schemas that refer to each other have no end."""
         self._left -= 1
         if self._left < 0:
             raise SchemaError(f"a text has more than {MAX_VISITS} schemas that refer to each other; use fewer")
 
 
 def _are_apart(cases: list[list[ParameterText]]) -> bool:
-    """Return whether all texts are listed, and each in one case only."""
+    """Return whether all texts are listed, and each in only one case."""
     values = [{value for text in texts for value in text.values or ()} for texts in cases]
     listed = all(text.values is not None for texts in cases for text in texts)
     return listed and len(set().union(*values)) == sum(map(len, values))
 
 
 def _merged(schemas: list[Any]) -> Schema:
-    """Join schemas that must all hold. Raises SchemaError if they say different things of the same."""
+    """Merge schemas that must all hold. Raises SchemaError if they have different values for a keyword."""
     made: dict[str, Any] = {}
     for schema in schemas:
         for word, value in schema.items() if isinstance(schema, Mapping) else ():
@@ -207,13 +207,13 @@ def _merged(schemas: list[Any]) -> Schema:
 
 
 def json_arguments(rules: GrammarText, schema: Schema) -> str:
-    """Write a JSON object."""
+    """Return the pattern of a JSON object."""
     whole, definitions = prepare_object(schema)
     return rules.prepared(definitions.with_those_of(as_object(whole)))
 
 
 def python_arguments(rules: GrammarText, schema: Schema) -> str:
-    """Write `a=1, b="x"`: required ones first, then any of the others."""
+    """Return the pattern of `a=1, b="x"`: required arguments first, then any of the others."""
     parts = _parts(rules, schema, _python_parameter)
     if parts is None:
         one = rules.new(rf'/[^\W\d]\w{{0,60}}/ "=" {rules.json({})}')
@@ -229,7 +229,7 @@ def python_arguments(rules: GrammarText, schema: Schema) -> str:
 
 
 def xml_arguments(rules: GrammarText, schema: Schema, gap: str = '"\\n"') -> str:
-    """Write `<parameter=a>`, a line with the value, and `</parameter>` for each, with `gap` after them."""
+    """Return the pattern of `<parameter=a>`, a line with the value, `</parameter>` and `gap` for each argument."""
     parts = _parts(rules, schema, lambda rules, one: _xml_parameter(rules, one, gap))
     if parts is None:
         name = regex(qwen3_coder.NAME.pattern)
@@ -238,7 +238,7 @@ def xml_arguments(rules: GrammarText, schema: Schema, gap: str = '"\\n"') -> str
 
 
 def dsml_arguments(rules: GrammarText, schema: Schema) -> str:
-    """Write texts as they are with `string="true"`, other values as JSON."""
+    """Return the pattern of DSML arguments: plain text with `string="true"`, other values as JSON."""
     parts = _parts(rules, schema, _dsml_parameter)
     if parts is None:
         name, value = regex(r'[^"<>]{1,60}'), f'"\\" string=" ({_dsml_text(rules)} | {_dsml_json(rules, {})})'
@@ -249,7 +249,7 @@ def dsml_arguments(rules: GrammarText, schema: Schema) -> str:
 def _parts(
     rules: GrammarText, schema: Schema, write: Callable[[GrammarText, Property], str]
 ) -> list[tuple[str, bool]] | None:
-    """Write each parameter by itself; say which are required. None if there may be any. Errors name their places."""
+    """Return the pattern of each parameter and whether it is required; None if all names are allowed."""
     parameters = read_parameters(schema)
     if parameters is None:
         return None

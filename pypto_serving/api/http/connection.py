@@ -1,4 +1,4 @@
-"""Bound what a connection may cost before its request is answered: bytes and time of head and body."""
+"""Limit the bytes and the time of a request's head and body on a connection."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from pypto_serving.api.http.middleware import ANSWERED, BODY_PARSED, SERVER_SEND
 from pypto_serving.errors import SHUTTING_DOWN
 
 MAX_HEAD_BYTES, MAX_HEADERS = 64 << 10, 128
-"""Largest head of a request (its first line, headers and trailers), and most headers."""
+"""Limits of a request's head (first line, headers and trailers): bytes, and number of headers."""
 MAX_LINE_BYTES = MAX_HEAD_BYTES + (256 << 10)
-"""Most bytes that the parser may buffer: an unfinished line, and the rest of the read in which it began."""
+"""Limit of bytes that the parser buffers: an unfinished line, and the rest of the read in which it began."""
 HEAD_TIMEOUT_S = 10.0
 """Longest time from the connection, or from the first byte of a later request, to the end of the head."""
 BODY_PATIENCE_S, BODY_BYTES_PER_S = 30.0, 16 << 10
-"""A body must end, or come at BODY_BYTES_PER_S, in every BODY_PATIENCE_S."""
+"""In every period of BODY_PATIENCE_S, a body must end or arrive at BODY_BYTES_PER_S or faster."""
 FREE_PIECES, PIECE_BYTES = 16_384, 64
-"""A body may come in FREE_PIECES chunks, or reads, of any size; more must have PIECE_BYTES on average."""
+"""A body may arrive in FREE_PIECES chunks, or reads, of any size; if in more, they must average PIECE_BYTES."""
 MAX_PIPELINED = 16
-"""Most requests that a client may send before the first is answered."""
+"""Limit of requests that a client sends before the first is answered."""
 _UPGRADES = frozenset({b"upgrade", b"http2-settings"})
-"""Headers, and values of `Connection`, with which a client offers another protocol."""
+"""Headers, and values of `Connection`, that ask for an upgrade to another protocol."""
 
 
 class _RefusedError(Exception):
-    """Ends a request within a callback of the parser."""
+    """Raised in a callback of the parser to end the request."""
 
     def __init__(self, answer: ApiError) -> None:
         super().__init__(answer.message)
@@ -44,7 +44,7 @@ class _RefusedError(Exception):
 
 
 class _Phase(Enum):
-    """What the client sends: nothing, a head, a body, or what is left of a body after its answer."""
+    """Part of a request that the client is sending: none, head, body, or the rest of an already answered body."""
 
     NOTHING = auto()
     HEAD = auto()
@@ -53,20 +53,20 @@ class _Phase(Enum):
 
 
 class _Request:
-    """The memory of one request, until its body is parsed or dropped."""
+    """Counts the memory of one request, until its body is parsed or dropped."""
 
     num_bytes = 0
     dropped = False
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Uvicorn's protocol with limits. A request that exceeds one gets its status, and the connection is closed.
+    """Uvicorn's protocol with limits. A request that exceeds one is answered with an error, and the connection closed.
 
-    - A request to upgrade to another protocol is answered as if it had not asked, as RFC 9110, section 7.8, allows.
-      Most clients that offer HTTP/2 in this way need that.
-    - A body that is announced as too large is refused before it is sent, if the client waits for `100 Continue`.
-    - A body that is answered before it ends must end within the keep-alive time; else the connection is closed.
-    - Trailers are dropped. Answers to HTTP/1.0 have no chunks.
+    - Requests to upgrade to another protocol are answered as if they did not ask for it, as RFC 9110, section 7.8,
+      allows. Most clients that offer HTTP/2 in this way need that.
+    - If the client waits for `100 Continue`, a body announced as too large is refused before it is sent.
+    - If a body is answered before it ends, it must end within the keep-alive time, or the connection is closed.
+    - Trailers are dropped. Answers to HTTP/1.0 are not chunked.
     """
 
     def __init__(self, *, gate: Gate, **uvicorns: Any) -> None:
@@ -92,13 +92,13 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._gate.leave(self)
-        if self._answered is not None:  # uvicorn tells only the newest of several pipelined requests
+        if self._answered is not None:  # of pipelined requests, uvicorn marks only the newest as disconnected
             self._answered.disconnected = True
             self._answered.message_event.set()
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """Refuse an unfinished request, since the server ends. It waits for the other answers."""
+        """Refuse an unfinished request because the server is ending; the server waits for the other answers."""
         if self._phase in (_Phase.HEAD, _Phase.BODY):
             self._refuse(_ENDING)
         else:
@@ -127,7 +127,7 @@ class BoundedProtocol(HttpToolsProtocol):
             raise cause if isinstance(cause, _RefusedError) else _RefusedError(_INVALID) from None
 
     def _go_on_without_upgrade(self, body: bytes) -> None:
-        """Parse the same request again, without the headers that ask for another protocol."""
+        """Parse the same request again, without the headers that ask for an upgrade."""
         self._drop(self._request)
         line = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
         kept = [name + b": " + value for name, value in self.headers if name not in _UPGRADES | {b"connection"}]
@@ -140,7 +140,7 @@ class BoundedProtocol(HttpToolsProtocol):
     # Memory and place.
 
     def _hold(self, complete: bool = False) -> None:
-        """Tell the gate what the newest request holds. Raises _RefusedError if that is too much."""
+        """Report the memory of the newest request to the gate. Raises _RefusedError if it is too much."""
         request = self._request
         num_bytes = self._line_bytes
         if num_bytes > MAX_LINE_BYTES:
@@ -152,13 +152,13 @@ class BoundedProtocol(HttpToolsProtocol):
             raise _RefusedError(_busy(NO_MEMORY))
 
     def _drop(self, request: _Request) -> None:
-        """Note that the bytes of a request are no longer in memory, and that no more are kept."""
+        """Record that the bytes of a request are no longer in memory, and keep no further ones."""
         request.dropped = True
         self._gate.release(self, request.num_bytes)
         request.num_bytes = 0
 
     def _note(self) -> None:
-        """Tell the gate whether the connection waits for its client."""
+        """Report to the gate whether the connection is waiting for its client."""
         receives = self._phase in (_Phase.HEAD, _Phase.BODY)
         waits = self._phase is _Phase.BODY and self._answered is self.cycle and not self.cycle.response_started
         if self.transport.is_closing() or (self._is_answering() and not waits):
@@ -217,7 +217,7 @@ class BoundedProtocol(HttpToolsProtocol):
         cycle.scope[SERVER_SEND] = cycle.send
 
     def _keep_reading(self) -> None:
-        """Read on during an unfinished answer: uvicorn pauses, and so would miss that the client leaves."""
+        """Continue reading during an unfinished answer. Uvicorn pauses then, and would not notice a disconnect."""
         self.flow.resume_reading()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -232,7 +232,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._read_bytes -= len(body)
         self._line_bytes = self._read_bytes
         if self._body_bytes > self._gate.max_body_bytes and self._answered is self.cycle:
-            self._drop(self._request)  # the handler has dropped it
+            self._drop(self._request)  # the handler has dropped the body
         super().on_body(body)
         if self._answered is not self.cycle and self._body_bytes <= self._gate.max_body_bytes:
             self._keep_reading()
@@ -252,7 +252,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._phase = _Phase.REST
             self._stop_timer()
             if self.expect_100_continue:
-                self.transport.close()  # the client, which was refused, need not send the body
+                self.transport.close()  # the client was refused, and need not send the body
         super().on_response_complete()
         if self._phase is _Phase.HEAD:
             self._unset_keepalive_if_required()
@@ -261,7 +261,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._note()
 
     def _check_head(self) -> None:
-        """Raise _RefusedError if the request ends here."""
+        """Raise _RefusedError if the head alone is a reason to refuse the request."""
         if self.parser.get_method() == b"CONNECT":
             raise _RefusedError(_NO_CONNECT)
         if self._surplus and self.url.partition(b"?")[0] != b"/health":
@@ -292,7 +292,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _check_body(self, bytes_before: int) -> None:
-        """End a body that came slower than BODY_BYTES_PER_S, unless the server itself did not read."""
+        """Refuse a body that arrived slower than BODY_BYTES_PER_S, unless the server itself paused reading."""
         received = self._body_bytes - bytes_before
         if self.flow.read_paused or received >= BODY_PATIENCE_S * BODY_BYTES_PER_S:
             now = self._body_bytes
@@ -303,11 +303,11 @@ class BoundedProtocol(HttpToolsProtocol):
     # Refusals.
 
     def close_idle(self) -> None:
-        """End the connection, on which no request is under way."""
+        """Close the connection; no request is in progress on it."""
         self.transport.close()
 
     def cut(self) -> bool:
-        """End the connection if an answer has begun and not ended. Return whether it is cut."""
+        """Close the connection if an answer has begun but not ended. Return whether it was closed."""
         cuts = self._answered is not None and self._answered.response_started and self._is_answering()
         if cuts:
             self.transport.abort()
@@ -320,7 +320,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _refuse(self, answer: ApiError) -> None:
         """Answer the newest request with an error, unless its answer has begun, and close the connection.
 
-        The requests before it are answered first. What follows it is not read.
+        Earlier requests are answered first. Later input is not read.
         """
         self._stop_timer()
         if self.transport.is_closing() or self._last_words is not None:
@@ -365,9 +365,9 @@ def _busy(reason: str) -> ApiError:
 
 
 def _write_part(cycle: Any, flow: FlowControl, transport: asyncio.Transport, part: bytes) -> bool:
-    """Write a part of an answer that has begun and goes on, as a chunk. Return False if it must be sent as a message.
+    """Write a middle part of an answer as a chunk. Return False if it must be sent as a message instead.
 
-    That is what uvicorn's `send` does with a message, without a coroutine: it is called for every token of a stream.
+    This does the same as uvicorn's `send`, but without a coroutine, since it is called for every token of a stream.
     """
     if flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
         return False
@@ -376,7 +376,7 @@ def _write_part(cycle: Any, flow: FlowControl, transport: asyncio.Transport, par
 
 
 def _unchunked(cycle: Any) -> Send:
-    """Wrap the cycle's `send` for HTTP/1.0, where the end of the connection ends a body of unknown length."""
+    """Wrap the cycle's `send` for HTTP/1.0, in which the end of the connection marks the end of the body."""
     send: Send = cycle.send
     unknown = False
 
@@ -396,7 +396,7 @@ _LARGE_HEAD = ApiError(
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
     f"the head has more than {MAX_HEAD_BYTES} bytes or {MAX_HEADERS} headers",
 )
-_NO_CONNECT = ApiError(HTTPStatus.METHOD_NOT_ALLOWED, "CONNECT is not allowed; this server is no proxy")
+_NO_CONNECT = ApiError(HTTPStatus.METHOD_NOT_ALLOWED, "CONNECT is not allowed; this server is not a proxy")
 _INVALID = ApiError(HTTPStatus.BAD_REQUEST, "this is not a valid HTTP/1.1 request")
 _ENDING = _busy(SHUTTING_DOWN)
 _PIPELINED = ApiError(

@@ -1,4 +1,4 @@
-"""Turn errors into HTTP responses: OpenAI's JSON, status, Retry-After if waiting helps."""
+"""Turn errors into HTTP responses: a status, OpenAI's JSON, and Retry-After if waiting helps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pypto_serving.util import cut
 
 RETRY_UNAVAILABLE_S = 5
 MAX_DROPPED_BODIES = 4
-"""A body is read up to this multiple of its limit, and dropped, since a client reads no answer while it sends."""
+"""Receive and drop up to this multiple of the body limit, since clients read no answer while they send."""
 MAX_CHARS, MAX_PARAM_CHARS = 2000, 200
 """Longest message, and longest name of a field in it; a client may have sent any."""
 _HEADERS = {401: (("www-authenticate", "Bearer"),)}
@@ -41,7 +41,7 @@ class AuthenticationError(RequestError):
 
 
 class OriginError(RequestError):
-    """A web page of another site sent the request through its reader's browser."""
+    """A web page of another site sent the request through a user's browser."""
 
     status = 403
     code = "origin_not_allowed"
@@ -66,7 +66,7 @@ class BodyTooLargeError(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class ApiError:
-    """An error as the client sees it."""
+    """An error in the form that is sent to the client."""
 
     status: int
     message: str
@@ -77,17 +77,17 @@ class ApiError:
 
     @property
     def type(self) -> str:
-        """Return OpenAI's class of error."""
+        """Return the `type` that OpenAI's API gives this error."""
         return _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
     def payload(self) -> bytes:
-        """Write the JSON body; an error event in a stream has the same payload. What a client sent is cut."""
+        """Return the JSON body, also the payload of an error event in a stream. Long messages are cut."""
         param = None if self.param is None else cut(self.param, MAX_PARAM_CHARS)
         error = {"message": cut(self.message, MAX_CHARS), "type": self.type, "param": param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
     def anthropic_payload(self, request_id: str) -> bytes:
-        """Write the JSON body in the form of Anthropic's API."""
+        """Return the JSON body in the form of Anthropic's API."""
         kind = "api_error" if self.status >= 500 else "invalid_request_error"
         error: dict[str, Any] = {
             "type": _ANTHROPIC_TYPES.get(self.status, kind),
@@ -117,7 +117,7 @@ class ApiError:
 
 
 def internal_error(name: str) -> ApiError:
-    """Describe an error that nobody raised on purpose: without details, but with the name that the log has."""
+    """Describe an unexpected error, without details, but with `name`, under which the log has them."""
     return ApiError(500, f"the server failed on this request; its log says why under {name}", "internal_error")
 
 

@@ -1,4 +1,4 @@
-"""The API keys that clients may send, and their file, which may change while the server runs."""
+"""The server's API keys, and their file, which may change while the server runs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ logger = logging.getLogger("pypto_serving.api")
 
 
 class ApiKeys:
-    """Owns the keys of one server; none means that it is open. Used in its event loop only.
+    """Owns the API keys of one server; without keys, the server is open. Used in its event loop only.
 
-    `file` is where they were read, or "". Requests that were let in stay in when their key goes.
+    `file`: the file of the keys, or "". Admitted requests continue when their key is removed.
     """
 
     def __init__(self, keys: Sequence[str], file: str = "") -> None:
@@ -30,12 +30,12 @@ class ApiKeys:
         return bool(self._digests)
 
     def allow(self, key: bytes) -> bool:
-        """Return whether a client may send `key`. Any two keys take the same time to judge."""
+        """Return whether `key` is valid, in a time that does not depend on the key."""
         digest = sha256(key).digest()
-        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0  # compared with all of them
+        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0  # always compare with all
 
     def reload(self) -> None:
-        """Read the file again. Keep the keys if it cannot be used, and log why."""
+        """Read the file again. If it cannot be used, keep the present keys and log the reason."""
         try:
             keys = API_KEYS.parse(read_keys(Path(self.file), "the file of API keys"))
         except ConfigError as error:
@@ -48,7 +48,7 @@ class ApiKeys:
 
 
 def sent_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """Return the key in the first header of a request that has one, as `x-api-key` or as a bearer's."""
+    """Return the key in the first header that has one: `x-api-key`, or `Authorization` with a bearer token."""
     for name, value in headers:
         scheme, _, key = value.partition(b" ")
         if name == b"x-api-key":

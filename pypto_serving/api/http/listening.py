@@ -16,23 +16,23 @@ from pypto_serving.errors import ConfigError
 from pypto_serving.types.config import ServerConfig
 
 READ_TIMEOUT_S = 120.0
-"""A client that takes no data for so long is cut off."""
+"""A client that accepts no data for this time is disconnected."""
 FIRST_FD = 3
 """The file descriptor of the first socket that a service manager hands over; see sd_listen_fds(3)."""
 _FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 
 
 def listen_at(server: ServerConfig) -> socket.socket:
-    """Bind the socket of a server, unless the service manager has one. Raises OSError if nothing can listen there."""
+    """Bind the server's socket, or take the service manager's. Raises OSError if the address cannot be used."""
     if (given := handed_over()) is not None:
         return given
     return bind_unix(server.uds) if server.uds else bind(server.host, server.port)
 
 
 def handed_over() -> socket.socket | None:
-    """Return a copy of the socket on which the service manager listens for this process, None if there is none.
+    """Return a copy of the socket that the service manager hands to this process, or None.
 
-    Raises ConfigError for more than one, and for one that takes no connections.
+    Raises ConfigError if there are several sockets, or if the socket accepts no connections.
     """
     if not _is_handed_over():
         return None
@@ -42,7 +42,7 @@ def handed_over() -> socket.socket | None:
         given = socket.socket(fileno=os.dup(FIRST_FD))
         listens = given.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     except OSError:
-        raise ConfigError("LISTEN_FDS is 1, but what the service manager hands over is no socket") from None
+        raise ConfigError("LISTEN_FDS is 1, but the service manager handed over something else than a socket") from None
     if not listens or given.type != socket.SOCK_STREAM or given.family not in _FAMILIES:
         given.close()
         raise ConfigError("the socket of the service manager takes no connections; give it a ListenStream")
@@ -56,7 +56,7 @@ def _is_handed_over() -> bool:
 
 
 def address_of(given: socket.socket) -> dict[str, str | int]:
-    """Return the options that name the address of a socket: `uds`, or `host` and `port`."""
+    """Return the address of a socket as server options: `uds`, or `host` and `port`."""
     name = given.getsockname()
     if given.family == socket.AF_UNIX:
         return {"uds": name if isinstance(name, str) else "@" + os.fsdecode(name[1:])}
@@ -64,9 +64,9 @@ def address_of(given: socket.socket) -> dict[str, str | int]:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind a TCP socket, whose connections end when their client takes no data for READ_TIMEOUT_S.
+    """Bind a TCP socket whose connections end when a client accepts no data for READ_TIMEOUT_S.
 
-    Raises OSError if nothing can listen there.
+    Raises OSError if the address cannot be used.
     """
     info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, protocol, _, address = info[0]
@@ -87,9 +87,9 @@ def _give_up_silent_clients(listening: socket.socket) -> None:
 
 
 def bind_unix(path: str) -> socket.socket:
-    """Bind a Unix socket; who may connect follows from the umask. A socket that nobody listens on is replaced.
+    """Bind a Unix socket, with permissions by the umask. Replace a socket on which nobody listens.
 
-    Raises OSError if anything else is at `path`, or nothing can be made there.
+    Raises OSError if `path` is anything else, or if no socket can be created there.
     """
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -103,14 +103,14 @@ def bind_unix(path: str) -> socket.socket:
 
 
 def close(listening: socket.socket, server: ServerConfig) -> None:
-    """Close the socket of a server, and remove the file of a Unix socket, unless both are the service manager's."""
+    """Close the server's socket. Remove a Unix socket's file, unless the service manager owns it."""
     listening.close()
     if server.uds and not _is_handed_over():
         Path(server.uds).unlink(missing_ok=True)
 
 
 def _is_left_behind(path: str) -> bool:
-    """Return whether a server that ended left its socket at `path`."""
+    """Return whether `path` is a socket that an ended server left behind."""
     try:
         if not stat.S_ISSOCK(Path(path).stat().st_mode):
             return False
@@ -125,7 +125,7 @@ def _is_left_behind(path: str) -> bool:
 
 
 def tls_context(server: ServerConfig) -> ssl.SSLContext | None:
-    """Return what TLS needs, None without it. Raises OSError if certificate or key cannot be used."""
+    """Return the TLS context, or None without TLS. Raises OSError if certificate or key cannot be used."""
     if not server.ssl_certfile:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -135,7 +135,7 @@ def tls_context(server: ServerConfig) -> ssl.SSLContext | None:
 
 
 def load_certificate(context: ssl.SSLContext, server: ServerConfig) -> None:
-    """Use the certificate in the server's files for new connections. Raises OSError; nobody is asked for a password."""
+    """Use the certificate in the server's files for new connections. Raises OSError, also for encrypted keys."""
     context.load_cert_chain(server.ssl_certfile, server.ssl_keyfile or None, password=lambda: "")
 
 
@@ -143,11 +143,11 @@ logger = logging.getLogger("pypto_serving.api")
 
 PATIENCE_S = 1.0
 PETS = 2
-"""Signs of life in the time that the service manager waits for one."""
+"""Send this many signs of life per watchdog interval of the service manager."""
 
 
 def tell(state: str, patience_s: float = PATIENCE_S) -> None:
-    """Send a line such as READY=1 to the service manager, if there is one and it takes it within `patience_s`."""
+    """Send a line such as READY=1 to the service manager, if there is one; wait at most `patience_s`."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return
@@ -161,7 +161,7 @@ def tell(state: str, patience_s: float = PATIENCE_S) -> None:
 
 
 async def pet_watchdog(health: Callable[[], Health]) -> None:
-    """Send signs of life while the engine core gives some, if the service manager waits for them."""
+    """If the service manager expects signs of life, send them as long as the engine core is alive."""
     if os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
         return
     try:
@@ -170,5 +170,5 @@ async def pet_watchdog(health: Callable[[], Health]) -> None:
         return
     while wait_s > 0:
         if health().status not in ("silent", "dead"):
-            tell("WATCHDOG=1", 0)  # a manager that reads nothing must not stop the event loop
+            tell("WATCHDOG=1", 0)  # do not wait: a manager that does not read must not block the event loop
         await asyncio.sleep(wait_s / PETS)

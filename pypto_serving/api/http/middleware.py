@@ -1,4 +1,4 @@
-"""Wrap the application in ASGI middleware. None wraps `receive`, so handlers see a disconnect at once."""
+"""ASGI middleware around the application. It never wraps `receive`, so handlers notice a disconnect at once."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from pypto_serving.util import brief
 logger = logging.getLogger("pypto_serving.api")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 SERVER_SEND = "pypto.server_send"
-"""Scope key of the server's own `send`. Streams write their bodies with it, past all middleware."""
+"""Scope key of the server's own `send`, with which streams write their bodies without any middleware."""
 WRITE_PART = "pypto.write_part"
-"""Scope key of a function that writes a part of a body at once, or returns False if that takes a message to `send`."""
+"""Scope key of a WriteNow: it writes a part of a body at once, or returns False if `send` must be used."""
 BODY_PARSED = "pypto.body_parsed"
 """Scope key of a function to call when the bytes of the request's body are no longer in memory."""
 ANSWERED = "pypto.answered"
@@ -35,9 +35,9 @@ _VERSIONS = re.compile(rf"^(?:{VERSION})+(?={VERSION}/)")
 
 
 class RequestScope:
-    """Find the path that is meant, give every response an x-request-id, count it, maybe log it. The outermost.
+    """Outermost middleware: normalize the path, add an x-request-id to every response, count it, log it if enabled.
 
-    Lines that the request's task logs have that id, too. With tracing, its state has a `trace`.
+    Log lines of the request's task have the same id. With tracing, the request's state has a `trace`.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class RequestScope:
 
 
 class FaultHandler:
-    """Answer a request whose handler failed with a 500 that names it, and log why. The innermost.
+    """Innermost middleware: if a handler fails, log the error and answer with a 500 that names the request.
 
-    A handler that is cancelled, since the server ends, becomes a 503.
+    If a handler is cancelled because the server is ending, answer with a 503.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -104,7 +104,7 @@ class FaultHandler:
                 raise
             request_id = scope["state"]["request_id"]
             answer = internal_error(request_id)
-            if isinstance(error, asyncio.CancelledError):  # the server ends, and waits no longer
+            if isinstance(error, asyncio.CancelledError):  # the server is ending, and no longer waits
                 answer = describe(UnavailableError(SHUTTING_DOWN))
             else:
                 logger.exception("request %s failed", request_id)
@@ -112,12 +112,12 @@ class FaultHandler:
 
 
 class OriginGuard:
-    """Refuse requests that web pages of other sites send through a reader's browser. For a server without an API key.
+    """Refuse requests that web pages of other sites send through a user's browser, for servers without an API key.
 
-    - `Origin` names the page's site: it must be this server under an address or localhost, or one of `allowed`.
-    - Browsers send no `Origin` with a page's GETs to its own site. A site can point its name at this machine (DNS
-      rebinding), and on plain HTTP nothing else tells a browser. So over loopback `Host` must be a name that no site
-      on the internet can have, or the host of one of `allowed`, whoever asks.
+    - `Origin` names the page's site. It must be this server, under an address or localhost, or one of `allowed`.
+    - Browsers send no `Origin` with a page's GETs to its own site, and a site can point its name at this machine (DNS
+      rebinding). On plain HTTP, nothing else shows that a browser sent the request. So over loopback, `Host` of every
+      request must be a name that no site on the internet can have, or the host of one of `allowed`.
     """
 
     def __init__(self, app: ASGIApp, allowed: Collection[str]) -> None:
@@ -133,7 +133,7 @@ class OriginGuard:
             await self.app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> str:
-        """Return why the request is refused; empty if it is not."""
+        """Return the reason to refuse the request, or ""."""
         headers = dict(scope["headers"])
         origin, host = headers.get(b"origin"), headers.get(b"host", b"").lower()
         if b"*" in self._allowed or origin in self._allowed:
@@ -166,12 +166,12 @@ def _is_own_name(name: str) -> bool:
 
 
 def _is_private_name(name: str) -> bool:
-    """Return whether no site on the internet can have `name`: it has no dot, or an ending for networks of one's own."""
+    """Return whether no site on the internet can have `name`: it has no dot, or an ending of local networks."""
     return "." not in name or name.endswith((".local", ".internal", ".home.arpa")) or _is_own_name(name)
 
 
 def _is_loopback(server: tuple[str, int] | None) -> bool:
-    """Return whether a request came to an address that only this machine reaches."""
+    """Return whether a request came to an address that only this machine can reach."""
     try:
         address = ipaddress.ip_address(server[0] if server else "")
     except ValueError:
@@ -180,7 +180,7 @@ def _is_loopback(server: tuple[str, int] | None) -> bool:
 
 
 class ApiKeyGuard:
-    """Refuse requests without an API key, except for paths that `is_public`."""
+    """Refuse requests without a valid API key, except for public paths (`is_public`)."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, is_public: Callable[[str], bool]) -> None:
         self.app = app
@@ -200,7 +200,7 @@ class ApiKeyGuard:
 
 
 def _log_access(scope: Scope, status: int, elapsed_s: float) -> None:
-    """Log an answer that begins, without the query, which may hold what nobody should read."""
+    """Log the beginning of an answer, without the URL's query, which may contain secrets."""
     host, port = scope.get("client") or ("", 0)
     client = f"{host}:{port}" if host else "a Unix socket"
     method, path, elapsed_ms = scope["method"], scope["path"], round(elapsed_s * 1e3, 1)
@@ -210,7 +210,7 @@ def _log_access(scope: Scope, status: int, elapsed_s: float) -> None:
 
 
 def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Return the client's own id if it is sane, else a new one."""
+    """Return the client's request id if it is valid, else a new one."""
     for name, value in headers:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
             return bytes(value)
@@ -218,7 +218,7 @@ def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 class Paths:
-    """The paths of an application. Each is also found with `/v1` or without, and with superfluous slashes."""
+    """The paths of an application. Each can be used with or without `/v1`, and with superfluous slashes."""
 
     def __init__(self, known: Iterable[str]) -> None:
         paths = [*known]
@@ -226,7 +226,7 @@ class Paths:
         self._plain = {_first(path) for path in paths if not path.startswith(VERSION + "/")} - {""}
 
     def find(self, path: str) -> str:
-        """Return the path under which the application knows `path`, or `path` in its shortest form."""
+        """Return the application's form of `path`; for an unknown path, its shortest form."""
         path = _VERSIONS.sub("", _SLASHES.sub("/", path).rstrip("/")) or "/"
         bare = path.removeprefix(VERSION) if path.startswith(VERSION + "/") else path
         first = _first(bare)

@@ -1,8 +1,8 @@
-"""Traces of requests in the OpenTelemetry protocol. The SDK is imported only where traces are on.
+"""Traces of requests in the OpenTelemetry protocol. The SDK is imported only if tracing is on.
 
-The span of a request begins with its first line and ends with its answer; spans of its phases are made at its end, of
-times that the engine reported. Nothing happens for a token. The SDK's queue is bounded and its thread exports: where no
-collector takes spans, they are dropped.
+The span of a request begins with its first line and ends with its answer. The spans of its phases are created at its
+end, from times that the engine reported; tokens cost nothing. The SDK's queue is bounded, and its own thread exports
+spans: without a working collector, they are dropped.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ OPERATIONS = {
     "/v1/responses": "chat",
     "/v1/decisions": "generate_content",
 }
-"""The paths whose requests are traced, and what OpenTelemetry calls them."""
+"""The paths of traced requests, and OpenTelemetry's names for these operations."""
 SPAN = "llm_request"
 SERVICE = "pypto-serving"
 MAX_STATE_BYTES = 512
-"""Longest header of a client that is taken; W3C's trace context asks for so much. The SDK may take long for more."""
+"""Ignore longer trace headers of clients, which the SDK may parse slowly. W3C's trace context requires this length."""
 CLOSE_S = 2.0
-"""Longest time that the end of the server waits for the last spans to leave."""
+"""Limit of the time to export the last spans when the server ends."""
 MAX_CHILDREN = 64
-"""Spans of phases of one request; it may have hundreds of choices."""
+"""Limit of phase spans of one request, which may have hundreds of choices."""
 QUIET_S = 60.0
-"""The exporter's complaints are logged once in this time."""
+"""Warnings of the exporter are logged at most once in this time."""
 GRPC, HTTP = "grpc", "http/protobuf"
 HTTP_PATH = "/v1/traces"
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -55,10 +55,10 @@ Attributes = Mapping[str, Any]
 
 
 class Tracing:
-    """Owns the SDK's tracer, its queue and its exporter, of which a server has one. Raises ConfigError.
+    """Owns the server's only tracer, with its queue and exporter from the SDK. Raises ConfigError.
 
-    The SDK reads what is left open here from its own OTEL_* variables: name and attributes of the service, sampler,
-    limits, bounds of the queue, headers and certificates of the exporter.
+    The SDK reads all other settings from its own OTEL_* variables: name and attributes of the service, sampler, limits,
+    bounds of the queue, headers and certificates of the exporter.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -77,7 +77,7 @@ class Tracing:
         self._tracer = self._provider.get_tracer("pypto_serving", version)
 
     def begin(self, scope: Scope, request_id: str) -> RequestTrace | None:
-        """Begin the span of a request, below that of its client if it names one; None for requests of other kinds."""
+        """Begin the span of a request, as a child of the client's span if given; return None for untraced paths."""
         operation = OPERATIONS.get(scope["path"])
         if operation is None or scope["method"] != "POST":
             return None
@@ -109,7 +109,7 @@ class Tracing:
 
 
 class RequestTrace:
-    """The span of one request, and those of its phases. Times are seconds of the host's monotonic clock."""
+    """The span of one request and the spans of its phases. Times are seconds of the host's monotonic clock."""
 
     def __init__(self, tracer: Tracer, span: Span) -> None:
         from opentelemetry.trace import set_span_in_context
@@ -121,13 +121,13 @@ class RequestTrace:
         self._offset_ns = time.time_ns() - time.monotonic_ns()
 
     def answer(self, status: int) -> None:
-        """Note the status line of the answer."""
+        """Record the status of the answer."""
         self._span.set_attribute("http.response.status_code", status)
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             self.fail(str(status))
 
     def fail(self, error: str, message: str = "") -> None:
-        """Note that the server failed on the request."""
+        """Record that the server failed on the request."""
         from opentelemetry.trace import Status, StatusCode
 
         self._span.set_attribute("error.type", error)
@@ -138,7 +138,7 @@ class RequestTrace:
         self._span.set_attributes(attributes)
 
     def phase(self, name: str, start_s: float, end_s: float, attributes: Attributes) -> None:
-        """Add the span of a phase that has ended; ignore those after the first MAX_CHILDREN."""
+        """Add the span of an ended phase; ignore phases after the first MAX_CHILDREN."""
         self._num_children += 1
         if self._num_children <= MAX_CHILDREN:
             span = self._tracer.start_span(name, self._inside, attributes=attributes, start_time=self._unix_ns(start_s))
@@ -158,7 +158,7 @@ def open_tracing(endpoint: str) -> Tracing | None:
         return Tracing(endpoint) if endpoint else None
     except ConfigError:
         raise
-    except Exception as error:  # of many kinds, since each variable is read elsewhere
+    except Exception as error:  # many types are possible, since different parts of the SDK read the variables
         raise ConfigError(f"the OpenTelemetry SDK takes no traces with these OTEL_* variables: {error}") from error
 
 
@@ -179,9 +179,9 @@ def _new_exporter(endpoint: str) -> SpanExporter:
 
 
 def _quieten(endpoint: str) -> None:
-    """Have the warnings of the SDK and its exporters logged in one line, and rarely.
+    """Log the warnings of the SDK and its exporters rarely, and in one line each.
 
-    Those about the headers of a client are not: they would take the place of the exporter's.
+    Warnings about clients' headers are dropped: they would take the place of the exporter's.
     """
     root = logging.getLogger("opentelemetry")
     root.handlers = [Complaints(endpoint)]
@@ -190,7 +190,7 @@ def _quieten(endpoint: str) -> None:
 
 
 class Complaints(logging.Handler):
-    """Logs one of the warnings that come in QUIET_S: a collector that is gone has its exporter warn at each try."""
+    """Logs one warning in QUIET_S, since without its collector the exporter warns at each attempt."""
 
     def __init__(self, endpoint: str) -> None:
         super().__init__(logging.WARNING)

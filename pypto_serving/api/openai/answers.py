@@ -1,4 +1,4 @@
-"""Describe answers for /openapi.json. They are written as bytes elsewhere; a test holds both together."""
+"""Describe answers for /openapi.json. Other files encode them; a test checks that both agree."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class FunctionDelta(Answer):
 
 
 class ToolCallDelta(Answer):
-    """The first delta of a call has its id, type and name; the others have more of its arguments."""
+    """A delta of a tool call. The first one has id, type and name; the others have more of the arguments."""
 
     index: int
     function: FunctionDelta
@@ -182,7 +182,7 @@ class Detokenized(Answer):
 
 
 class RenderedRequest(Answer):
-    """A prompt with its parameters, as the engine gets them; `max_tokens` fits the context."""
+    """A prompt with its parameters, in the form for the engine; `max_tokens` fits the context."""
 
     request_id: str
     token_ids: list[int]

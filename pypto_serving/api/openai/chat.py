@@ -33,10 +33,10 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 class EventFormat(AnswerFormat):
-    """Write the choices of one response: as events of a stream, or all at once. Constant parts are encoded once.
+    """Writes the choices of one response, as events of a stream or all at once. Constant parts are encoded only once.
 
     Events are `{**base, "choices": [{"index": i, MIDDLE, "logprobs": ..., "finish_reason": ..., DETAILS}]}`.
-    `around_text` is MIDDLE for nothing but text; %b stands for the text. If usage is shown, every event has
+    `around_text` is MIDDLE for plain text, with %b in place of the text. If usage is shown, every event has
     `"usage": null`, or the usage of its choice so far, and a last event without choices has the whole usage.
     """
 
@@ -50,7 +50,7 @@ class EventFormat(AnswerFormat):
         self.prompt_logprobs = wanted.prompt_logprobs
         self.tokenizer = tokenizer
         self.names = None if shown.tokens_as_ids else tokenizer
-        """What names tokens in log-probabilities; None if their ids do."""
+        """Decodes the names of tokens in log-probabilities; None if tokens are named by their ids."""
         self.num_choices = len(self.prompts) * shown.n
         kind, _, own = wanted.id.partition("-")
         shown_id = f"{kind}-{shown.request_id or own}"
@@ -68,7 +68,7 @@ class EventFormat(AnswerFormat):
         return self.rare_event if shown.echo or shown.token_ids or shown.usage_so_far else self.event
 
     def event(self, delta: Delta) -> bytes:
-        """Write the events of one delta of a response that shows no details; b"" if it is held back for later."""
+        """Return the events of one delta, for a response without details; b"" if the delta is held back for later."""
         if delta.logprobs is None and delta.finish_reason is None:
             text = encode(delta.text)
             if not delta.text.isascii():
@@ -78,14 +78,14 @@ class EventFormat(AnswerFormat):
 
     @abstractmethod
     def rare_event(self, delta: Delta) -> bytes:
-        """Write the events of a delta with logprobs, a finish reason or details; b"" if it is held back for later."""
+        """Return the events of a delta with logprobs, finish reason or details; b"" if it is held back for later."""
 
     @abstractmethod
     def whole_choice(self, output: ChoiceOutput) -> dict[str, Any]:
         """Write one choice of a whole response."""
 
     def place(self, index: int) -> int:
-        """Return the place of a choice's prompt."""
+        """Return the index of a choice's prompt."""
         return index // self.shown.n
 
     def prompt_ids(self, index: int) -> list[int]:
@@ -93,9 +93,9 @@ class EventFormat(AnswerFormat):
         return list(self.prompts[self.place(index)].token_ids)
 
     def write_prompt_logprobs(self, index: int) -> list[dict[str, Any] | None] | None:
-        """Write the log-probabilities of a choice's prompt in vLLM's form; None if they are not to be shown.
+        """Write the log-probabilities of a choice's prompt in vLLM's form; None unless they were asked for.
 
-        For each token of the prompt they have those of the token and of the most likely ones, by token id.
+        For each prompt token, an object maps the ids of this token and of the most likely ones to log-probabilities.
         """
         width = self.shown.prompt_logprobs
         if width is None:
@@ -104,7 +104,7 @@ class EventFormat(AnswerFormat):
         return [_by_id(entry) if entry.scored else None for entry in entries]
 
     def details(self, delta: Delta) -> bytes:
-        """Write what the last event of a delta has beside text, logprobs and finish reason, beginning with a comma."""
+        """Write the further fields of the last event of a delta, beginning with a comma."""
         found = b""
         if delta.finish_reason is not None:
             found += b',"stop_reason":' + encode(delta.stop_reason)
@@ -123,7 +123,7 @@ class EventFormat(AnswerFormat):
         details: bytes = b"",
         above: bytes = b"",
     ) -> bytes:
-        """Write any event. `middle`, `details` and `above`, which stands beside `choices`, begin with a comma."""
+        """Write any event. `middle`, `details`, and `above` (fields beside `choices`) begin with a comma."""
         return b'%b{"index":%d%b,"logprobs":%b,"finish_reason":%b%b}]%b%b}\n\n' % (
             self._head,
             index,
@@ -160,7 +160,7 @@ class EventFormat(AnswerFormat):
     def _whole_usage(self, usage: TokenUsage) -> dict[str, Any]:
         """Write token counts, the cached prompt tokens of each tier, the output tokens of reasoning, and drafts.
 
-        Accepted drafts are among the completion tokens, rejected ones are not.
+        Accepted drafts are part of the completion tokens, rejected ones are not.
         """
         prompt_details: dict[str, Any] = {
             "cached_tokens": usage.num_cached_tokens,
@@ -228,9 +228,9 @@ class ChatFormat(EventFormat):
 
 
 class ParsedChatFormat(ChatFormat):
-    """Write chats whose outputs have reasoning and tool calls beside content.
+    """Writes chats whose outputs have reasoning and tool calls beside content.
 
-    Reasoning is sent under both names that clients use. The arguments of a call are sent as they come.
+    Reasoning is sent under both names that clients use. The arguments of a call are sent as they are generated.
     """
 
     def __init__(self, body: ReadBody, wanted: GenerationRequest, tokenizer: Tokenizer | None) -> None:
@@ -241,7 +241,7 @@ class ParsedChatFormat(ChatFormat):
         self._num_calls = [0] * self.num_choices
 
     def event(self, delta: Delta) -> bytes:
-        """Write one event for each part of `delta`; b"" if it completes none."""
+        """Write one event for each part of `delta`; b"" if the delta completes no part."""
         index, parser = delta.index, self._parsers[delta.index]
         parts = parser.push(delta.text)
         if delta.finish_reason is not None:
@@ -288,5 +288,5 @@ class ParsedChatFormat(ChatFormat):
 
 
 def _finish_reason(reason: str | None, num_calls: int) -> str | None:
-    """Return OpenAI's "tool_calls" for a stop after calls."""
+    """Return `reason`, but OpenAI's "tool_calls" for a stop after calls."""
     return "tool_calls" if reason == "stop" and num_calls else reason

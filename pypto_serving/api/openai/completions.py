@@ -45,7 +45,7 @@ class CompletionFormat(EventFormat):
     def text_event(
         self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None, details: bytes = b""
     ) -> bytes:
-        """Write any event; with token ids shown, the first one of a choice has those of its prompt."""
+        """Write any event. With token ids shown, the first event of a choice has the ids of its prompt."""
         if index in self._unbegun:
             self._unbegun.remove(index)
             details += b',"prompt_token_ids":' + encode(self.prompt_ids(index))
@@ -79,9 +79,9 @@ def completion_logprobs(entries: None, shift: int = 0) -> None: ...
 
 
 def completion_logprobs(entries: Iterable[TokenEntry] | None, shift: int = 0) -> dict[str, list[Any]] | None:
-    """Write parallel lists with one entry per token; `top_logprobs` holds the chosen token too.
+    """Write parallel lists with one entry per token; `top_logprobs` includes the chosen token.
 
-    Offsets are moved by `shift`.
+    `shift` is added to the offsets.
     """
     if entries is None:
         return None
@@ -95,7 +95,7 @@ def completion_logprobs(entries: Iterable[TokenEntry] | None, shift: int = 0) ->
 
 
 def _top_by_text(entry: TokenEntry) -> dict[str, float]:
-    """Of tokens with the same text, which are parts of characters, show the most likely one."""
+    """Map texts to log-probabilities. Of tokens with equal text (parts of characters), keep the most likely one."""
     found: dict[str, float] = {}
     for token in [*entry.top, entry.chosen]:
         found.setdefault(token.shown_text, token.shown_logprob)
@@ -103,10 +103,10 @@ def _top_by_text(entry: TokenEntry) -> dict[str, float]:
 
 
 class EchoFormat(CompletionFormat):
-    """Write completions whose text begins with the prompt, and whose logprobs, if asked for, with those of the prompt.
+    """Writes completions whose text, and logprobs if asked for, begin with those of the prompt.
 
-    In a stream the first event of a choice has the prompt alone. Events wait until the log-probabilities of their
-    prompt are complete: the first choice of a prompt brings them.
+    In a stream, the first event of a choice has only the prompt. Events wait until the log-probabilities of their
+    prompt are complete; these arrive with the first choice of the prompt.
     """
 
     def __init__(self, body: ReadBody, wanted: GenerationRequest, tokenizer: Tokenizer | None) -> None:
@@ -125,7 +125,7 @@ class EchoFormat(CompletionFormat):
         return b"".join(map(self._events, deltas))
 
     def _events(self, delta: Delta) -> bytes:
-        """Write the event of a delta, after that of its prompt if it is the first of its choice."""
+        """Write the event of a delta; before the first one of a choice, write the event of its prompt."""
         index, place, first = delta.index, self.place(delta.index), b""
         if index not in self._echoed:
             self._echoed.add(index)
@@ -141,7 +141,7 @@ class EchoFormat(CompletionFormat):
         return found | {"text": self._text(place) + output.text}
 
     def _text(self, place: int) -> str:
-        """Return the text of a prompt; that of token ids is decoded once."""
+        """Return the text of a prompt; token ids are decoded only once."""
         prompt = self.prompts[place]
         if place not in self._texts:
             given = prompt.text
@@ -149,7 +149,7 @@ class EchoFormat(CompletionFormat):
         return self._texts[place]
 
     def _prompt_logprobs(self, place: int) -> dict[str, list[Any]] | None:
-        """Write the log-probabilities of a prompt, which are complete, in OpenAI's form; None for none."""
+        """Write the complete log-probabilities of a prompt in OpenAI's form; None unless they were asked for."""
         width = self.shown.logprobs
         if width is None:
             return None
@@ -161,7 +161,7 @@ class EchoFormat(CompletionFormat):
 
 
 def best(outputs: Sequence[ChoiceOutput], num_prompts: int, shown: int) -> list[ChoiceOutput]:
-    """Return the `shown` best choices of each prompt, best first, and number them anew."""
+    """Return the `shown` best choices of each prompt, best first, with new indices."""
     made = len(outputs) // num_prompts
     groups = [outputs[start : start + made] for start in range(0, len(outputs), made)]
     found = [output for group in groups for output in sorted(group, key=_mean_logprob, reverse=True)[:shown]]

@@ -1,4 +1,4 @@
-"""Describe request bodies: types are strict ("1" is not 1), null means not given, unknown fields are kept."""
+"""Describe request bodies. Types are strict ("1" is not 1), null means not given, unknown fields are kept."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ STRUCTURED = or_null(OBJECT)
 
 
 def complete_message(schema: dict[str, Any]) -> None:
-    """Describe the fields of a message that are read where they stand, and that only some roles may lack content."""
+    """Add message fields that pydantic does not check, and the rule that only some roles may omit `content`."""
     texts: dict[str, Any] = dict.fromkeys(("reasoning", "reasoning_content"), MAY_TEXT)
     schema["properties"] |= texts | {"tool_calls": {"anyOf": [list_of(_CALL), {"type": "null"}]}}
     schema["anyOf"] = [
@@ -124,7 +124,7 @@ TIERS = ("auto", "default", "flex", "scale", "priority", "fast")
 
 
 class PromptBody(Body):
-    """Fields that may change a prompt, whatever it is made of."""
+    """Fields that affect any kind of prompt."""
 
     model: str | None = None
     response_format: Annotated[Any, RESPONSE_FORMAT] = None
@@ -205,7 +205,7 @@ class ChatMessage(Body):
 
 
 class ChatPromptBody(PromptBody):
-    """The fields besides the messages that make the prompt of a chat."""
+    """The fields of a chat's prompt, besides the messages."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

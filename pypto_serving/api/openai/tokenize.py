@@ -1,4 +1,4 @@
-"""Serve POST /tokenize and /detokenize, and the render endpoints, which answer with what the engine would get."""
+"""Serve POST /tokenize and /detokenize, and the render endpoints, which answer with requests for the engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pypto_serving.types.sampling import SamplingParams
 
 
 async def tokenize(request: Request) -> Response:
-    """Answer with the token ids of a text, or of the prompt that a chat has."""
+    """Answer with the token ids of a text, or of a chat's prompt."""
     return await answer_read(request, "tokenize")
 
 
@@ -90,7 +90,7 @@ def _answered(answer: Answer, ignored: list[str]) -> Answered:
 
 
 IDS_AT_ONCE = 1 << 14
-"""Token ids that are written in a thread before others have their turn."""
+"""Token ids that a thread encodes before other threads may run."""
 MAX_RENDERED_BYTES = 32 << 20
 
 
@@ -114,7 +114,7 @@ async def _render(request: Request, endpoint: Generating, prefix: str, field: st
 
 
 def _write_all(body: ReadBody, wanted: GenerationRequest, field: str) -> list[bytes]:
-    """Write all prompts. Raises RequestError above MAX_RENDERED_BYTES: each one repeats the parameters."""
+    """Write all prompts, each with the parameters. Raises RequestError above MAX_RENDERED_BYTES in all."""
     written, num_bytes = [], 0
     for number in range(len(wanted.prompts)):
         written.append(_write(body, wanted, number))
@@ -144,6 +144,6 @@ def _write(body: ReadBody, wanted: GenerationRequest, number: int) -> bytes:
 
 
 def _named(value: msgspec.Struct) -> dict[str, Any]:
-    """Return a struct, and those in it, as objects with names."""
+    """Convert a struct, and structs in it, to dicts."""
     fields = msgspec.structs.asdict(value).items()
     return {name: _named(each) if isinstance(each, msgspec.Struct) else each for name, each in fields}

@@ -25,34 +25,34 @@ _RESULT = {**_says("tool", "qz_result"), "tool_call_id": _CALL["id"], "name": "q
 
 
 class Manners:
-    """What a template takes, found out by rendering short conversations once. `render` raises RequestError."""
+    """Forms of conversations that a template accepts, found by rendering short ones. `render` raises RequestError."""
 
     def __init__(self, render: Callable[[Sequence[Mapping[str, Any]]], str]) -> None:
         self._render = render
 
     @cached_property
     def takes_system(self) -> bool:
-        """Whether it shows a system message at the beginning."""
+        """Whether the template shows a system message at the beginning."""
         return self._takes([_ASKS], [_FIRST, _ASKS])
 
     @cached_property
     def takes_later_system(self) -> bool:
-        """Whether it shows system messages where they stand, after the user's and after the assistant's."""
+        """Whether the template shows later system messages in place, after user and after assistant messages."""
         later, last = _says("system", "qz_later"), _says("system", "qz_last")
         return self._takes([_FIRST, _ASKS], [_FIRST, _ASKS, later, _ANSWERS, last, _ASKS_MORE])
 
     @cached_property
     def takes_repeated_roles(self) -> bool:
-        """Whether messages of the user may follow each other."""
+        """Whether a user message may follow another."""
         return self._takes([_ASKS], [_ASKS, _ASKS_MORE])
 
     @cached_property
     def takes_user_after_tool(self) -> bool:
-        """Whether the user may speak right after the result of a tool."""
+        """Whether a user message may follow the result of a tool."""
         return self._takes([_ASKS, _CALLS, _RESULT], [_ASKS, _CALLS, _RESULT, _ASKS_MORE])
 
     def _takes(self, plain: Sequence[Message], tried: Sequence[Message]) -> bool:
-        """Return whether the texts of `tried` appear in order. So it is if the template cannot render even `plain`."""
+        """Return whether the rendered `tried` has all texts in order, or if the template cannot even render `plain`."""
         return self._shows(tried) or not self._shows(plain)
 
     def _shows(self, messages: Sequence[Message]) -> bool:
@@ -67,12 +67,12 @@ class Manners:
         return True
 
     def fit(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages that the template gets.
+        """Return the messages to render.
 
-        - System and developer messages at the beginning become one.
-        - Later ones stay where the template takes them; else their text joins the turn of the user or tool before
-          them, or the user's after them.
-        - Messages of one role become one where the template wants roles in turns.
+        - Merge system and developer messages at the beginning.
+        - Keep later ones if the template accepts them; else append their text to the preceding turn of user or tool, or
+          put it before the user's text that follows.
+        - Merge consecutive messages of one role if the template requires alternating roles.
         """
         fitted = _join_first(messages)
         start = int(fitted[0]["role"] in INSTRUCTING) if fitted else 0
@@ -89,13 +89,13 @@ class Manners:
 
 
 def _joined(first: Message, second: Message) -> Message:
-    """Return `first` with the text of `second` after its own."""
+    """Return `first` with the text of `second` appended."""
     texts = [message["content"] for message in (first, second) if message.get("content")]
     return {**first, "content": "\n\n".join(texts)}
 
 
 def _join_first(messages: Sequence[Message]) -> list[Message]:
-    """Join the system and developer messages at the beginning."""
+    """Merge the system and developer messages at the beginning."""
     joined = list(messages)
     while len(joined) > 1 and joined[0]["role"] in INSTRUCTING and joined[1]["role"] in INSTRUCTING:
         joined[:2] = [_joined(*joined[:2])]
@@ -103,7 +103,7 @@ def _join_first(messages: Sequence[Message]) -> list[Message]:
 
 
 def _join(messages: Sequence[Message], roles: Collection[str], others: Collection[str] = ()) -> list[Message]:
-    """Join each message to one of `roles` before it, if it has the same role, or one of `others`."""
+    """Merge each message into the preceding one if that has one of `roles`, and the same role or one of `others`."""
     joined: list[Message] = []
     for message in messages:
         last = joined[-1] if joined else {}
@@ -133,4 +133,4 @@ def _move(messages: Sequence[Message], start: int) -> list[Message]:
 
 
 _HEARD = ("user", "tool")
-"""Roles whose messages the model answers."""
+"""Roles of messages that the model answers."""

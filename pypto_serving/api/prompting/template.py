@@ -1,4 +1,4 @@
-"""Encode chats with a Jinja template: the checkpoint's, one that the user gave, or one of the request."""
+"""Encode chats with a Jinja template: from the checkpoint, from an option, or from the request."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ RESERVED = frozenset(
     }
 )
 _CUT_HERE = "\ue000the answer goes on here\ue001 "
-"""Follows a message that is to be continued, to find its end in the prompt."""
+"""Appended to a message that the model shall continue, to find its end in the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """A compiled template, and how to parse the outputs of its model.
+    """A compiled template, and the format of its model's outputs.
 
-    `family` is the form of tool calls, "none" to parse none; `habit` tells how reasoning is marked, None to parse none.
-    `manners` fit conversations to it.
+    `family`: the form of tool calls, or "none" to parse no calls; `habit`: the marks of reasoning, or None to parse no
+    reasoning. `manners` fit conversations to the template.
     """
 
     compiled: jinja2.Template
@@ -70,9 +70,9 @@ class ChatTemplate:
 
 
 class TemplateEncoder:
-    """Render a template. See ChatEncoder.
+    """Encodes chats by rendering a template. See ChatEncoder.
 
-    `is_special` tells whether a text is a special token. Without a `source`, requests must bring a template.
+    `is_special` returns whether a text is a special token. Without a `source`, requests must contain a template.
     """
 
     request_fields = frozenset[str]()
@@ -127,7 +127,7 @@ class TemplateEncoder:
         continued: str | None,
         functions: Sequence[Mapping[str, Any]],
     ) -> OutputFormat | None:
-        """Return how to parse the outputs; None if they are content as they are."""
+        """Return the format to parse outputs with; None if outputs are plain content."""
         thinking = None if template.habit is None else template.habit.thinking(prompt, continued)
         calls, marks, family = None, [], FAMILIES.get(template.family)
         if thinking is not None:
@@ -144,7 +144,7 @@ class TemplateEncoder:
 
 
 def _continues(options: dict[str, Any]) -> bool:
-    """Remove `continue_final_message` from `options` and return it; by default it turns `add_generation_prompt` off."""
+    """Remove `continue_final_message` from `options` and return it. If true, `add_generation_prompt` becomes false."""
     continues = bool(options.pop("continue_final_message", False))
     if continues and options.get("add_generation_prompt"):
         refuse("continue_final_message", "and add_generation_prompt are both true; set one of them to false")
@@ -162,7 +162,7 @@ def _open_last(messages: list[dict[str, Any]]) -> str:
 
 
 def _cut(prompt: str) -> str:
-    """End the prompt with the message that is continued, without white space if the template removes it there."""
+    """Cut the prompt after the continued message, without trailing white space if the template strips it."""
     before, mark, after = prompt.rpartition(_CUT_HERE.rstrip())
     if not mark:
         refuse("continue_final_message", "cannot be honoured: the chat template does not show the last message")
@@ -170,7 +170,7 @@ def _cut(prompt: str) -> str:
 
 
 def _with_effort(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Add what `reasoning_effort` means for templates that can only turn thinking on and off."""
+    """Add the meaning of `reasoning_effort` for templates that can only turn thinking on or off."""
     effort = options.get("reasoning_effort")
     if effort is None:
         return dict(options)
@@ -179,7 +179,7 @@ def _with_effort(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load(serving: ServingConfig, tokenizer: Tokenizer) -> TemplateEncoder:
-    """Find and compile the template. Raises ModelError if it is damaged, or missing and requests may not bring one."""
+    """Find and compile the template. Raises ModelError if it is damaged, or missing while requests cannot have one."""
     source: str | None = None
     try:
         source, origin = find_template(Path(serving.model_dir), serving.chat_template)
@@ -187,13 +187,13 @@ def load(serving: ServingConfig, tokenizer: Tokenizer) -> TemplateEncoder:
     except ModelError as error:
         if serving.chat_template is not None or not serving.trust_request_chat_template:
             raise
-        logger.warning("each chat request has to bring its template: %s", error)
+        logger.warning("each chat request must have its own chat_template: %s", error)
     special = load_special_tokens(serving.model_dir)
     return TemplateEncoder(source, special, tokenizer.is_special, serving.tool_call_parser, serving.reasoning_parser)
 
 
 def origin(serving: ServingConfig) -> ChatOrigin:
-    """Return the template's file and why it was chosen; the same for both parsers. Raises ModelError like `load`."""
+    """Return names and reasons for the template and both parsers. Raises ModelError like `load`."""
     source, path = find_template(Path(serving.model_dir), serving.chat_template)
     TemplateEncoder(source, {})
     found = (path.name, "from the model's files") if serving.chat_template is None else (str(path), "given")
@@ -201,7 +201,7 @@ def origin(serving: ServingConfig) -> ChatOrigin:
 
 
 def find_template(model_dir: Path, override: str | None = None) -> tuple[str, Path]:
-    """Return a template's source and file: the override, else the one Hugging Face would use. Raises ModelError."""
+    """Return the source and file of `override`, else of the template that Hugging Face uses. Raises ModelError."""
     if override is not None:
         return _read_text(Path(override)), Path(override)
     if (model_dir / "chat_template.jinja").is_file():
@@ -214,7 +214,7 @@ def find_template(model_dir: Path, override: str | None = None) -> tuple[str, Pa
 
 
 def _choose(declared: object) -> str | None:
-    """Return the template in a `chat_template` value: a string, or the entry "default" of a list of named ones."""
+    """Return the template in a `chat_template` value: a string, or the entry named "default" of a list."""
     if isinstance(declared, str):
         return declared
     if not isinstance(declared, list):
@@ -232,12 +232,12 @@ def _read_text(path: Path) -> str:
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]], knows_developers: bool = True) -> list[dict[str, Any]]:
-    """Return messages for a template. Raises RequestError that names the place.
+    """Return messages for a template. Raises RequestError that names the field at fault.
 
-    - Fields that are null are left out, and so is an empty list of calls: templates ask whether they are there.
-    - The arguments of a call are an object; text that is not one, which a model may write, stays text.
-    - Reasoning stands under both names, `reasoning` and `reasoning_content`.
-    - For a template without the role developer, its messages become system messages.
+    - Null fields and empty lists of calls are dropped, since templates test whether a field exists.
+    - The arguments of a call become an object; text that is not a JSON object stays text.
+    - Reasoning is given under both names, `reasoning` and `reasoning_content`.
+    - If the template lacks the role developer, developer messages become system messages.
     """
     given = [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
     for message in given:

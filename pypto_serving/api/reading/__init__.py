@@ -1,8 +1,8 @@
-"""Read the bodies of requests, and compile their grammars, without holding up the event loop.
+"""Read the bodies of requests, and compile their grammars, without blocking the event loop.
 
-- `reading`: which bodies are read here, and which by the reader.
-- `body_reader`: read any body, in whichever process; write answers that follow from it alone.
-- `process`: the reader, its queue and its jobs, as seen from here.
-- `wire`: the messages between this process and the reader.
-- `__main__`: the reader itself, each of whose jobs is done by a copy of it.
+- `reading`: decide which bodies are read in the API process, and which in the reader.
+- `body_reader`: read any body, in either process; write answers that follow from the body alone.
+- `process`: the reader's process, queues and jobs, seen from the API process.
+- `wire`: the messages between the API process and the reader.
+- `__main__`: the reader itself; its copies do the jobs.
 """

@@ -1,7 +1,7 @@
 """Run the reader: `python -m pypto_serving.api.reading FD`. FD is its end of the control pipe.
 
-It prepares what jobs need. Copies of it do them, so that a job that takes too much time or memory ends a copy alone,
-and the next one starts in milliseconds. So it must have no threads.
+The reader loads modules and data for jobs. Copies of it do the jobs: one that takes too much time or memory ends only
+its copy, and the next copy starts in milliseconds. Since it forks, the reader must have no threads.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ if TYPE_CHECKING:
     from pypto_serving.api.common.body import Endpoint
 
 WARMING = Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "string", "pattern": "^a"}}}')
-"""Compiled once before the first copy, so that each need not import and initialize what it takes."""
+"""Compiled once before the first copy, so that copies need not import and initialize the compiler."""
 MAX_KEPT_BYTES = 512 << 20
-"""A copy that took more memory ends after its job."""
+"""A copy that has used more memory ends after its job."""
 Job = Callable[[bytes], msgspec.Struct]
 
 
 class Jobs:
-    """Does jobs. What those of a kind need is loaded before the first of them; importing it takes a second."""
+    """Does jobs. Loads the modules and data for a kind of job before its first one; importing takes a second."""
 
     def __init__(self, start: ReaderStart) -> None:
         self._start = start
 
     def prepare(self, purpose: bytes) -> Callable[[socket.socket], None]:
-        """Load what a copy needs whose first job is of the kind `purpose`; return what it does."""
+        """Load everything for a first job of kind `purpose`; return the function that a copy runs."""
         self.prepared(KINDS[purpose[0]])
         return partial(answer_all, self)
 
     def prepared(self, kind: JobKind) -> Job:
-        """Load what jobs of a kind need; return what does one."""
+        """Load everything for jobs of a kind; return the function that does one."""
         return self._compile if kind == "grammar" else partial(self._read, kind)
 
     @cached_property
@@ -94,7 +94,7 @@ class Jobs:
 
 
 def answer_all(jobs: Jobs, end: socket.socket) -> None:
-    """Do the jobs that come on `end`, one after the other. SIGPROF ends this process if one takes too long."""
+    """Do the jobs that arrive on `end`, one after the other. SIGPROF ends this process if a job takes too long."""
     with end.makefile("rwb") as channel:
         channel.write(READY)
         channel.flush()
@@ -112,19 +112,19 @@ def answer_all(jobs: Jobs, end: socket.socket) -> None:
 
 
 def guarded(job: Job, raw: bytes) -> tuple[msgspec.Struct, bool]:
-    """Return the answer, or what became of it instead, and whether this process should do no other job."""
+    """Do a job; return its answer, refusal or fault, and whether this process should do no further job."""
     try:
         return job(raw), False
     except MemoryError:
         message = f"this takes more than {format_size(limits.MAX_BYTES)} of memory to read; send less"
         return Refusal(400, message, "request_too_large", None), True
-    except BaseException:  # a panic of Rust is no Exception
+    except BaseException:  # a Rust panic is not an Exception
         return ReaderFault(traceback.format_exc()), True
 
 
 def main() -> int:
     start = Parent.of_module(ReaderStart, watches=False).start
-    configure_logs("reader", "error", start.config.log_format)  # the server says the rest
+    configure_logs("reader", "error", start.config.log_format)  # the API process logs the rest
     limits.limit_memory()
     with socket.socket(fileno=start.control) as control:
         serve_copies(control, Jobs(start).prepare)

@@ -26,9 +26,9 @@ _READ: dict[Endpoint, Callable[[Prompter, ServingConfig, bytes | bytearray], Rea
 
 
 class BodyReader:
-    """Parse bodies, check their fields, and make their prompts. Does not change; takes as long as a body makes it.
+    """Parses bodies, checks their fields, and makes their prompts. Immutable. A hostile body may take very long.
 
-    Whether a grammar compiles is another question.
+    Does not check whether grammars compile.
     """
 
     def __init__(self, prompter: Prompter, serving: ServingConfig) -> None:
@@ -36,5 +36,5 @@ class BodyReader:
         self.serving = serving
 
     def read(self, endpoint: Endpoint, raw: bytes | bytearray) -> ReadBody | Answered:
-        """Return what the body says. Raises RequestError that names the field at fault."""
+        """Parse a body. Raises RequestError that names the field at fault."""
         return _READ[endpoint](self.prompter, self.serving, raw)

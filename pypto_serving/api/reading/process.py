@@ -1,4 +1,4 @@
-"""The reader as seen from the API process: its queues, its copies, and how it starts and ends."""
+"""The API process's side of the reader: its queues and copies, its start and its end."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from pypto_serving.types.config import EngineConfig
 logger = logging.getLogger("pypto_serving.api")
 
 PATIENCE = 10
-"""The real time of a job may be this multiple of its CPU time: other processes use the CPUs too."""
+"""A job may take this multiple of its CPU time in real time, since other processes use the CPUs too."""
 RETRY_S = 5
 NOT_STARTED = "the process that reads requests did not start; try again later"
 PIECE_BYTES = 1 << 18
-"""Bytes written to the reader before others have their turn."""
+"""Bytes written to the reader before other tasks of the event loop run."""
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
-"""The reader makes copies of itself, so numpy must start no threads there."""
+"""Environment that keeps numpy from starting threads in the reader, which forks."""
 QueueName = Literal["grammars", "bodies", "large bodies"]
 T = TypeVar("T")
 Answer = ReadBody | Answered | Compiles
@@ -53,13 +53,13 @@ ANSWERS: msgspec.msgpack.Decoder[Answer | Refusal | ReaderFault] = msgspec.msgpa
 
 
 class TooSlowError(RequestError):
-    """A job took all the CPU time that it may take."""
+    """A job exceeded its CPU time."""
 
     code = "reading_timeout"
 
 
 class TooLargeError(RequestError):
-    """A job took too much memory. Native code that gets none aborts."""
+    """A job took too much memory, so native code in it may have aborted."""
 
     code = "request_too_large"
 
@@ -73,9 +73,9 @@ class ReaderCopy(NamedTuple):
 
 
 class ReaderQueue:
-    """Owns a copy of the reader, and the jobs that wait for it. Next is the host that used the least CPU time.
+    """Owns a copy of the reader, and the jobs that wait for it. The host that used the least CPU time is next.
 
-    If more than `max_waiting` wait, the newest job of the host with the most jobs is refused. See FairQueue.
+    If more than `max_waiting` jobs wait, refuse the newest job of the host with the most jobs. See FairQueue.
     """
 
     def __init__(self, max_waiting: int) -> None:
@@ -88,7 +88,7 @@ class ReaderQueue:
         return len(self._jobs)
 
     async def take_turn(self, host: str) -> None:
-        """Wait for a turn; call `end_turn` after it. Raises QueueFullError. A call that is cancelled has no turn."""
+        """Wait for a turn, which `end_turn` must end. Raises QueueFullError. A cancelled call gets no turn."""
         if not self.is_running:
             self.is_running = True
             return
@@ -107,11 +107,11 @@ class ReaderQueue:
             raise
 
     def charge(self, host: str, used_s: float) -> None:
-        """Add the CPU time that a job of a host took."""
+        """Add the CPU time of a host's job to the host's account."""
         self._jobs.charge(host, used_s)
 
     def end_turn(self) -> None:
-        """End a turn; the next one begins."""
+        """End a turn, and begin the next one."""
         while (turn := self._jobs.pop()) is not None:
             if not turn.done():
                 turn.set_result(None)
@@ -120,9 +120,9 @@ class ReaderQueue:
 
 
 class Reader:
-    """Owns the reader process and its queues. It starts with the first job and ends when it is idle for long.
+    """Owns the reader process and its queues. The process starts with the first job and ends when idle for long.
 
-    Grammars, usual bodies and large ones have a copy each, so that none of them holds up the others.
+    Grammars, usual bodies and large bodies have a copy each, so that they do not wait for each other.
     """
 
     def __init__(self, config: EngineConfig, serving: ServingConfig) -> None:
@@ -139,13 +139,13 @@ class Reader:
 
     @property
     def is_running(self) -> bool:
-        """Return whether a job is being done."""
+        """Return whether a job is running."""
         return any(queue.is_running for queue in self.queues.values())
 
     async def at_turn(self, name: QueueName, host: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Return the result of `work`, which is called at its host's turn in a queue. Raises QueueFullError.
+        """Call `work` when it is its host's turn in a queue; return the result. Raises QueueFullError.
 
-        A call that is cancelled before its turn costs nothing; work that has begun goes on to its end.
+        A call that is cancelled before its turn costs nothing; work that has begun runs to its end.
         """
         queue = self.queues[name]
         await queue.take_turn(host)
@@ -154,7 +154,7 @@ class Reader:
         def end(done: asyncio.Future[T]) -> None:
             queue.end_turn()
             if not done.cancelled():
-                done.exception()  # the caller may be gone
+                done.exception()  # mark it as retrieved, since the caller may be gone
             if self._idle is not None:
                 self._idle.cancel()
             if not self.is_running and not self._closed:
@@ -164,11 +164,11 @@ class Reader:
         return await asyncio.shield(working)
 
     async def do(self, name: QueueName, host: str, kind: JobKind, raw: bytes | bytearray) -> Answer:
-        """Have the copy of a queue, whose turn it is, do a job; return the answer.
+        """Do a job in the copy of a queue, during a turn in that queue; return the answer.
 
-        Raises RefusedError if that is the answer, TooSlowError, TooLargeError, RequestFailedError if the copy ended in
-        another way twice, UnavailableError if there is no reader or the machine is too busy, RuntimeError if the job
-        failed.
+        Raises RefusedError if the answer is a refusal, TooSlowError, TooLargeError, RequestFailedError if the copy
+        ended otherwise twice, UnavailableError if there is no reader or the machine is too busy, RuntimeError if the
+        job failed.
         """
         queue = self.queues[name]
         for tries_left in (1, 0):
@@ -182,7 +182,7 @@ class Reader:
         raise AssertionError("the second try returns or raises")
 
     async def _run(self, queue: ReaderQueue, kind: JobKind, raw: bytes | bytearray) -> tuple[bytes, int, float]:
-        """Have the copy of a queue do a job; return what it said, its exit code if it ended, and the CPU time."""
+        """Do a job in the copy of a queue; return the answer, the copy's exit code if it ended, and the CPU time."""
         allowed_s = cpu_limit_s(len(raw))
         real_s = PATIENCE * allowed_s
         copy = queue.copy or await self._start_copy(kind)
@@ -211,7 +211,7 @@ class Reader:
             ) from None
 
     async def _start_copy(self, kind: JobKind) -> ReaderCopy | int:
-        """Start a copy; return it, or the code with which it ended. Raises UnavailableError."""
+        """Start a copy; return it, or its exit code if it ended. Raises UnavailableError."""
         control, number = self._ensure(), next(self._numbers)
         self._ends[number] = asyncio.get_running_loop().create_future()
         try:
@@ -238,7 +238,7 @@ class Reader:
             self._ends.pop(number, None)
 
     def _ensure(self) -> socket.socket:
-        """Start the process if there is none; return where jobs go. Raises UnavailableError."""
+        """Start the process if there is none; return the control socket. Raises UnavailableError."""
         if self._closed:
             raise UnavailableError("the server is shutting down")
         if self._idle is not None:
@@ -260,7 +260,7 @@ class Reader:
         return ours
 
     def _take_ends(self) -> None:
-        """Take in how copies ended; if the process itself ended, all of them did."""
+        """Read the exit codes of ended copies; if the process itself has ended, so have all copies."""
         assert self._control is not None
         with suppress(BlockingIOError):
             while end := _receive(self._control):
@@ -270,7 +270,7 @@ class Reader:
                 self._burying = asyncio.ensure_future(self._bury(child, self._take_jobs()))
 
     def _take_end(self, number: int, code: int, used_s: float) -> None:
-        """Give the end of a copy to its job; one that had none is only forgotten."""
+        """Pass the end of a copy to its job, if it has one; forget the copy."""
         for queue in self.queues.values():
             if queue.copy is not None and queue.copy.number == number:
                 queue.copy.writing.close()
@@ -281,14 +281,14 @@ class Reader:
             waiting.set_result((code, used_s))
 
     def _take_jobs(self) -> list[asyncio.Future[tuple[int, float]]]:
-        """Forget all copies; return what waits for the ends of those that have a job."""
+        """Forget all copies; return the futures that wait for the ends of copies with a job."""
         for queue in self.queues.values():
             if queue.copy is not None:
                 self._take_end(queue.copy.number, 0, 0.0)
         return list(self._ends.values())
 
     def _detach(self) -> Child | None:
-        """Forget the process, which is to end or has ended."""
+        """Forget the process, which has ended or will be ended, and return it."""
         if self._idle is not None:
             self._idle.cancel()
         child, self.child = self.child, None
@@ -315,7 +315,7 @@ class Reader:
             self._burying = asyncio.ensure_future(in_quick_thread(child.end, 0.0))
 
     async def _end(self) -> None:
-        """End the process, whatever it does, and all its jobs. The next one starts another."""
+        """End the process and all its jobs. The next job starts another process."""
         if (child := self._detach()) is not None:
             await self._bury(child, self._take_jobs(), 0.0)
 
@@ -335,7 +335,7 @@ def _receive(control: socket.socket) -> bytes:
 async def _exchange(
     copy: ReaderCopy, kind: JobKind, raw: bytes | bytearray, allowed_s: float
 ) -> tuple[bytes, float, bool] | None:
-    """Send a job to a copy; return what it said, the CPU time and whether it ends now; None if it ended before."""
+    """Send a job to a copy; return the answer, the CPU time and whether the copy ends now; None if it died."""
     try:
         copy.writing.write(JOB.pack(KINDS.index(kind), len(raw), allowed_s))
         for at in range(0, len(raw), PIECE_BYTES):
@@ -357,7 +357,7 @@ def _read_answer(said: bytes) -> Answer:
 
 
 def _error_of(code: int) -> RequestError:
-    """Explain the end of a copy."""
+    """Return the error for a copy's exit code."""
     if code == NO_COPY:
         logger.error("the reader could not start a copy: there are too many processes or files")
         return UnavailableError("the machine is too busy to read this request; try again later")
@@ -366,7 +366,7 @@ def _error_of(code: int) -> RequestError:
     if code == -signal.SIGPROF:
         return TooSlowError("reading this took too long")
     logger.error("a job of the reader ended with code %d", code)
-    if code in (-signal.SIGABRT, -signal.SIGSEGV):  # SIGSEGV: it nests more deeply than the stack
+    if code in (-signal.SIGABRT, -signal.SIGSEGV):  # SIGSEGV: nesting overflowed the stack
         return TooLargeError("this request takes too much memory to read; send less")
     return RequestFailedError(
         "the process that read this request ended unexpectedly; the log of the server may say why"

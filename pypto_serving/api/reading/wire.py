@@ -1,4 +1,4 @@
-"""Messages between the API process and the reader. Imports little, since the reader has to start quickly."""
+"""Messages between the API process and the reader. Imports little, so that the reader starts quickly."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ JobKind = Literal[
 ]
 KINDS: tuple[JobKind, ...] = get_args(JobKind)
 READY = b"r"
-"""What a copy says first on its socket."""
+"""First byte of a copy on its socket."""
 JOB = struct.Struct("<BQd")
-"""What comes before a job on the socket of a copy: its kind, its bytes, and the CPU seconds that it may take."""
+"""Header of a job on the socket of a copy: kind, number of bytes, limit of CPU seconds."""
 ANSWER = struct.Struct("<Qd?")
-"""What comes before an answer: its bytes, the CPU time that the job took, and whether the copy ends with it."""
+"""Header of an answer: number of bytes, CPU seconds of the job, whether the copy ends now."""
 
 
 class ReaderStart(msgspec.Struct, frozen=True):
-    """What the reader needs to start. `control` is the inherited file descriptor on which jobs come."""
+    """Start parameters of the reader. `control`: inherited file descriptor on which jobs arrive."""
 
     config: EngineConfig
     serving: ServingConfig
@@ -36,7 +36,7 @@ class ReaderStart(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
-    """The error that a request is answered with."""
+    """The error with which a request is answered."""
 
     status: int
     message: str
@@ -49,13 +49,13 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
 
 
 class ReaderFault(msgspec.Struct, frozen=True, tag="fault"):
-    """A job made its copy fail in a way that nobody foresaw."""
+    """A job failed with an unexpected error."""
 
     traceback: str
 
 
 class Compiles(msgspec.Struct, frozen=True, tag="compiles"):
-    """A grammar compiles: `grammar` in the syntax that workers read, or None as it is."""
+    """A grammar compiles. `grammar`: its translation to a syntax that workers read, or None if not needed."""
 
     grammar: Grammar | None
 

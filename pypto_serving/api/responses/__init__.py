@@ -2,7 +2,7 @@
 
 - `endpoints`: the endpoints; keep answers in bounded memory
 - `response_body`: read a body
-- `history`: turn items and tools into those of chat encoders
+- `history`: convert items and tools to the form that chat encoders take
 - `format`: write answers and events
 - `answers`: describe answers and the events of a stream
 """

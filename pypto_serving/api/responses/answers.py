@@ -1,4 +1,4 @@
-"""Describe responses and their items, as they are answered; see `events` for those of a stream."""
+"""Describe responses, their items, and the events of a stream, in the form in which they are sent."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Event(Answer, tag_field="type"):
 
 
 class WholeEvent(Event):
-    """Base of events that tell the whole response."""
+    """Base of events that contain the whole response."""
 
     response: ResponseObject
 
@@ -181,7 +181,7 @@ class TextLogprob(Answer):
 
 
 class TextLogprobs(TextLogprob):
-    """A token; unlike the item, the events do not tell its bytes."""
+    """The log-probabilities of a token in events; unlike items, these lack the token's bytes."""
 
     top_logprobs: list[TextLogprob]
 

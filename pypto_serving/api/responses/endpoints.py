@@ -1,4 +1,4 @@
-"""Serve /v1/responses; keep responses in bounded memory, each for the API key that asked for it."""
+"""Serve /v1/responses. Keep responses in bounded memory, each for the API key of its request."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ MAX_RESPONSES, MAX_BYTES = 4096, 256 << 20
 ENTRY_BYTES = 256
 """What the place of an item takes, beside its JSON and its id."""
 MAX_RESPONSE_BYTES = 4 << 20
-"""A response with a longer conversation is not kept, and a longer body continues none: the event loop reads both."""
+"""Limit of a kept response's conversation, and of a body that continues one, since the event loop parses both."""
 
 
 class UnknownResponseError(RequestError):
-    """No response has this id, for this key."""
+    """This API key has no response with this id."""
 
     status = 404
     code = "response_not_found"
 
 
 class Kept(NamedTuple):
-    """A response and its conversation as JSON: the object, the items that it answers, and those with its output.
+    """A response and its conversation as JSON: the object, its input items, and these together with its output items.
 
     It holds the whole conversation: links to earlier responses would break when one is deleted or makes room.
     `items` are those that later bodies may refer to, by id: its own and those of its output.
@@ -57,7 +57,7 @@ class Kept(NamedTuple):
 
 
 class ResponseStore:
-    """Own the responses of one server; the one that was used longest ago goes first. Used in the event loop only."""
+    """Owns the responses of one server; evicts the least recently used first. Used in the event loop only."""
 
     def __init__(self, most: int = MAX_RESPONSES, most_bytes: int = MAX_BYTES) -> None:
         self.num_bytes = 0
@@ -67,7 +67,7 @@ class ResponseStore:
         self._items: dict[tuple[bytes, str], bytes] = {}
 
     def add(self, key: bytes | None, response_id: str, kept: Kept) -> None:
-        """Keep a response, and drop others until all fit."""
+        """Keep a response, and evict others until all fit."""
         if kept.num_bytes > min(MAX_RESPONSE_BYTES, self._most_bytes):
             return
         self._kept[_place(key, response_id)] = kept
@@ -88,7 +88,7 @@ class ResponseStore:
         return self._items.get(_place(key, item_id))
 
     def get(self, key: bytes | None, response_id: str, param: str | None = None) -> Kept:
-        """Return a response. Raises UnknownResponseError, about the field `param`."""
+        """Return a response. Raises UnknownResponseError about the field `param`."""
         place = _place(key, response_id)
         if place not in self._kept:
             message = f"there is no response {response_id[:128]!r}: it was not stored, was deleted, or had to make room"
@@ -127,7 +127,7 @@ class _Items(msgspec.Struct):
 
 
 async def create_response(request: Request) -> Response:
-    """Answer items."""
+    """Answer a conversation, given as items."""
     store, key = _store(request), _key(request)
 
     def new_format(body: ReadBody, wanted: GenerationRequest) -> AnswerFormat:
@@ -146,7 +146,7 @@ def _keep(store: ResponseStore, key: bytes | None, repeated: Repeated, response:
 
 
 async def retrieve_response(request: Request) -> Response:
-    """Answer with a response that is kept."""
+    """Answer with a kept response."""
     if request.query_params.get("stream") == "true":
         refuse("stream", "is not available for a response that has ended; leave it out", "unsupported_field")
     return answer_json(msgspec.Raw(_kept(request).response))
@@ -160,14 +160,14 @@ async def delete_response(request: Request) -> Response:
 
 
 async def cancel_response(request: Request) -> Response:
-    """Refuse, since no response that is kept still runs: clients cancel by closing their connection."""
+    """Refuse, since kept responses have ended; clients cancel by closing their connection."""
     _kept(request)
     message = "only a response with background = true can be cancelled; close the connection of one that is running"
     raise RequestError(message, code="not_cancellable")
 
 
 async def list_input_items(request: Request) -> Response:
-    """List the items that a response answers, the newest first, unless asked otherwise."""
+    """List the input items of a response, newest first by default."""
     items = [_listed(item) for item in msgspec.json.decode(_kept(request).inputs)]
     query = request.query_params
     order = query.get("order", "desc")
@@ -208,7 +208,7 @@ def _referred(store: ResponseStore, key: bytes | None, raw: bytearray) -> dict[s
 
 
 def _earlier(store: ResponseStore, key: bytes | None, raw: bytearray) -> bytes:
-    """Return the items of the response that a body continues. Raises RequestError if it is not kept, or `raw` long."""
+    """Return the items of the response that a body continues. Raises RequestError if it is lost, or `raw` too long."""
     if _GIVEN.search(raw) is None:
         return b""
     if len(raw) > MAX_RESPONSE_BYTES:
@@ -219,7 +219,7 @@ def _earlier(store: ResponseStore, key: bytes | None, raw: bytearray) -> bytes:
     try:
         name = msgspec.json.decode(raw, type=_Previous).previous_response_id
     except (msgspec.DecodeError, RecursionError):
-        return b""  # the reader says what is wrong
+        return b""  # the reader reports the error
     if not isinstance(name, str) or len(name) > MAX_ID_CHARS:
         return b""  # likewise
     return store.get(key, name, _FIELD).history

@@ -26,11 +26,11 @@ _ENDS = {"completed": answers.ResponseCompleted, "incomplete": answers.ResponseI
 
 
 class ResponseFormat(AnswerFormat):
-    """Write one response.
+    """Writes one response.
 
-    It is a list of items: reasoning, messages and calls, in the order of the output. A part of the output adds
-    to the last item, or begins the next one. The input of a custom tool is told at its end, when its JSON can be read.
-    `on_done` takes the response.
+    A response is a list of items: reasoning, messages and calls, in the order of the output. Each part of the output
+    extends the last item or begins the next one. The input of a custom tool is sent at its end, when its JSON can be
+    parsed. `on_done` takes the response.
     """
 
     def __init__(self, body: ReadBody, wanted: GenerationRequest, on_done: Done) -> None:
@@ -208,7 +208,7 @@ def _kind(part: OutputPart) -> str:
 
 
 def _without_bytes(scored: Sequence[msgspec.Raw]) -> list[answers.TextLogprobs]:
-    """Return what events tell of tokens."""
+    """Return log-probabilities in the form for events."""
     tokens = (msgspec.json.decode(token, type=TokenLogprob) for token in scored)
     return [
         answers.TextLogprobs(

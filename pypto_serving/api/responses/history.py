@@ -1,4 +1,4 @@
-"""Turn items and tools into those of chat encoders. Raises RequestError that names the place."""
+"""Convert items and tools for chat encoders. Raises RequestError that names the field at fault."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _INPUT = {
 
 
 class Called(NamedTuple):
-    """What a call of a tool tells the client."""
+    """The form in which calls of a tool are sent to the client."""
 
     name: str
     namespace: str | None = None
@@ -33,20 +33,20 @@ class Called(NamedTuple):
 
 
 def full_name(namespace: str | None, name: str) -> str:
-    """Return the name that the model knows a tool by."""
+    """Return the name of a tool in the prompt."""
     if namespace is None:
         return name
     return namespace + ("" if namespace.endswith("__") else "__") + name
 
 
 def callable_tools(tools: Sequence[Any]) -> dict[str, Called]:
-    """Return, by the names that the model knows, what a call of each tool tells the client."""
+    """Return, by a tool's name in the prompt, the form in which its calls are sent to the client."""
     found = [Called(tool["name"], namespace, tool["type"] == "custom") for _, namespace, tool in _offered(tools)]
     return {full_name(called.namespace, called.name): called for called in found}
 
 
 def _offered(tools: Sequence[Any]) -> Iterator[tuple[str, str | None, Any]]:
-    """Yield the tools that the model may call, each with its place and its namespace."""
+    """Yield field, namespace and tool for each tool that the model may call."""
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"
         if is_hosted(tool):
@@ -62,12 +62,12 @@ def _offered(tools: Sequence[Any]) -> Iterator[tuple[str, str | None, Any]]:
 
 
 def arguments_of(text: str) -> str:
-    """Return the arguments of the function that stands for a custom tool."""
+    """Return the arguments of the function that replaces a custom tool, as JSON with the input `text`."""
     return msgspec.json.encode({"input": text}).decode()
 
 
 def input_of(arguments: str) -> str:
-    """Return what a model gave a custom tool: the argument, or else all that it wrote."""
+    """Return the input of a custom tool: the function's argument, or the whole text if it cannot be parsed."""
     try:
         found = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):
@@ -112,7 +112,7 @@ def _nested(tool: Any, where: str, namespace: str | None = None) -> dict[str, An
 
 
 def _function_of(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the function that stands for a custom tool; its description has the grammar of the input."""
+    """Return the function that replaces a custom tool; its description contains the grammar of the input."""
     said, form = [tool.get("description")], tool.get("format") or {"type": "text"}
     kind = form.get("type") if isinstance(form, Mapping) else None
     if kind == "grammar":
@@ -208,7 +208,7 @@ def _speaker(item: Item) -> str:
 
 
 class _ItemHistory:
-    """Collect messages; remember the calls so far."""
+    """Collects messages. Remembers the calls so far."""
 
     def __init__(self, left_out: LeftOut) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -235,7 +235,7 @@ class _ItemHistory:
                 self._add_message(item["role"], text)
 
     def _add_message(self, role: str, text: str) -> None:
-        """Add a message. Those of system and developer right after a leading system message are joined to it."""
+        """Add a message. Merge system and developer messages right after a leading system message into that one."""
         if role in ("system", "developer") and [message["role"] for message in self.messages] == ["system"]:
             self.messages[0]["content"] += f"\n\n{text}"
         else:

@@ -54,7 +54,7 @@ class ResponsesBody(StreamBody):
             "truncation": ("disabled",),
         },
     )
-    """Nothing runs in the background, so a disconnect frees a request. No item is ever cut from the input."""
+    """Nothing runs in the background, so a disconnect ends the request. Items are never cut from the input."""
 
     model: str | None = None
     input: Any = None
@@ -95,7 +95,7 @@ def with_earlier(raw: bytearray, earlier: bytes, referred: dict[str, msgspec.Raw
 
 
 def read_response(prompter: Prompter, serving: ServingConfig, framed: bytes | bytearray) -> ReadBody:
-    """Parse, check, render and encode what `with_earlier` made."""
+    """Parse, check, render and encode the output of `with_earlier`."""
     start = framed.index(b"\n") + 1
     end = start + int(framed[: start - 1])
     kept = msgspec.json.decode(framed[start:end])
@@ -169,7 +169,7 @@ def _not_shown(body: ResponsesBody) -> list[str]:
 
 
 def _effort(body: ResponsesBody) -> dict[str, Any]:
-    """Return the switches of the model's reasoning; without an effort, the model decides."""
+    """Return the encoder's options for reasoning; without an effort, the template decides."""
     given = body.reasoning or {}
     effort = given.get("effort")
     check_effort(effort, "reasoning.effort")

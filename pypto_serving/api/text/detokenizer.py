@@ -12,9 +12,9 @@ from pypto_serving.api.text.tokenizer import REPLACEMENT, Tokenizer
 class Detokenizer:
     """Decode one output token by token. Owned by its choice.
 
-    The pieces of `push` and `flush`, joined, are the decoded output. A character is never split; an incomplete one is
-    held back. The cost of a token does not grow with the output: after `HELD_LIMIT` tokens without a complete end,
-    decoding goes on in a window that gives out all but the last three undecodable places.
+    The pieces returned by `push` and `flush`, joined, are the decoded output. A character is never split; an incomplete
+    one is held back. The cost of a token does not grow with the output: after `HELD_LIMIT` tokens without a complete
+    end, decoding continues in a window, and returns all but the last three undecodable characters.
     """
 
     CONTEXT = 6
@@ -35,11 +35,11 @@ class Detokenizer:
         self._restart([] if self._decode(context).endswith(REPLACEMENT) else context)
 
     def is_silent(self, token_id: int) -> bool:
-        """Return whether the token is special and left out of the text."""
+        """Return whether the token is special, and therefore omitted from the text."""
         return token_id in self._silent
 
     def push(self, token_id: int) -> str:
-        """Add a token; return the text that became certain, often "" for a part of a character."""
+        """Add a token; return the text that is certain now, often "" for a part of a character."""
         if token_id in self._silent:
             return ""
         if not self._held and (whole := self._whole_text(token_id)) is not None:
@@ -49,7 +49,7 @@ class Detokenizer:
             return self._push_in_window()
         try:
             text = self._stream.step(self._tokenizer.raw, token_id)
-        except Exception:  # DecodeStream refuses decoders that change text already given out
+        except Exception:  # DecodeStream refuses decoders that change text it has returned before
             text = None
             self._stream = None
         if text is not None:

@@ -12,7 +12,7 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 
 def read_optional_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; return {} if there is none. Raises ModelError if it is damaged, or a link to nothing."""
+    """Read a JSON object; return {} if the file does not exist. Raises ModelError if it is damaged, or a dead link."""
     return read_json_file(path) if os.path.lexists(path) else {}
 
 

@@ -24,7 +24,7 @@ Split = Callable[[str], list[str | int]]
 
 
 class Tokenizer:
-    """Encode and decode with a checkpoint's tokenizer. Does not change after loading, so any thread may use it."""
+    """Encodes and decodes with a checkpoint's tokenizer. Immutable after loading, so any thread may use it."""
 
     def __init__(self, raw: tokenizers.Tokenizer, special_tokens: dict[str, str] | None = None) -> None:
         raw.no_truncation()
@@ -68,7 +68,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `ids`; ids outside the vocabulary have none."""
+        """Return the text of `ids`; ids outside the vocabulary have no text."""
         return self.raw.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def is_special(self, text: str) -> bool:
@@ -76,7 +76,7 @@ class Tokenizer:
         return self.special_id(text) is not None
 
     def special_id(self, text: str) -> int | None:
-        """Return the id of the special token `text`; None for other texts."""
+        """Return the id of the special token `text`, or None if it is not a special token."""
         token_id = self.raw.token_to_id(text)
         return token_id if token_id in self.special_ids else None
 
@@ -92,14 +92,14 @@ class Tokenizer:
         return split_at({token.content: i for i, token in added.items() if token.special})
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes of one token: for some tokens part of a character, b"" for unknown ids."""
+        """Return the UTF-8 bytes of one token, which may be part of a character; b"" for unknown ids."""
         return self._token_bytes.bytes_of(token_id)
 
     def _whole_text(self, token_id: int) -> str | None:
-        """Return the text of a token made of whole characters, None for other tokens.
+        """Return the text of a token that consists of whole characters; None for other tokens.
 
-        Such a text does not depend on neighbouring tokens, provided that the decoder only joins bytes. `whole_text` is
-        the cached form.
+        Such a text does not depend on neighbouring tokens, provided that the decoder only joins bytes. `whole_text`
+        caches this method.
         """
         text = self.raw.decode([token_id], skip_special_tokens=False) if self._joins_bytes else REPLACEMENT
         return None if REPLACEMENT in text else text
@@ -110,7 +110,7 @@ class Tokenizer:
 
 
 def split_at(special: Mapping[str, int]) -> Split:
-    """Return what splits texts at those of some special tokens."""
+    """Return a function that splits texts at the special tokens `special`, given as text to id."""
     longest_first = sorted(filter(None, special), key=len, reverse=True)
     texts = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
     return lambda text: [special.get(part, part) for part in texts.split(text) if part]

@@ -1,4 +1,4 @@
-"""Answer GET /dashboard/stats: what the dashboard shows, and what it has not seen of the history."""
+"""Answer GET /dashboard/stats: the current state, and the part of the history that the page has not seen."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def _count(text: str) -> int:
 
 
 def dashboard(service: Service, memory: MemoryPlan | None, samples: int, finished: int, now_s: float) -> dict[str, Any]:
-    """Collect what the dashboard shows.
+    """Collect the data of the dashboard.
 
-    `samples` and `finished` count what the page has seen. If they exceed the history, as after a restart, send all of
-    it. In the result `samples` has a list for each field of Sample; the page sends `seen` with its next request.
+    `samples` and `finished` count the entries that the page has seen. If they exceed the history, as after a restart,
+    send all of it. In the result, `samples` has a list per field of Sample; the page's next request returns `seen`.
     """
     engine, history, metrics = service.engine, service.history, service.metrics
     history.observe(now_s)
@@ -102,7 +102,7 @@ def _groups(config: EngineConfig) -> list[dict[str, Any]]:
 
 
 def _parts(memory: MemoryPlan) -> list[dict[str, Any]]:
-    """Describe the parts of a memory plan; `tier` is where they lie, `free` is what the plan leaves."""
+    """Describe the parts of a memory plan, each with its `tier`; `free` is the unused rest."""
     parts = [
         ("weights", "device", memory.weight_bytes),
         ("workspace", "device", memory.workspace_bytes),

@@ -16,7 +16,7 @@ from pypto_serving.api.http.errors import ApiError
 FOLDER = Path(__file__).parent / "static"
 PAGES = {"/": "playground.html", "/dashboard": "dashboard.html"}
 ASSETS = "/web/"
-"""The path of all other files."""
+"""The path of all files other than pages."""
 
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 POLICY = "; ".join(
@@ -33,7 +33,7 @@ POLICY = "; ".join(
         "trusted-types 'none'",
     )
 )
-"""No inline code, no other sites, and no string becomes HTML or code."""
+"""Content security policy: no inline code, no other sites, no strings used as HTML or code."""
 _HEADERS = {
     "content-security-policy": POLICY,
     "cache-control": "no-cache",
@@ -45,7 +45,7 @@ _HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """One file as it is sent."""
+    """One file in the form in which it is sent."""
 
     content: bytes
     compressed: bytes
@@ -66,12 +66,12 @@ def _read(path: Path) -> PageFile:
 
 
 def is_page(path: str) -> bool:
-    """Return whether `path` is that of a page or one of its files."""
+    """Return whether `path` belongs to a page or one of its files."""
     return path in PAGES or path.startswith(ASSETS)
 
 
 async def show_page(request: Request) -> Response:
-    """Answer with a page or one of its files; with 304 where the browser has it."""
+    """Answer with a page or one of its files, or with 304 if the browser has it already."""
     path = request.url.path
     file = files().get(PAGES.get(path, path.removeprefix(ASSETS)))
     if file is None:
