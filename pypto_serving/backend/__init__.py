@@ -1,1 +1,1 @@
-"""Backends: a file or folder each, which `backend/defaults.py` lists. Only `backend/x.py` imports x's runtime."""
+"""Backends: one file or folder each, listed in `backend/defaults.py`. Only `backend/x.py` imports the runtime of x."""

@@ -134,10 +134,10 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
     slot_mapping[g] [t]: slot of each token in group g, block id * block_size + position % block_size, in source
         tokens; a tensor with ratio m writes row slot // m, for tokens with (position + 1) % m == 0 only.
     block_tables[g] [r, n]: block ids in order of position, as many as the row's tokens need. Further entries are
-        leftovers of other rows. 0 is the null block: padding may write it, and it must never be read.
+        undefined. 0 is the null block: padding may write to it, and it must never be read.
     logits_rows [s]: indices of the tokens whose logits are needed. First, in row order, the last token of each row that
         samples, and the `num_drafts` before it; then the prompt tokens whose successors are scored.
-    fresh_blocks[g]: ids of newly allocated blocks; their old content is void.
+    fresh_blocks[g]: ids of newly allocated blocks, whose content is undefined.
     num_rows: live rows. A padded dispatch has r > num_rows. Each padding row computes token 0 at position 0 in the null
         block; its logits are not used.
     rows [r]: the worker's index of each row, constant while the request runs; -1 for padding.
@@ -147,8 +147,8 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts [r]: how many of the row's last tokens are drafts to verify. A device that makes drafts fills in their
         ids.
     pending [k]: rows (indices into r) whose last step was not collected when this one was packed. The device replaces
-        their first token by the last one that it sampled for the row. Positions, slots and lengths assume that every
-        draft in flight is accepted; the device moves them back by the number of rejected ones. If it found no token
+        the row's first token by the last one that it sampled for the row. Positions, slots and lengths assume that all
+        drafts in flight are accepted; the device decreases them by the number of rejected ones. If it sampled no token
         for the row, because the logits were not finite, it computes token 0 instead; the result is dropped.
     """
 

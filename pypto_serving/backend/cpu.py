@@ -1,4 +1,4 @@
-"""CpuBackend: serve a checkpoint on this machine's cores, with the CPU kernels or with torch."""
+"""CpuBackend: serve a checkpoint on the CPU, with the CPU kernels or with torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pypto_serving.types.config import EngineConfig
 class CpuBackend(Backend):
     """Prepares the program that `EngineConfig.kernels` names: kernels for an instruction set, or torch.
 
-    Where the topology has several ranks, this process is the leader, and owns the others.
+    If the topology has several ranks, this process leads and owns the others.
     """
 
     _engine: Engine | None = None

@@ -1,4 +1,4 @@
-"""Run models with torch on this machine's cores: for float32, and for models that the kernels do not serve."""
+"""Run models with torch on the CPU: for float32, and for models that the kernels do not support."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 class TorchProgram:
-    """A torch model on this machine's cores. Implements Program.
+    """A torch model on the CPU. Implements Program.
 
-    With `ranks`, it leads those that compute the steps it publishes there.
+    With `ranks`, it leads: the other ranks compute the steps that it publishes there.
     """
 
     sampler = None
@@ -59,7 +59,7 @@ class TorchProgram:
         self.draft: Draft | None = self._draft if config.drafts_in_model else None
 
     def submit(self, inputs: StepInputs, sampling: SamplingInputs | None = None) -> None:
-        """Compute a step before returning. Raises RankError where another rank has ended."""
+        """Compute a step before returning. Raises RankError if another rank has ended."""
         if self._ranks is None:
             self._logits = compute(self.model, inputs)
             return
@@ -116,7 +116,7 @@ def prepare(config: EngineConfig, progress: Progress, ranks: TorchRanks | None =
 
 
 def run_rank(start: RankStart, progress: Progress) -> None:
-    """Compute a rank's part of the steps that the leader publishes, until that ends. Raises ModelError."""
+    """Compute a rank's part of the steps that the leader publishes, until the leader ends. Raises ModelError."""
     loader = TorchLoader(start.config, start.config.parallel.topology.ranks[start.rank])
     shared, leader = SharedBuffers(start.config, SharedMemory(start.memory)), LeaderSocket(start.links["steps"])
 
@@ -130,11 +130,11 @@ def run_rank(start: RankStart, progress: Progress) -> None:
         for inputs in leader.steps(shared):
             compute(model, inputs)
     except RanksGone:
-        threading.Event().wait()  # the leader says which rank has ended, and ends all
+        threading.Event().wait()  # the leader reports the rank that has ended, and ends all
 
 
 class TorchLoader:
-    """Loads a rank's part of a model. Raises ConfigError where the configuration is not that of the checkpoint."""
+    """Loads a rank's part of a model. Raises ConfigError if the configuration does not match the checkpoint."""
 
     def __init__(self, config: EngineConfig, rank: Rank) -> None:
         self.config, self.rank = config, rank
@@ -144,9 +144,9 @@ class TorchLoader:
         self._program = family.program
 
     def fingerprint(self, progress: Progress) -> bytes:
-        """Hash everything but tokens that the content of KV blocks depends on.
+        """Hash everything except tokens that the content of KV blocks depends on.
 
-        The sizes of products are among it, and so are those of the topology.
+        This includes the topology, since the sizes of matrix products affect rounding.
         """
         topology = self.config.parallel.topology
         sizes = (f"{topology.tensor} x {topology.expert} ranks",) if topology.num_ranks > 1 else ()
@@ -168,13 +168,13 @@ class TorchLoader:
         return model
 
     def join_group(self, store: int) -> ProcessGroup:
-        """Join the group of all ranks; a rank that keeps others waiting for longer than a step may take is lost."""
+        """Join the group of all ranks. A rank that makes others wait longer than the limit of a step counts as lost."""
         return join_group(self.rank, store, self.config.faults.step_timeout_s)
 
     def _take_cpus(self) -> None:
-        """Run on the CPUs of the rank's place. All ranks have equally many threads.
+        """Run on the CPUs of the rank's placement. All ranks have the same number of threads.
 
-        What they repeat, such as routing, must be the same bit by bit, and products depend on the number of threads.
+        Ranks must compute equal bits where they repeat work, such as routing, and products depend on this number.
         """
         if cpus := self.config.parallel.placement(self.rank.index).cpus:
             os.sched_setaffinity(0, cpus)
@@ -190,7 +190,7 @@ def _arena(pages: Tensor, num_blocks: int) -> NDArray[np.uint8]:
 
 
 def _keep_freed_memory() -> None:
-    """Tell glibc to reuse freed memory. Otherwise every large activation of every step is mapped and zeroed again."""
+    """Make glibc reuse freed memory. Otherwise every large activation of every step is mapped and zeroed again."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
@@ -198,20 +198,20 @@ def _keep_freed_memory() -> None:
 
 
 def _recurring_rows(n: int, fewest: int) -> int:
-    """Round `n` up to one of few row counts, since oneDNN prepares and keeps code for every one that it meets."""
+    """Round `n` up to one of few row counts, since oneDNN generates and keeps code for each count that it sees."""
     step = 4 if n <= 4 else 8 if n <= 64 else 32 if n <= 256 else 64
     return max(fewest, ceil_div(n, step) * step) if n else 0
 
 
 def _int64(array: Int32Array, padded: int = 0) -> Tensor:
-    """Convert to int64 and pad with zeros up to length `padded`: tokens of no row, in the null block."""
+    """Convert to int64 and pad with zeros up to length `padded`. Padding tokens belong to no row; slot 0 is null."""
     return F.pad(torch.from_numpy(array).long(), (0, max(0, padded - len(array))))
 
 
 def _warm_up_steps(config: EngineConfig) -> list[StepInputs]:
     """Return two steps in null blocks: the longest prompt chunk and the largest batch of decodes.
 
-    They allocate the memory that steps need and prepare oneDNN's code before the first request.
+    They make torch allocate the memory of steps, and oneDNN generate code, before the first request.
     """
     longest = min(config.limits.max_num_batched_tokens, config.limits.max_model_len)
     most = min(config.limits.max_num_batched_tokens, config.limits.max_num_seqs)

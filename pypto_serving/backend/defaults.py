@@ -1,4 +1,4 @@
-"""List the backends, their modules and defaults. Imports no runtime, so that `setup` may read it."""
+"""List the backends, their modules and defaults. Imports no runtime, so that `setup` may import it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pypto_serving.types.step import BackendLimits, BackendTraits
 
 
 class BackendDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """Defaults of one backend, for values that the user does not set.
+    """Defaults of one backend, for options that the user does not set.
 
     - target: its class, as `module:class`.
-    - depth: steps in flight; traits: what its programs can do.
-    - cpu_kernels: it uses the CPU kernels for models that they serve.
+    - depth: steps in flight; traits: abilities of its programs.
+    - cpu_kernels: it uses the CPU kernels for models that they support.
     - in_host_memory: its device memory is host memory.
     - simulated: it has no weights and takes no memory.
-    - platforms: what its programs run on, first a device, last its simulator; the user may choose.
+    - platforms: platforms that the user may choose from, first a device, last its simulator.
     - own_memory: the device has memory of its own, whose size only its runtime knows.
-    - longest: tokens of the longest sequence that its programs take, 0 for any number.
-    - splits: dimensions of a Topology in which its programs have ranks, with the CPU kernels where it uses them.
-    - devices: these ranks are devices that one process drives, not processes.
+    - longest: limit of a sequence's tokens, 0 for none.
+    - splits: dimensions of a Topology in which its programs can have ranks, with the CPU kernels if it uses them.
+    - devices: ranks are devices that one process drives, not processes.
     """
 
     target: str
@@ -40,7 +40,7 @@ class BackendDefaults(msgspec.Struct, frozen=True, kw_only=True):
     devices: bool = False
 
     def in_stages(self, stages: int) -> BackendDefaults:
-        """Return the defaults for a pipeline, of which each stage computes a step of its own."""
+        """Return the defaults for a pipeline, in which each stage computes another step."""
         traits = msgspec.structs.replace(self.traits, stages=stages)
         return msgspec.structs.replace(self, depth=max(self.depth, stages), traits=traits)
 

@@ -1,4 +1,4 @@
-"""Change logits in numpy, row by row, as `types/sampler.py` says: the reference for kernels and devices."""
+"""Adjust logits in numpy, row by row, as defined in `types/sampler.py`: the reference for kernels and devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pypto_serving.types.sampler import LogitAdjustments
 
 
 def adjusted(logits: Float32Array, given: LogitAdjustments, i: int, history: Int32Array) -> Float32Array:
-    """Return a changed copy of logits [vocab] for the i-th entry of `given`. `history` are its tokens so far."""
+    """Return an adjusted copy of logits [vocab] for the i-th entry of `given`. `history`: its tokens so far."""
     scores, row = logits.copy(), int(given.rows[i])
     if row >= 0:
         change, table = given.table.changes[row], given.table
@@ -24,7 +24,7 @@ def adjusted(logits: Float32Array, given: LogitAdjustments, i: int, history: Int
 
 
 def history_of(given: LogitAdjustments, i: int) -> Int32Array:
-    """Return the tokens before the i-th entry's position, on the host, which knows them all."""
+    """Return the tokens before the i-th entry's position. Only for the host, which knows all tokens."""
     history: Int32Array = given.tokens[given.rows[i], : given.positions[i]]
     return history
 
@@ -40,7 +40,7 @@ def _penalize(scores: Float32Array, history: Int32Array, change: np.void) -> Non
 
 
 def _banned(given: LogitAdjustments, row: int, history: Int32Array) -> NDArray[np.int64]:
-    """List the ids that end a bad word after `history`, and the bans that hold at its position."""
+    """Return the ids that would complete a bad word after `history`, and the ids banned at its position."""
     change, table = given.table.changes[row], given.table
     output = history[change["prompt_len"] :].tolist()
     banned: list[int] = []
@@ -54,7 +54,7 @@ def _banned(given: LogitAdjustments, row: int, history: Int32Array) -> NDArray[n
 
 
 def _without(scores: Float32Array, ids: NDArray[np.int64]) -> Float32Array:
-    """Return a copy in which `ids` cannot be chosen, or `scores` if that leaves none."""
+    """Return a copy in which `ids` cannot be chosen, or `scores` if no other id could be."""
     left = scores.copy()
     left[ids[ids < len(scores)]] = -np.inf
     return left if np.isfinite(left.max()) else scores

@@ -41,7 +41,7 @@ def uniforms(seeds: UInt64Array, choices: UInt64Array, positions: UInt64Array, d
 
 
 HEAD = 1024
-"""Number of best candidates that top-p sorts before it falls back to the whole vocabulary."""
+"""Top-p sorts this many best candidates, and the whole vocabulary only if these do not suffice."""
 
 
 class PlainSampler:
@@ -50,7 +50,7 @@ class PlainSampler:
     def choose(
         self, logits: Float32Array, draws: NDArray[np.void], adjustments: LogitAdjustments | None = None
     ) -> Int32Array:
-        """As Sampler says."""
+        """Implement Sampler."""
         tokens = _greedy(logits)
         if adjustments is not None:
             logits = _adjusted(logits, adjustments, tokens)
@@ -60,7 +60,7 @@ class PlainSampler:
         return tokens
 
     def logprobs(self, logits: Float32Array, rows: Int32Array, tokens: Int32Array, width: int) -> Logprobs:
-        """As Sampler says."""
+        """Implement Sampler."""
         found = Logprobs.empty(len(rows), min(width, logits.shape[1]))
         for i, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
             raw = logits[row]
@@ -74,14 +74,14 @@ class PlainSampler:
 
 
 def _greedy(logits: Float32Array) -> Int32Array:
-    """Return the first best token of each row, -1 where the logits are not finite."""
+    """Return the lowest best token of each row, or -1 if the row's logits are not finite."""
     best = logits.argmax(axis=1)
     top = logits[np.arange(len(best)), best]
     return np.where(np.isfinite(top), best, -1).astype(np.int32)
 
 
 def _adjusted(logits: Float32Array, given: LogitAdjustments, tokens: Int32Array) -> Float32Array:
-    """Return a copy of the logits, changed in rows whose token is not -1."""
+    """Return a copy of the logits, adjusted in rows whose token is not -1."""
     changed = logits.copy()
     for i in np.flatnonzero((tokens >= 0) & ((given.rows >= 0) | (given.mask_rows >= 0))).tolist():
         changed[i] = adjusted(logits[i], given, i, history_of(given, i))
@@ -89,7 +89,7 @@ def _adjusted(logits: Float32Array, given: LogitAdjustments, tokens: Int32Array)
 
 
 def _draw(logits: Float32Array, draw: np.void) -> int:
-    """Sample by the inverse of the cumulative distribution: in order of id without top_k and top_p, else best first."""
+    """Sample by inverting the cumulative distribution, in order of id; with top_k or top_p, best first."""
     top_k, top_p, random = int(draw["top_k"]), float(draw["top_p"]), float(draw["random"])
     scores = (logits - logits.max()) / draw["temperature"]
     if draw["min_p"] > 0:

@@ -199,7 +199,7 @@ def test_another_service_is_named_by_what_it_says(banner: bytes) -> None:
         with pytest.raises(HandshakeError) as caught:
             connect(f"127.0.0.1:{listener.getsockname()[1]}", SECRET, CONTROL)
         thread.join()
-    assert f"what listens there says {banner!r}, so it is no serving host of this version" in str(caught.value)
+    assert f"it answers {banner!r}, so it is not a serving host of this version" in str(caught.value)
 
 
 def test_a_host_that_waits_says_so_each_minute() -> None:

@@ -1,4 +1,4 @@
-"""NpuBackend: prepare a model on a device, in the order that the runtime's fork needs."""
+"""NpuBackend: prepare a model on a device, in the order that the runtime's fork requires."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from pypto_serving.threads import start_thread
 from pypto_serving.types.sampler import Sampler
 
 REPORT_S, MOST_REPORTS = 10.0, 180
-"""How often, and how many times, compiling and preparing programs is reported to go on: half an hour in all."""
+"""Interval and number of progress reports while programs are compiled or prepared: half an hour in all."""
 
 
 class NpuBackend(Backend):
     """Prepares compiled programs on the platform of `backend_options`.
 
-    The n tensor ranks of a topology are n devices of one program, and no processes. Replica i has those from i * n on.
+    The n tensor ranks of a topology are n devices of one program, not processes. Replica i uses devices from i * n on.
 
     Order: contract, compiled programs, shared memory, process group; then the runtime forks; then resident tensors, and
-    what starts threads.
+    everything that starts threads.
     """
 
     _programs: Programs | None = None
@@ -96,13 +96,13 @@ class NpuBackend(Backend):
         return device
 
     def _rows(self, library: ProgramLibrary) -> int:
-        """Return the rows of each KV pool, which all pages of all layers take."""
+        """Return the rows of each KV pool: those of all pages in all layers."""
         caches = of_role(same_arguments(library.contract.stages).values(), "cache")
         widths = sum(argument.num_bytes({"ROWS": 1}) for argument in caches)
         return self.config.cache.num_blocks[0] * self.config.cache.groups[0].block_bytes // widths
 
     def _load(self, library: ProgramLibrary, checkpoint: CheckpointConfig, progress: Progress) -> Any:
-        """Upload weights and zeroed caches; return the table by which the host embeds, if it does."""
+        """Upload weights and zeroed caches; return the embedding table if the host embeds tokens, else None."""
         assert self._device is not None
         contract, arguments = library.contract, same_arguments(library.contract.stages)
         inventory = checkpoint.family.inventory(checkpoint.model)
@@ -125,7 +125,7 @@ class NpuBackend(Backend):
 
 @contextlib.contextmanager
 def _repeated(progress: Progress) -> Iterator[None]:
-    """Report the same again and again: a compile may take longer than a worker may be silent, but not for ever."""
+    """Repeat the last report MOST_REPORTS times: a compile may take longer than a worker may be silent."""
     ended = threading.Event()
 
     def report() -> None:
@@ -143,7 +143,7 @@ def _repeated(progress: Progress) -> Iterator[None]:
 
 
 def _sampler() -> Sampler | None:
-    """Return the kernels' sampler on one thread, or None where they were not built."""
+    """Return the kernels' sampler on one thread, or None if the kernels were not built."""
     if not (sets := runnable()):
         return None
     return NativeSampler(Engine(sets[0], 1, os.sched_getaffinity(0)))

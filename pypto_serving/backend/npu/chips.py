@@ -1,4 +1,4 @@
-"""Chips: the processes that the runtime forks, watched from the moment they begin."""
+"""Chips: watch the processes that the runtime forks, from their start."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _PID = struct.Struct("=i")
 
 
 class Chips:
-    """Ends this process when one ends that it forks from now on, or one of `others`, unless it is `closing`.
+    """Ends this process when a process that it forks from now on, or one of `others`, ends; not while `closing`.
 
-    The runtime does not notice: its calls never return, nor does its preparation. `fault` is called before that.
+    The runtime does not notice such an end, and its calls would never return. `fault` is called first.
     """
 
     def __init__(self, *others: int) -> None:
@@ -31,7 +31,7 @@ class Chips:
         start_thread("chip-watch", self._watch)
 
     def _say_pid(self) -> None:
-        """Tell the parent, in the new process."""
+        """Send the pid of the new process to its parent."""
         os.write(self._said, _PID.pack(os.getpid()))
 
     def _watch(self) -> None:

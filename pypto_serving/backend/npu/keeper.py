@@ -1,7 +1,7 @@
 """End a process group when its leader ends: `python -m pypto_serving.backend.npu.keeper PIDFD GROUP`.
 
-The runtime's chip processes are forked, poll without sleeping, and do not notice that their parent is gone. They hold
-its pipes open, so neither would others. What several have in shared memory on the simulator, nobody else removes.
+The runtime's chip processes are forked, poll without sleeping, and do not notice the end of their parent. They keep its
+pipes open, so other processes would not notice it either. On the simulator, nothing else removes their shared memory.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def keep_group() -> subprocess.Popen[bytes]:
-    """Make this process the leader of a group, which ends with it, and return the keeper. Call before it forks.
+    """Make this process lead a group that ends with it, and return the keeper. Must be called before any fork.
 
-    Python's tracker of shared memory is not in that group: it removes the runtime's when all others have ended.
+    Python's tracker of shared memory stays outside the group: it frees the runtime's memory when all others have ended.
     """
     leader = os.pidfd_open(os.getpid())
     command = [sys.executable, "-P", "-m", "pypto_serving.backend.npu.keeper", str(leader), str(os.getpid())]
@@ -36,7 +36,7 @@ def keep_group() -> subprocess.Popen[bytes]:
 
 
 def main() -> None:
-    """Wait for the leader's end, then end its group, and remove the windows that its chips named after it."""
+    """Wait for the leader's end, then end its group, and remove its chips' shared memory, named after the leader."""
     leader, group = map(int, sys.argv[1:])
     ignore_terminal_signals()
     poller = select.poll()

@@ -1,4 +1,4 @@
-"""NpuProgram: dispatches become runs of the compiled programs. Device: a prepared runtime worker."""
+"""NpuProgram: run dispatches with the compiled programs. Device: a prepared runtime worker."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from pypto_serving.types.kv import Spans
 from pypto_serving.types.sampler import Sampler
 
 STAGING_BYTES = 16 << 20
-"""Shared memory through which weights and KV blocks are copied."""
+"""Size of the shared memory through which weights and KV blocks are copied."""
 
 
 class DeviceBuffers:
-    """Owns what must be in shared memory before the runtime forks: inputs and outputs by stage, and staging memory."""
+    """Owns the shared memory, made before the runtime forks: inputs and outputs by stage, and staging memory."""
 
     def __init__(self, contract: Contract, staging_bytes: int) -> None:
         self.stages = {
@@ -40,10 +40,9 @@ class DeviceBuffers:
 
 
 class Device:
-    """Owns the runtime's worker, and the weights and caches that live as long as it. Any thread may call it.
+    """Owns the runtime's worker, and the weights and caches on the device. Any thread may call it.
 
-    The runtime serves one call at a time here; it has no time-out, and does not notice when its processes end: that is
-    what `chips` are for.
+    The runtime serves one call at a time. It has no time-out, and does not notice when its processes end; `chips` do.
     """
 
     def __init__(
@@ -66,8 +65,8 @@ class Device:
     def close(self) -> None:
         """End the chip processes.
 
-        After a dispatch that failed they may not answer, and the runtime would wait for them at the exit. So this
-        process ends at once, and the keeper ends them.
+        After a failed dispatch they may not answer, and the runtime would wait for them at exit. Then this process ends
+        at once, and the keeper ends them.
         """
         if self._failed:
             os._exit(EXIT_CRASH)
@@ -108,7 +107,7 @@ class Device:
     def run(self, stage: StageName, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Dispatch a program, and return its outputs, which the next dispatch of the stage overwrites.
 
-        Raises ValueError for wrong shapes or dtypes, and what the runtime raises for a dispatch that failed.
+        Raises ValueError for wrong shapes or dtypes, and the runtime's errors for a failed dispatch.
         """
         arguments, shared = self._contract.stages[stage], self._buffers.stages[stage]
         sizes = bind(of_role(arguments, "input"), {name: value.shape for name, value in inputs.items()})
@@ -130,11 +129,11 @@ class Device:
         return {argument.name: tensors[argument.name].array for argument in of_role(arguments, "output")}
 
     def read(self, name: str, spans: Spans, out: UInt8Array) -> None:
-        """Copy these bytes of a cache, one after the other."""
+        """Copy the spans of a cache to `out`, one after the other."""
         self._copy(name, spans, out, self._worker.copy_from)
 
     def write(self, name: str, spans: Spans, content: UInt8Array) -> None:
-        """Replace these bytes of a cache."""
+        """Replace the spans of a cache by `content`."""
         self._copy(name, spans, content, None)
 
     def _copy(self, name: str, spans: Spans, host: UInt8Array, copy_from: Any) -> None:
@@ -155,7 +154,7 @@ class Device:
 
 
 def _part(shared: SharedTensor, shape: tuple[int, ...]) -> SharedTensor:
-    """View the first bytes of a shared tensor in another shape. Raises ValueError where it is too small."""
+    """View the first bytes of a shared tensor in another shape. Raises ValueError if it is too small."""
     count = math.prod(shape)
     if count > shared.array.size:
         raise ValueError(f"a dispatch needs {shape} of a buffer of {shared.array.shape}")
@@ -163,7 +162,7 @@ def _part(shared: SharedTensor, shape: tuple[int, ...]) -> SharedTensor:
 
 
 def _joined(argument: Argument, shape: Sequence[int], dtype: torch.dtype, pieces: Iterable[Array]) -> torch.Tensor:
-    """Join pieces along dimension 0. Raises ValueError where they do not have the shape."""
+    """Concatenate pieces along dimension 0. Raises ValueError if their size is not that of `shape`."""
     whole, place = torch.empty(tuple(shape), dtype=dtype), 0
     target = whole.view(-1).view(torch.uint8).numpy()
     for piece in pieces:
@@ -183,8 +182,8 @@ _Copy = Callable[[str, Spans, BlockBytes], None]
 class NpuProgram:
     """A model on a device. Implements Program.
 
-    A dispatch ends before `submit` returns. The host samples from its logits: the device's greedy ids would hide logits
-    that are not finite.
+    `submit` returns when the dispatch has ended. The host samples from its logits, since the device's greedy ids would
+    hide logits that are not finite.
     """
 
     draft: Draft | None = None
@@ -206,7 +205,7 @@ class NpuProgram:
         self._logits: Float32Array = np.empty((0, config.model.vocab_size), np.float32)
 
     def submit(self, inputs: StepInputs, sampling: SamplingInputs | None = None) -> None:
-        """Run a dispatch. Whatever it raises ends the worker."""
+        """Run a dispatch. Any error ends the worker."""
         if not len(inputs.token_ids):
             self._logits = self._logits[:0]
             return
@@ -224,7 +223,7 @@ class NpuProgram:
 
 
 class DevicePages:
-    """One group of blocks, whose bytes lie in several pools; copied for lower tiers. Implements BlockMemory."""
+    """The blocks of one group, spread over several pools; copied for lower tiers. Implements BlockMemory."""
 
     def __init__(self, device: Device, contract: Contract, num_blocks: int, block_bytes: int) -> None:
         self.block_bytes: tuple[int, ...] = (block_bytes,)

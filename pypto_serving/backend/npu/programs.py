@@ -1,4 +1,4 @@
-"""Compiled programs: find pypto-lib's of a model, or take our own, and keep on disk what was compiled."""
+"""Find the programs of a model, in pypto-lib or our own, and keep compiled programs on disk."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _STAGES: tuple[StageName, ...] = ("prefill", "decode")
 
 @dataclass(frozen=True, slots=True)
 class ProgramLibrary:
-    """The programs of a model: our contract of them, their host functions, and a hash of their sources."""
+    """The programs of a model: their contract, their host functions, and a hash of their sources."""
 
     contract: Contract
     hosts: Mapping[StageName, Any]
@@ -41,7 +41,7 @@ class ProgramLibrary:
 
 
 def find_library(config: EngineConfig, checkpoint: CheckpointConfig) -> ProgramLibrary:
-    """Find the programs; raise ConfigError where there are none for the model, or others than are known."""
+    """Find the programs. Raise ConfigError if the model has none, or their revision is unknown."""
     model = checkpoint.model
     if not isinstance(model, Qwen3Config):
         raise ConfigError(f"the npu backend has no program for {checkpoint.architecture}")
@@ -59,7 +59,7 @@ def find_library(config: EngineConfig, checkpoint: CheckpointConfig) -> ProgramL
 
 
 def _small(config: EngineConfig, model: Qwen3Config) -> ProgramLibrary:
-    """Take our own programs: pypto-lib has none of the model, or none for this number of devices."""
+    """Take our own programs if pypto-lib has none for the model, or none for this number of devices."""
     devices = config.parallel.topology.tensor
     contract = Qwen3Contract(
         model, "2026-08", config.limits.max_model_len, config.limits.max_num_batched_tokens, devices
@@ -103,7 +103,7 @@ def _find_contract(checkpoint: CheckpointConfig) -> Any:
 
 
 def _revision(theirs: Any) -> Revision:
-    """Tell the revision of the programs by where tokens are embedded."""
+    """Return the revision of the programs, recognized by where tokens are embedded."""
     names = [argument.name for argument in theirs.kernels["decode"].args]
     return "2026-06" if "hidden_states" in names else "2026-08"
 
@@ -123,7 +123,7 @@ def _require_limits(limits: Mapping[str, Any], ours: Qwen3Contract) -> None:
 
 
 def _host(folder: Path, stage: StageName) -> Any:
-    """Return the host function beside a stage's kernels, since the contract's own may be older than these."""
+    """Return the host function beside a stage's kernels, since the contract's own may be older than the kernels."""
     path, name = str(folder / f"{stage}_fwd.py"), f"qwen3_{stage}_host"
     for module in list(sys.modules.values()):
         if getattr(module, "__file__", None) == path and hasattr(module, name):
@@ -132,7 +132,7 @@ def _host(folder: Path, stage: StageName) -> Any:
 
 
 class Programs:
-    """Owns the folder `cache_dir`/npu, or without `cache_dir` one that ends with this process."""
+    """Owns the folder `cache_dir`/npu or, without `cache_dir`, a temporary folder that ends with this process."""
 
     def __init__(self, runtime: Runtime, cache_dir: str) -> None:
         self._runtime = runtime
@@ -141,7 +141,7 @@ class Programs:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Let one process at a time compile and prepare: the first to prepare builds kernels beside its program."""
+        """Let only one process at a time compile and prepare, since the first one builds kernels beside its program."""
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / "lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -151,9 +151,9 @@ class Programs:
                 fcntl.flock(file, fcntl.LOCK_UN)  # chip processes inherit the open file
 
     def get(self, stage: str, host: Any, sources: bytes, arguments: Sequence[Argument], sizes: Sizes) -> Any:
-        """Return the compiled program of `host`, whose `sources` are hashed; compile it if it is not kept.
+        """Return the compiled program of `host`; compile it unless one with this hash of `sources` is kept.
 
-        Raises ConfigError, also for a program that takes other arguments.
+        Raises ConfigError, also if the program takes other arguments.
         """
         shapes = "; ".join(f"{each.name} {each.dtype} {each.resolve(sizes)}" for each in arguments)
         words = (self._runtime.platform, stage, shapes)
@@ -165,7 +165,7 @@ class Programs:
         return self._runtime.load(folder)
 
     def _compile(self, folder: Path, host: Any, arguments: Sequence[Argument], sizes: Sizes) -> None:
-        """Compile in another folder, so that one that is not finished is never taken for a program."""
+        """Compile in a temporary folder, so that an unfinished program is never used."""
         place = self._folder / "compiling"
         shutil.rmtree(place, ignore_errors=True)
         self._runtime.compile(host, arguments, sizes, place)
@@ -174,9 +174,9 @@ class Programs:
 
 
 def _require_names(folder: Path, arguments: Sequence[Argument]) -> None:
-    """Raise ConfigError where a program takes other arguments, or in another order.
+    """Raise ConfigError if a program takes other arguments, or in another order.
 
-    The compiler appends the version of a name to it.
+    The compiler appends a version to each name.
     """
     params = json.loads((folder / META_FILE).read_text())["params"]
     found = [each["name"].partition("__ssa_v")[0] for each in params]

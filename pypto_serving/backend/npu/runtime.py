@@ -1,6 +1,6 @@
-"""PyPTO's runtime, in the two revisions that are known: which one is installed, shared memory, compiling, preparing.
+"""PyPTO's runtime, in the two known revisions: find out which is installed, shared memory, compiling, preparing.
 
-Both call themselves version 0.1.0, so they are distinguished by what they have. They differ in what an engine sees:
+Both have version 0.1.0, so they are distinguished by their attributes. They differ for an engine in two points:
 
 | revision | a copy may begin | sources of uploads               |
 |----------|------------------|----------------------------------|
@@ -31,19 +31,19 @@ from pypto_serving.util import hash128
 RuntimeRevision = Literal["2026-06", "2026-08"]
 _REVISIONS: dict[RuntimeRevision, str] = {"2026-06": "de48ab415", "2026-08": "e2d0f78ae"}
 META_FILE = "distributed_meta.json"
-"""The runtime's description of a compiled program, which is complete once it has this."""
+"""The runtime's description of a compiled program; a folder with this file is complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedTensor:
-    """A tensor in shared memory, and the same memory in numpy; bfloat16 as uint16."""
+    """A tensor in shared memory, and the same memory as a numpy array, with bfloat16 as uint16."""
 
     tensor: torch.Tensor
     array: Array
 
     @classmethod
     def zeros(cls, dtype: str, *shape: int) -> SharedTensor:
-        """Allocate zeros. The chip processes see them only if this precedes `prepare`."""
+        """Allocate zeros. Must precede `prepare`, or the chip processes do not see them."""
         tensor = torch.zeros(shape, dtype=getattr(torch, dtype)).share_memory_()
         return cls(tensor, _array(tensor))
 
@@ -56,7 +56,7 @@ def _array(tensor: torch.Tensor) -> Array:
 
 
 class Runtime:
-    """The installed runtime on a platform and some devices. Raises ConfigError where no known one is installed."""
+    """The installed runtime on a platform and some devices. Raises ConfigError if no known revision is installed."""
 
     def __init__(self, platform: str, devices: Sequence[int]) -> None:
         self.platform, self.devices = platform, list(devices)
@@ -82,7 +82,7 @@ class Runtime:
 
     @property
     def identity(self) -> bytes:
-        """Hash which runtime this is: sizes and times of its files, since its version does not say."""
+        """Hash sizes and times of the runtime's files, since its version does not identify it."""
         root = Path(_import("pypto").__file__).parent
         files = sorted(path for path in root.rglob("*") if path.suffix in (".py", ".so"))
         states = [(path, path.stat()) for path in files]
@@ -92,7 +92,7 @@ class Runtime:
     def compile(self, host: Any, arguments: Sequence[Argument], sizes: Sizes, folder: Path) -> None:
         """Compile a host function for arguments of these sizes into a folder. Raises ConfigError.
 
-        The later revision reads them from the function's annotations.
+        The later revision reads the arguments from the function's annotations.
         """
         sampled = arguments if self.revision == "2026-06" else ()
         samples = [torch.empty(each.resolve(sizes), dtype=getattr(torch, each.dtype)) for each in sampled]
@@ -109,7 +109,7 @@ class Runtime:
             raise ConfigError(f"PyPTO cannot compile for {self.platform}: {type(error).__name__}: {line}") from error
 
     def load(self, folder: Path) -> Any:
-        """Load a compiled program. Raises ConfigError for one that is damaged, or for another platform."""
+        """Load a compiled program. Raises ConfigError if it is damaged, or for another platform."""
         program = self._compiled.DistributedCompiledProgram
         try:
             loaded = program.from_dir(folder, distributed_config=self._distributed())
@@ -127,9 +127,9 @@ class Runtime:
     def allocate(
         self, worker: Any, shape: Sequence[int], dtype: torch.dtype, init: torch.Tensor | None, device: int
     ) -> Any:
-        """Allocate a resident tensor on a device; only the later revision fills it.
+        """Allocate a resident tensor on a device, and fill it with `init` if the revision can do that.
 
-        The `alloc_tensor` of 2026-06 serves the first device only.
+        `alloc_tensor` of 2026-06 works only for the first device.
         """
         if not self.copies_parts:
             return worker.alloc_tensor(shape, dtype, init=init, worker_id=device)
@@ -137,7 +137,7 @@ class Runtime:
         return self._module.DeviceTensor(pointer, shape, dtype)
 
     def _distributed(self) -> Any:
-        """Return on which devices, and in June's simulator on how few of its threads, which poll without sleeping."""
+        """Return the devices to use and, for the simulator of 2026-06, a low number of its busily polling threads."""
         simulates = self.platform.endswith("sim") and self.revision == "2026-06"
         return self._compiled.DistributedConfig(device_ids=self.devices, **({"block_dim": 1} if simulates else {}))
 

@@ -1,4 +1,4 @@
-"""The simulated device: pages that keep a value per token, logits from a hash of them, and sampling on the device."""
+"""The simulated device: pages with one value per token, logits from a hash of these, and sampling on the device."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def row_values(token_ids: NDArray[np.integer], positions: NDArray[np.integer]) -
 
 
 def next_digest(groups: Sequence[KVCacheGroupSpec], token_ids: Sequence[int]) -> int:
-    """Hash the rows that a correct engine reads back for `token_ids`; digest % vocab is the greedy next token."""
+    """Hash the rows that a correct engine reads for `token_ids`; digest % vocab is the greedy next token."""
     tokens = np.asarray(token_ids, dtype=np.int64)
     last = len(tokens) - 1
     values = row_values(tokens, np.arange(len(tokens)))
@@ -53,7 +53,7 @@ def next_digest(groups: Sequence[KVCacheGroupSpec], token_ids: Sequence[int]) ->
 
 
 def _fold(values: UInt64Array, ratio: int) -> UInt64Array:
-    """Return compressed entries, one per `ratio` rows."""
+    """Return the compressed entries, one per `ratio` rows."""
     return mix(values.reshape(-1, ratio).sum(axis=1, dtype=np.uint64))
 
 
@@ -68,7 +68,7 @@ def _join(digests: Sequence[int]) -> int:
 
 @dataclass(slots=True)
 class Tokens:
-    """Tokens to write, arrays [t]: `owners` are row indices in `tables[g]` [r, n], `slots[g]` the slots in group g."""
+    """Tokens to write, as arrays [t]. `owners`: row indices in `tables[g]` [r, n]; `slots[g]`: slots in group g."""
 
     ids: Int32Array
     positions: Int32Array
@@ -95,12 +95,12 @@ class SimulatedPages:
         self.arenas = [np.full((blocks, sum(counts)), POISON) for blocks, counts in zip(num_blocks, rows, strict=True)]
 
     def poison(self, fresh: Sequence[Int32Array]) -> None:
-        """Poison blocks that have a new owner, so that old content is never read."""
+        """Poison newly allocated blocks, so that reading old content raises."""
         for arena, blocks in zip(self.arenas, fresh, strict=True):
             arena[blocks] = POISON
 
     def write(self, tokens: Tokens) -> None:
-        """Write the rows of tokens. Plain rows come first, since compressed entries are folded from them."""
+        """Write the rows of tokens: plain rows first, since compressed entries are computed from them."""
         values = row_values(tokens.ids, tokens.positions)
         for g, group in enumerate(self.groups):
             for i, tensor in enumerate(group.tensors):
@@ -128,7 +128,7 @@ class SimulatedPages:
     def digest(self, tables: Sequence[Int32Array], position: int) -> int:
         """Hash the rows that a query at `position` reads through a row's block tables, `tables[g]` [n].
 
-        Raises RuntimeError for a row that was not written since its block was allocated, or is in the null block.
+        Raises RuntimeError if a row is in the null block, or was not written since its block was allocated.
         """
         digests = []
         for g, group in enumerate(self.groups):
@@ -150,9 +150,9 @@ class SimulatedPages:
 
 
 def logits_of(digest: int, vocab_size: int, fails_on: int = -1) -> Float32Array:
-    """Return logits [vocab] that fall by 1 from token to token, from digest % vocab on, cyclically.
+    """Return logits [vocab] that decrease by 1 from token to token, cyclically from digest % vocab on.
 
-    If that token is `fails_on`, they are not finite, so the row fails.
+    If that token is `fails_on`, the logits are not finite, so the row fails.
     """
     best = digest % vocab_size
     if best == fails_on:
@@ -161,7 +161,7 @@ def logits_of(digest: int, vocab_size: int, fails_on: int = -1) -> Float32Array:
 
 
 def guess(token: int, digest: int, accuracy: float, vocab_size: int) -> int:
-    """Return `token` with probability `accuracy`, else another token. The digest of the history decides."""
+    """Return `token` with probability `accuracy`, else another token; deterministic in `digest`."""
     coin = int(mix(np.array([digest], np.uint64))[0]) / 2**64
     return token if coin < accuracy else (token + 1) % vocab_size
 

@@ -27,7 +27,7 @@ from pypto_serving.util import hash128
 
 
 class DeviceBlocks(HostBlocks):
-    """Blocks that are read and written by copies only, as in device memory. Implements BlockMemory."""
+    """Blocks that are read and written only by copies, as in device memory. Implements BlockMemory."""
 
     def __init__(self, arenas: Sequence[BlockBytes], counts: Counter[str]) -> None:
         super().__init__(arenas)
@@ -58,17 +58,17 @@ class _SimulatedRow:
 
 
 class NullProgram:
-    """Owns the pages, and the tokens of each row that it sampled itself. Implements Program.
+    """Owns the pages, and the tokens that it sampled for each row. Implements Program.
 
-    A dispatch runs when it is collected, so a buffer that is reused too early changes the answer. `counts` has numbers
+    A dispatch runs only when it is collected, so reusing a buffer too early changes the answer. `counts` has statistics
     for tests: dispatches by kind, padded rows, pending rows, rows moved back, drafts, constraints, transfers.
 
     Options:
 
     - `seconds_per_step`, `seconds_per_token`: virtual time.
     - `draft_accuracy`: in [0, 1].
-    - `fails_on`: a greedy next token that makes the row fail.
-    - `device_memory`: blocks are copied to and from the host.
+    - `fails_on`: a row fails when this is its greedy next token.
+    - `device_memory`: copy blocks to and from the host.
     """
 
     sampler: Sampler | None = None
@@ -119,14 +119,14 @@ class NullProgram:
         self.counts["overlapping"] += held > 1 and not traits.samples_on_device
 
     def _check_chunks(self, inputs: StepInputs, counts: Int32Array) -> None:
-        """Require that a chunk is a multiple of `chunk_tokens`, except the last one of a prompt."""
+        """Require that each chunk is a multiple of `chunk_tokens`, except the last one of a prompt."""
         size = self.limits.traits.chunk_tokens
         sampling = np.zeros(len(inputs.token_ids), bool)
         sampling[inputs.logits_rows] = True
         ends = sampling[inputs.query_start[1:] - 1]
         # A row that failed while a later step was in flight computes one token and does not sample.
         cut = counts[: inputs.num_rows][~ends[: inputs.num_rows]]
-        _require(not (cut[cut > 1] % size).any(), f"a prompt is cut at a place that is no multiple of {size}")
+        _require(not (cut[cut > 1] % size).any(), f"a prompt is cut at a place that is not a multiple of {size}")
         self.counts["cut_chunks"] += int((cut > 1).sum())
 
     def collect(self) -> StepOutput:
@@ -145,7 +145,7 @@ class NullProgram:
         return StepOutput(sampled=self._sample(inputs, tokens, sampling), virtual_s=elapsed_s)
 
     def _draft(self, inputs: StepInputs) -> Float32Array:
-        """Write the rows of the tokens, and guess logits, after the steps in flight. Implements Draft."""
+        """Implement Draft: after the steps in flight, write the rows of the tokens and guess logits."""
         self.counts["draft_passes"] += 1
         self.counts["overlapping_passes"] += len(self._held) > 0
         while self._held:
@@ -156,7 +156,7 @@ class NullProgram:
         return np.stack([self._logits_of(guess(digest, digest, self._accuracy, 1 << 64)) for digest in digests])
 
     def _tokens(self, inputs: StepInputs) -> Tokens:
-        """Return a dispatch's tokens. In pending rows, put the token that the device sampled, at its true position."""
+        """Return a dispatch's tokens; in pending rows, insert the sampled token, at its true position."""
         counts = np.diff(inputs.query_start)
         tokens = Tokens(
             inputs.token_ids.copy(),
@@ -189,13 +189,13 @@ class NullProgram:
         return self._pages.digest([table[row] for table in inputs.block_tables], position)
 
     def _choose(self, sampler: DeviceSampler, n: int, row: int, digest: int, position: int) -> int:
-        """Sample the token at `position` of the n-th sampling row, which is the worker's `row`."""
+        """Sample the token at `position` of the n-th sampling row, which has the worker's index `row`."""
         if sampler.is_greedy[n] and digest % self._vocab_size != self._fails_on:
             return digest % self._vocab_size
         return sampler.choose(n, self._logits_of(digest), position, self._sampled[row])
 
     def _sample(self, inputs: StepInputs, tokens: Tokens, sampling: SamplingInputs) -> SampledTokens:
-        """Write and sample row by row. Write a draft once the token before it is known."""
+        """Write and sample row by row. Write each draft when the token before it is known."""
         sampler, drafts = DeviceSampler(sampling), inputs.num_drafts
         known = np.ones(len(tokens.ids), bool)
         for i in drafts.nonzero()[0].tolist():
@@ -219,7 +219,7 @@ class NullProgram:
     def _row(
         self, inputs: StepInputs, tokens: Tokens, sampler: DeviceSampler, n: int, i: int, num_drafts: int
     ) -> list[tuple[int, int]]:
-        """Return the tokens that row i keeps, with their digests: up to the first that differs from its draft."""
+        """Return row i's new tokens with their digests, up to the first that differs from its draft."""
         kept: list[tuple[int, int]] = []
         end, right, own = int(inputs.query_start[i + 1]), True, int(inputs.rows[i])
         for index in range(end - num_drafts - 1, end):

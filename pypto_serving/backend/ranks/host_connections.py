@@ -1,12 +1,12 @@
-"""The connections of two hosts: a handshake on each, and one to report progress and faults and notice a lost host.
+"""The connections of two hosts: a handshake on each; one of them carries progress, faults and heartbeats.
 
-Both prove that they know a secret, which is never sent:
+In the handshake, both prove that they know a secret, which is never sent:
 
     serving host   protocol, nonce (32 bytes)
     joining host   head: protocol, purpose and life of the connection, nonce; then HMAC(secret, "join", nonces, head)
     serving host   HMAC(secret, "serve", nonces, head)
 
-What follows is neither encrypted nor authenticated.
+Later messages are neither encrypted nor authenticated.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LATE = f"it did not greet within {HANDSHAKE_S:.0f} s"
 LIFE_BYTES = 16
 LINGER_S = 1.0
 MAX_MESSAGE_BYTES = 1 << 20
-"""Longest message of another host."""
+"""Limit of a message's length."""
 
 _PROTOCOL = b"pypto-serving hosts 1"
 _NONCE_BYTES = _MAC_BYTES = 32
@@ -50,7 +50,7 @@ class HandshakeError(PyptoError):
 
 
 class Purpose(NamedTuple):
-    """What a connection is for: a name of `Topology.connections` and a life, or CONTROL."""
+    """The use of a connection: a name of `Topology.connections` and a life, or CONTROL."""
 
     name: str
     life: bytes = bytes(LIFE_BYTES)
@@ -60,18 +60,18 @@ CONTROL = Purpose("control")
 
 
 class Handshake:
-    """Owns a connection whose other side has HANDSHAKE_S to prove that it knows the secret. It never blocks."""
+    """Owns a new connection. Within HANDSHAKE_S, its other side must prove that it knows the secret. Never blocks."""
 
     def __init__(self, end: socket.socket, name: str) -> None:
-        """Raises OSError."""
+        """Send our greeting. Raises OSError."""
         self.end, self.name, self.deadline_s = end, name, time.monotonic() + HANDSHAKE_S
         self._nonce, self._received = secrets.token_bytes(_NONCE_BYTES), b""
         set_no_delay(end)
         end.setblocking(False)
-        end.sendall(_PROTOCOL + self._nonce)  # which a new connection always takes
+        end.sendall(_PROTOCOL + self._nonce)  # never blocks: it fits a new send buffer
 
     def read(self, secret: bytes) -> Purpose | None:
-        """Read what has arrived; return what it connected for once it is proven. Raises HandshakeError or OSError."""
+        """Read the data so far; return the purpose once the secret is proven. Raises HandshakeError or OSError."""
         if not (more := self.end.recv(_HEAD.size + _MAC_BYTES - len(self._received))):
             raise ConnectionError(_CLOSED)
         self._received += more
@@ -115,7 +115,7 @@ def listen(address: str) -> socket.socket:
 
 
 def connect(address: str, secret: bytes, purpose: Purpose) -> socket.socket:
-    """Connect to the host that listens on HOST:PORT, for a purpose. Raises HandshakeError or OSError."""
+    """Connect to the host that listens on HOST:PORT, for `purpose`. Raises HandshakeError or OSError."""
     family, kind, protocol, _, where = _resolve(address)
     end = socket.socket(family, kind, protocol)
     try:
@@ -130,7 +130,7 @@ def connect(address: str, secret: bytes, purpose: Purpose) -> socket.socket:
 
 
 def set_no_delay(end: socket.socket) -> None:
-    """Let small messages leave at once."""
+    """Send small messages at once (TCP_NODELAY)."""
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
@@ -147,9 +147,9 @@ def _mac(secret: bytes, side: bytes, nonce: bytes, head: bytes) -> bytes:
 
 
 def _read(end: socket.socket, size: int, deadline_s: float, first: bytes = b"") -> bytes:
-    """Read exactly `size` bytes until the deadline, however slowly they come.
+    """Read exactly `size` bytes before the deadline.
 
-    Raises HandshakeError where they do not begin with `first`.
+    Raises HandshakeError if they do not begin with `first`.
     """
     data = b""
     while len(data) < size:
@@ -165,21 +165,20 @@ def _read(end: socket.socket, size: int, deadline_s: float, first: bytes = b"") 
         data += more
         if data[: len(first)] != first[: len(data)]:
             raise HandshakeError(
-                f"what listens there says {data!r}, so it is no serving host of this version; give the option "
-                "join-address of one"
+                f"it answers {data!r}, so it is not a serving host of this version; give the option join-address of one"
             )
     return data
 
 
 class DamageError(PyptoError):
-    """The other host sent bytes that are no message."""
+    """The other host sent bytes that are not a valid message."""
 
     def __init__(self) -> None:
-        super().__init__("sent bytes that are no message")
+        super().__init__("sent bytes that are not a message")
 
 
 class HostChannel(SocketChannel[FromHost]):
-    """A channel to another host: `receive` raises DamageError for bytes that are no message."""
+    """A channel to another host: `receive` raises DamageError for bytes that are not a valid message."""
 
     def __init__(self, end: socket.socket) -> None:
         super().__init__(end, FromHost)
@@ -202,8 +201,8 @@ class HostChannel(SocketChannel[FromHost]):
 class ControlConnection:
     """Owns the control connection to the other host, and a thread that sends heartbeats and receives.
 
-    `pipe` is readable when there is something new. `gone` is empty until the other host has closed the connection, or
-    was silent for too long.
+    `pipe` is readable when there are new messages. `gone` is "" until the other host has closed the connection, or was
+    silent for too long; then it says which.
     """
 
     def __init__(self, channel: HostChannel, faults: FaultConfig) -> None:
@@ -216,7 +215,7 @@ class ControlConnection:
         self._thread = start_thread("host-control", self._run, self._fail)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message; any thread may."""
+        """Send a message. Any thread may call this."""
         self._outbox.append(message)
         os.eventfd_write(self._wake, 1)
 
@@ -256,7 +255,7 @@ class ControlConnection:
         self._notify()
 
     def _receive(self) -> str:
-        """Take the messages that have arrived; return why the other host is gone, or an empty string."""
+        """Take the messages that have arrived; return why the other host is gone, or ""."""
         while (message := self._channel.receive()) is not None:
             self._heard_s = time.monotonic()
             if isinstance(message, ChildProgress | ChildFault):
@@ -276,5 +275,5 @@ class ControlConnection:
         self._channel.flush()
 
     def _notify(self) -> None:
-        with suppress(BlockingIOError):  # then it has not been read since
+        with suppress(BlockingIOError):  # the counter is full, so the pipe is readable already
             os.eventfd_write(self.pipe, 1)

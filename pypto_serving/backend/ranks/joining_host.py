@@ -1,6 +1,6 @@
 """Run a host that joins another for one life of their replica: `python -m pypto_serving.backend.ranks.joining_host FD`.
 
-FD is its end of the control pipe of the process that starts it anew after each life.
+FD is this process's end of the control pipe. Its parent starts a new such process after each life.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ log = logging.getLogger(__name__)
 
 AGAIN_S, LINK_AGAIN_S, REMINDED_S = 0.5, 0.05, 60.0
 ANSWER_S = 60.0
-"""Longest time that the serving host may take to answer: it greets one host after the other."""
+"""Limit of the time until the serving host answers; it handles one host after the other."""
 
 
 def run(parent: Parent[HostJoin]) -> None:
-    """Join the serving host, and run the ranks that it gives to this one until the replica's life ends."""
+    """Join the serving host, and run the ranks that it assigns to this host until the replica's life ends."""
     join = parent.start
     configure_logs("host", "info", join.log_format)
     secret = read_secret(join.secret_file)
@@ -62,7 +62,7 @@ def run(parent: Parent[HostJoin]) -> None:
 
 
 class Reminder:
-    """Decides when to log again, every REMINDED_S, that something is still going on."""
+    """Decides when to log a reminder of an ongoing wait: every REMINDED_S."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self._logged_s = clock, clock()
@@ -76,15 +76,15 @@ class Reminder:
 
 
 def _arrive(address: str, secret: bytes, reminder: Reminder) -> socket.socket:
-    """Connect as soon as the serving host listens. Raises ConfigError where the address or the secret is wrong."""
+    """Connect as soon as the serving host listens. Raises ConfigError if the address or the secret is wrong."""
     while True:
         try:
             return connect(address, secret, CONTROL)
         except HandshakeError as error:
             raise ConfigError(f"{address} cannot be joined: {error}") from None
-        except OSError as error:  # it is not there yet, or serves with another host
+        except OSError as error:  # the serving host does not listen yet, or serves with another host
             if isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN:
-                raise ConfigError(f"{address} is no address of a host: {error.strerror}") from None
+                raise ConfigError(f"{address} is not the address of a host: {error.strerror}") from None
             if reminder.due():
                 log.info("still waiting for %s: %s", address, (error.strerror or str(error)).lower())
             time.sleep(AGAIN_S)
@@ -113,7 +113,7 @@ def _serve(join: HostJoin, secret: bytes, channel: HostChannel, start: HostStart
 
 
 def _connected(join: HostJoin, secret: bytes, purpose: Purpose, deadline_s: float) -> int:
-    """Connect until the deadline: the serving host may have ended a handshake when others came."""
+    """Connect, and retry until the deadline: the serving host may drop a handshake when there are too many."""
     while True:
         try:
             return connect(join.address, secret, purpose).detach()
@@ -124,7 +124,7 @@ def _connected(join: HostJoin, secret: bytes, purpose: Purpose, deadline_s: floa
 
 
 def _localized(config: EngineConfig, join: HostJoin) -> EngineConfig:
-    """Return the configuration with folders of this host, and its CPUs for its ranks."""
+    """Return the configuration with this host's folders, and its CPUs for its ranks."""
     ranks, own = config.parallel.topology.ranks, config.parallel.topology.on_host(1)
     places = iter(place_ranks(join.nodes, len(own), join.num_threads))
     placements = tuple(next(places) if rank in own else Placement() for rank in ranks)

@@ -13,7 +13,7 @@ from pypto_serving.types.start import RankStart
 
 
 def run_rank(parent: Parent[RankStart]) -> None:
-    """Load this rank's part of the model, then compute what the leader publishes, until one of them ends."""
+    """Load this rank's part of the model, then compute the steps that the leader publishes, until any rank ends."""
     start = parent.start
     config = start.config
     configure_logs(config.process_name(f"rank {start.rank}"), config.log_level, config.log_format)

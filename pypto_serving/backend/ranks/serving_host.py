@@ -38,19 +38,19 @@ log = logging.getLogger(__name__)
 
 WAITING = "waiting for another host"
 MAX_HANDSHAKES = 128
-"""Maximum handshakes at a time."""
+"""Limit of concurrent handshakes."""
 PROGRESS_S, AGAIN_S, LOGGED_S = 0.5, 0.1, 10.0
 
 
 def program_version() -> str:
-    """Name this program and its kernels: both hosts must compute the same bits."""
+    """Return the version of this program and its kernels, equal on both hosts so that they compute the same bits."""
     lib = library()
     assert lib is not None
     return f"{importlib.metadata.version('pypto-serving')} ({lib.sources()[:8]})"
 
 
 class JoinedHost(NamedTuple):
-    """The other host: its control connection, and file descriptors of the others by name."""
+    """The other host: its control connection, and the file descriptors of its other connections, by name."""
 
     name: str
     control: ControlConnection
@@ -58,7 +58,7 @@ class JoinedHost(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """A connection whose other side knows the secret."""
+    """A connection whose other side has proved that it knows the secret."""
 
     purpose: Purpose
     end: socket.socket
@@ -66,11 +66,11 @@ class Arrival(NamedTuple):
 
 
 def await_host(config: EngineConfig, files: Mapping[str, bytes], progress: Progress, again: bool = False) -> JoinedHost:
-    """Let the other host join if the files of its checkpoint have these digests. Nothing listens afterwards.
+    """Wait for another host whose checkpoint has `files`, given as digests by name; then stop listening.
 
-    Wait for the time of a step, less the silence after which a host counts as gone. Raises EngineDeadError if none
-    joins, and ConfigError where nothing can listen: at once, or at the end if a host is to join `again`, since a cut
-    network takes the address along.
+    Wait for the limit of a step, less the silence after which a host counts as gone. Raises EngineDeadError if no host
+    joins, and ConfigError if the address cannot be used: at once, or if a host is to join `again`, after the wait,
+    since the address may be missing while the network is down.
     """
     faults = config.faults
     waiting_s = max(HANDSHAKE_S, faults.step_timeout_s - faults.silent_s)
@@ -90,7 +90,7 @@ def await_host(config: EngineConfig, files: Mapping[str, bytes], progress: Progr
 
 
 def _open(address: str, secret: bytes, deadline_s: float, progress: Progress) -> HostListener:
-    """Listen as soon as the address can be used. Raises ConfigError where it cannot at the deadline."""
+    """Listen as soon as the address can be used. Raises ConfigError if it still cannot at the deadline."""
     logged = False
     while True:
         try:
@@ -108,7 +108,7 @@ def _open(address: str, secret: bytes, deadline_s: float, progress: Progress) ->
 def _let_in(
     config: EngineConfig, arrival: Arrival, listener: HostListener, files: Mapping[str, bytes]
 ) -> JoinedHost | None:
-    """Take a host's connections if it can join; else send it the reason, and return None."""
+    """Accept the connections of a host that can join; send others the reason, and return None."""
     channel = HostChannel(arrival.end)
     try:
         hello = channel.receive(HANDSHAKE_S)
@@ -140,7 +140,7 @@ def _let_in(
 
 
 def _refusal(config: EngineConfig, hello: HostHello, files: Mapping[str, bytes]) -> str:
-    """Return why a host cannot join, in words for both hosts; empty if it can."""
+    """Return why a host cannot join, worded for the users of both hosts; "" if it can."""
     if hello.version != (version := program_version()):
         return f"the serving host runs pypto-serving {version}, and the other {hello.version}; install the same"
     both = hello.files.keys() | files.keys()
@@ -156,7 +156,7 @@ def _refusal(config: EngineConfig, hello: HostHello, files: Mapping[str, bytes])
 class HostListener:
     """Owns the listening socket for the other host, and the connections whose handshake is not complete.
 
-    If there are more than MAX_HANDSHAKES, a random one is closed: rarely the other host's, which answers at once.
+    Above MAX_HANDSHAKES, it closes a random one. This rarely hits the other host, which completes its own at once.
     """
 
     def __init__(self, address: str, secret: bytes) -> None:
@@ -204,7 +204,7 @@ class HostListener:
         try:
             self._handshakes[end.fileno()] = Handshake(end, f"{peer[0]}:{peer[1]}")
         except OSError:
-            end.close()  # which is gone already
+            end.close()  # the other side is gone already
         else:
             self._poller.register(end, select.POLLIN)
 
@@ -229,14 +229,14 @@ class HostListener:
         return self._handshakes.pop(fd)
 
     def _log(self, name: str, reason: str) -> None:
-        """Log who was refused, for each reason once in LOGGED_S."""
+        """Log a refusal, at most once per reason in LOGGED_S."""
         now_s = time.monotonic()
         if now_s >= self._logged_s.get(reason, now_s):
             self._logged_s[reason] = now_s + LOGGED_S
             log.warning("%s was refused: %s", name, reason)
 
     def close(self) -> None:
-        """Stop listening, and close connections that nobody has taken."""
+        """Stop listening, and close connections with incomplete handshakes."""
         self._listener.close()
         for fd in list(self._handshakes):
             self._forget(fd).end.close()

@@ -1,4 +1,4 @@
-"""What the ranks of one host share of a step: the buffers of its arrays, and how the leader publishes it."""
+"""Shared buffers of a step's arrays, in which the leader publishes steps to the ranks of its host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ READY = "ready"
 
 
 class SharedBuffers:
-    """Owns a rank's mapping of the buffers of steps, which are the first that all ranks allocate in `memory`."""
+    """Owns a rank's mapping of the step buffers, the first allocation of all ranks in `memory`."""
 
     def __init__(self, config: EngineConfig, memory: SharedMemory) -> None:
         self.memory, count = memory, range(config.num_buffers)
@@ -35,12 +35,12 @@ class SharedBuffers:
         self._indices = {_address(buffers): index for index, buffers in enumerate(self.buffers)}
 
     def index_of(self, inputs: StepInputs) -> int:
-        """Return the index in `buffers` of those that hold the arrays of a step."""
+        """Return the index in `buffers` of the buffers that hold the arrays of a step."""
         return self._indices[_address(inputs)]
 
 
 class SharedSteps(SharedBuffers):
-    """Owns a rank's mappings of what all ranks share; each of them allocates the same, in the same order."""
+    """Owns a rank's mappings of all shared memory. Each rank makes the same allocations in the same order."""
 
     def __init__(self, config: EngineConfig, rank: Rank, memory: SharedMemory) -> None:
         super().__init__(config, memory)
@@ -49,7 +49,7 @@ class SharedSteps(SharedBuffers):
         self._steps: tuple[Link, list[Mirrors]] | ReceiveThread | None = None
 
     def connect(self, links: Mapping[str, int]) -> NativeCollectives:
-        """Take over the rank's connections to the other host, by name, and return what it shares with all ranks."""
+        """Take over the rank's connections to the other host, by name, and return the collectives of all ranks."""
         ends = {name: Link(fd, self._patience_s) for name, fd in links.items() if name != "blocks"}
         if (steps := ends.get("steps")) is not None:
             mirrors = [_mirrored(buffers) for buffers in self.buffers]
@@ -61,9 +61,9 @@ class SharedSteps(SharedBuffers):
         return NativeCollectives(self._rank, self.memory, len(self.buffers), Links(**ends), self._most_tokens)
 
     def publish(self, inputs: StepInputs) -> int:
-        """Let all ranks compute a step, whose arrays lie in one of `buffers`; return its index.
+        """Make all ranks compute a step whose arrays lie in one of `buffers`; return the index of the buffers.
 
-        Raises RanksGone where the link to the other host has failed.
+        Raises RanksGone if the link to the other host has failed.
         """
         index = self.index_of(inputs)
         counts = (len(inputs.token_ids), len(inputs.context_lens), len(inputs.logits_rows))
@@ -80,13 +80,13 @@ class SharedSteps(SharedBuffers):
 
 
 def step_arrays(step: StepBuffers | StepInputs) -> StepArrays:
-    """Return the arrays of a step in the order that recordings take them."""
+    """Return the arrays of a step in the order in which recordings take them."""
     arrays = (step.token_ids, step.positions, step.query_start, step.context_lens, step.logits_rows)
     return (*arrays, step.slot_mapping, step.block_tables)
 
 
 def _mirrored(buffers: StepBuffers) -> list[Mirrored]:
-    """Return those arrays of a step that ranks read."""
+    """Return the arrays of a step that ranks read, for the link to the other host."""
     extents = {
         Extent.TOKENS: (buffers.token_ids, buffers.positions, *buffers.slot_mapping),
         Extent.ROWS: (buffers.context_lens, *buffers.block_tables),

@@ -1,8 +1,8 @@
 """Start and watch the processes of the ranks on this host.
 
 The worker is the leader. The others are copies of it, or of the process that another host runs (`joining_host.py`).
-They load their parts of the model at the same time, then replay the steps that the leader publishes.
-When one ends, the leader ends; when the leader ends, all do.
+The ranks load their parts of the model at the same time, then replay the steps that the leader publishes.
+When a rank ends, the leader ends; when the leader ends, all end.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.start import RankStart
 
 LOADING = "weights"
-"""The phase in which all ranks load."""
+"""Name of the phase in which all ranks load."""
 
 PATIENCE_S = 1.0
-"""Longest wait for the exit of a process whose pipe closed."""
+"""Limit of the wait for the exit of a process whose pipe has closed."""
 BLAME_S = 3.0
-"""Longest wait to learn which process ended first."""
+"""Limit of the wait to find out which process ended first."""
 PER_MILLE = 1000
-"""Unit of progress until the leader knows its total."""
+"""Total of the progress until the leader knows its own."""
 
 
 class RankError(PyptoError):
-    """A rank that ended, without saying why."""
+    """A rank ended without reporting a reason."""
 
 
 class RankSupervisor:
     """Owns the processes of the other ranks of this host, and watches the connection to the other host.
 
-    A rank that gives up a step because another one has ended ends without a fault; it is not to blame.
+    A rank that gives up a step because another rank has ended does so without a fault; it is not to blame.
     """
 
     def __init__(self) -> None:
@@ -65,8 +65,8 @@ class RankSupervisor:
     ) -> None:
         """Start copies of this process that `run` one rank each.
 
-        They inherit `memory`, `descendants` and `links`. The `links`, connections of each rank, are closed here. Raises
-        RankError if one cannot be started.
+        They inherit `memory`, `descendants` and `links` (the connections of each rank), which are closed in this
+        process. Raises RankError if one cannot be started.
         """
         for rank in ranks:
             own, name = links.get(rank.index, {}), f"rank {rank.index}"
@@ -79,7 +79,7 @@ class RankSupervisor:
                 os.close(fd)
 
     def add(self, name: str, member: Child | ControlConnection, ready: bool = False) -> None:
-        """Watch a process, or a host, and take its reports; one that is `ready` reports only faults."""
+        """Watch a process or a host, and take its reports. If it is `ready`, expect only faults."""
         self._members[name], self._loaded[name] = member, float(ready)
         if ready:
             self._ready.add(name)
@@ -91,9 +91,9 @@ class RankSupervisor:
                 member.end(0)
 
     def reporting(self, progress: Progress) -> Progress:
-        """Return the callback to which the leader reports; it passes the progress of the slowest rank on.
+        """Return a callback for the leader's progress, which passes on the progress of the slowest rank.
 
-        It raises ModelError, ConfigError or RankError as soon as a rank has failed.
+        The callback raises ModelError, ConfigError or RankError as soon as a rank has failed.
         """
 
         def report(phase: str, done: int, total: int) -> None:
@@ -106,26 +106,26 @@ class RankSupervisor:
         return report
 
     def _slowest(self) -> int:
-        """Return how much the slowest rank has loaded: the share of its own total, in units of the leader's.
+        """Return the smallest share that any rank has loaded of its own total, times the leader's total.
 
-        It is the whole only once all are ready, since that ends the phase.
+        Return the whole total only once all ranks are ready, since it ends the phase.
         """
         are_ready = len(self._ready) == len(self._members)
         return self._total if are_ready else min(int(self._total * min(self._loaded.values())), self._total - 1)
 
     def await_ready(self, progress: Progress) -> None:
-        """Wait until all are ready; raises as `reporting` does."""
+        """Wait until all ranks are ready. Raises the errors of `reporting`."""
         while len(self._ready) < len(self._members):
             self._sleep()
             self._take_reports()
             progress(LOADING, self._slowest(), self._total)
 
     def _take_reports(self) -> None:
-        """Take in reports. Raise the error of a rank that failed; blame a rank that left once BLAME_S have passed."""
+        """Process reports. Raise the error of a failed rank, or after BLAME_S that of a rank that gave up a step."""
         for name, member in self._present():
             messages = member.messages()
             if member.gone:
-                messages += member.messages()  # those that came in between
+                messages += member.messages()  # messages that arrived in between
             for message in messages:
                 if isinstance(message, ChildFault):
                     raise _error(message)
@@ -139,7 +139,7 @@ class RankSupervisor:
                 raise RankError(f"{name} gave up a step")
 
     def _take_end(self, name: str, member: Child | ControlConnection) -> None:
-        """Note that a rank gave up a step and left; raise RankError for any other end."""
+        """Record that a rank ended after it gave up a step; raise RankError for any other end."""
         if isinstance(member, ControlConnection):
             raise RankError(f"{name} {member.gone}")
         code = member.end(PATIENCE_S)
@@ -151,7 +151,7 @@ class RankSupervisor:
         return [(name, member) for name, member in self._members.items() if name not in self._left]
 
     def _sleep(self) -> None:
-        """Wait until one reports or ends, or until it is time to blame one that left."""
+        """Wait until a member reports or ends, or until BLAME_S have passed."""
         poller = select.poll()
         for _, member in self._present():
             poller.register(member.pipe, select.POLLIN)
@@ -167,7 +167,7 @@ class RankSupervisor:
         self._watching = start_thread("rank-watch", self.await_end, end)
 
     def await_end(self) -> NoReturn:
-        """Wait until one of them ends; raises as `reporting` does."""
+        """Wait until a member ends. Raises the errors of `reporting`."""
         while True:
             self._sleep()
             self._take_reports()
@@ -175,7 +175,7 @@ class RankSupervisor:
     def blame(self) -> NoReturn:
         """Raise the error of the rank that made this one give up a step; see `reporting`.
 
-        Once a thread watches, that one reports the error and ends this process. Raises RanksGone if it finds none.
+        After `watch`, its thread reports the error instead, and ends this process. Raises RanksGone if none is found.
         """
         if self._watching is None:
             self.await_end()

@@ -1,4 +1,4 @@
-"""The ranks of a torch program: how the leader starts them, and sends them steps. Imports no torch."""
+"""Start the ranks of a torch program, and send them steps. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.start import RankStart
 
 _STEP = struct.Struct("=4i")
-"""A step: the index of its shared buffers, and its numbers of tokens, rows and logits."""
+"""Message for a step: index of its shared buffers, numbers of tokens, rows and logits."""
 _JOIN = b"J"
-"""All ranks have loaded."""
+"""Message that all ranks have loaded."""
 
 
 class TorchRanks(SharedBuffers):
     """Owns the ranks of a torch program besides the leader, and a socket to each.
 
-    They wait for steps on sockets, not in a collective, which would time out while the server is idle. `store` is the
-    descriptor of a file in which ranks leave their addresses for each other.
+    Ranks wait for steps on sockets, not in a collective, which would time out while the server is idle. `store`:
+    descriptor of a file in which ranks exchange their addresses.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -37,7 +37,7 @@ class TorchRanks(SharedBuffers):
     def start(
         self, run: Callable[[Parent[RankStart]], None], config: EngineConfig, descendants: tuple[int, ...]
     ) -> None:
-        """Start all ranks but the leader. Raises RankError where the system cannot."""
+        """Start all ranks except the leader. Raises RankError if the system cannot start one."""
         ranks, links = config.parallel.topology.ranks[1:], {}
         for rank in ranks:
             ours, theirs = socket.socketpair()
@@ -46,12 +46,12 @@ class TorchRanks(SharedBuffers):
         self.supervisor.start(run, config, ranks, self.memory.fd, links, descendants)
 
     def gather(self, progress: Progress) -> None:
-        """Wait until all have loaded, and let them join the group. Raises what they report, or RanksGone."""
+        """Wait until all ranks have loaded, and let them join the group. Raises the error of a rank, or RanksGone."""
         self.supervisor.await_ready(progress)
         self._send(_JOIN)
 
     def publish(self, inputs: StepInputs) -> None:
-        """Let the other ranks compute a step. Raises RanksGone."""
+        """Make the other ranks compute a step. Raises RanksGone."""
         counts = (len(inputs.token_ids), len(inputs.context_lens), len(inputs.logits_rows))
         self._send(_STEP.pack(self.index_of(inputs), *counts))
 
@@ -75,7 +75,7 @@ class LeaderSocket:
             raise RanksGone
 
     def steps(self, shared: SharedBuffers) -> Iterator[StepInputs]:
-        """Yield the steps that the leader publishes, until it ends."""
+        """Yield the steps that the leader publishes, until the leader ends."""
         while len(message := self._socket.recv(_STEP.size, socket.MSG_WAITALL)) == _STEP.size:
             index, tokens, rows, logits = _STEP.unpack(message)
             b = shared.buffers[index]
