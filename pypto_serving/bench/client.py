@@ -78,9 +78,9 @@ class _Chunk(msgspec.Struct):
 
 
 class ReplyParser:
-    """Owns the RequestRecord of one reply: a stream, or a reply in one piece, of which only the end-to-end latency is
-    known. Parses bytes with their arrival times; times are seconds of one clock.
-    """
+    """Owns the RequestRecord of one reply. A reply without streaming has only an end-to-end latency.
+
+    Parses bytes with their arrival times; times are seconds of one clock."""
 
     _decoder = msgspec.json.Decoder(_Chunk)
 
@@ -88,7 +88,7 @@ class ReplyParser:
         first_s = 0.0 if stream else None
         self._record = RequestRecord(prompt_tokens=prompt_tokens or 0, start_s=start_s, ttft_s=first_s)
         self._stream = stream
-        self._body = bytearray()  # of a stream with status 2xx, the line that has begun
+        self._body = bytearray()  # the body; in a stream with status 2xx, only its unfinished last line
         self._texts: list[str] = []
         self._last_s = start_s
         self._finished = False
@@ -247,7 +247,7 @@ async def find_model(target: Target) -> ModelCard:
 
 
 async def read_draft_counters(target: Target) -> DraftCounters | None:
-    """Return what the server drafted so far, from its metrics; None if it drafts nothing or has no metrics."""
+    """Return the server's counters of drafts from its metrics; None if it has none."""
     try:
         status, body = await _fetch(target, "/metrics")
     except OSError:

@@ -22,7 +22,7 @@ from pypto_serving.bench.options import Metric, Reporting
 from pypto_serving.types.tier import TIERS
 
 DraftCounters = Counter[str | int]
-"""What a server drafted: totals by name, and accepted drafts by position."""
+"""A server's counters of drafts: totals by name, and accepted drafts by position."""
 _DRAFTS = "num_drafts", "num_draft_tokens", "num_accepted_tokens"
 _DRAFT_LINE = re.compile(
     rf"vllm:spec_decode_({'|'.join(_DRAFTS)}|num_accepted_tokens_per_pos)(?:_total)?"
@@ -109,7 +109,7 @@ def parse_draft_counters(metrics: str) -> DraftCounters | None:
 
 
 def summarize_drafts(before: DraftCounters | None, after: DraftCounters | None) -> dict[str, Any]:
-    """Return what was drafted in between; nothing for a server that drafts nothing."""
+    """Return statistics of the drafts between two readings; {} for a server without drafts."""
     if before is None or after is None:
         return {}
     rounds, drafted, accepted = (after[name] - before[name] for name in _DRAFTS)
@@ -156,9 +156,9 @@ def meets_goals(record: RequestRecord, goodput_ms: Mapping[str, float]) -> bool:
 
 
 def peak_output_tokens_per_s(records: Sequence[RequestRecord]) -> float | None:
-    """Return the maximum of tokens in a bucket of one second. A request's tokens are spread evenly over its chunks.
+    """Return the most output tokens in any second. A request's tokens are spread evenly over its chunks.
 
-    None if replies were not streamed, so that nobody knows when tokens came.
+    None if replies were not streamed, since the arrival times of tokens are unknown then.
     """
     if not records:
         return 0.0

@@ -1,4 +1,4 @@
-"""Options of a benchmark run, as frozen values that are checked when made.
+"""Options of a benchmark run, as frozen values that are checked when created.
 
 Every check raises ConfigError that names the command line option, its value, and the allowed values.
 """
@@ -24,7 +24,7 @@ LoadName = Literal["max_concurrency", "request_rate"]
 ENDPOINTS: dict[Backend, str] = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 METRICS: tuple[Metric, ...] = ("ttft", "tpot", "itl", "e2el")
 WHOLE_REPLY_METRIC: Metric = "e2el"
-"""The only latency of replies that are not streamed."""
+"""The only latency that can be measured without streaming."""
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
@@ -175,7 +175,7 @@ def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
         try:
             limits[name] = float(text)
         except ValueError:
-            raise ConfigError(f"--goodput {pair!r}: {text!r} is no number; write {name}:200 for 200 ms") from None
+            raise ConfigError(f"--goodput {pair!r}: {text!r} is not a number; write {name}:200 for 200 ms") from None
         require_positive(f"--goodput {name}", limits[name])
     return limits
 
@@ -200,7 +200,7 @@ def parse_extra_body(text: str) -> dict[str, Any]:
 
 
 def parse_loads(flag: str, text: str, kind: type[int] | type[float]) -> list[int] | list[float]:
-    """Read `1,2,4`: positive numbers of a kind, ascending. Raises ConfigError."""
+    """Parse `1,2,4` to positive numbers of type `kind`, ascending. Raises ConfigError."""
     try:
         loads = sorted({kind(part) for part in text.split(",")})
     except ValueError:

@@ -1,4 +1,4 @@
-"""Draw results: two beside each other, a server at several loads, replays of a trace. Needs matplotlib."""
+"""Draw results: a comparison of two, a server at several loads, replays of a trace. Needs matplotlib."""
 
 from __future__ import annotations
 

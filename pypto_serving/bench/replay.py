@@ -101,7 +101,7 @@ def _vocabulary(card: ModelCard, given: int | None) -> int:
 
 
 def fit_window(source: Source, trace: Trace, card: ModelCard) -> tuple[Trace, str]:
-    """Leave out the requests that the server's window cannot hold, and say so; raise ConfigError if that is all."""
+    """Drop requests longer than the server's window, and return a warning; raise ConfigError if none is left."""
     window = card.max_model_len
     if window is None or trace.longest <= window:
         return trace, ""
@@ -126,7 +126,7 @@ def _fitting(scale: Fraction, trace: Trace, window: int) -> Fraction:
 
 
 def _miss_warning(source: Source, trace: Trace, result: dict[str, Any]) -> str:
-    """Say why nothing came from the cache, although prompts of the trace repeat."""
+    """Return a warning, or "", that nothing came from the cache although prompts of the trace repeat."""
     if result["hit_rate"] != 0 or not result["infinite_hit_rate"]:
         return ""
     return (

@@ -1,4 +1,4 @@
-"""Render results as tables, save one as JSON with the keys of `vllm bench serve`, and compare two."""
+"""Render results as tables, save them as JSON with the keys of `vllm bench serve`, and compare two results."""
 
 from __future__ import annotations
 
@@ -261,10 +261,10 @@ def _compare(key: str, a: float | None, b: float | None) -> str:
 
 
 def change_of(a: float | None, b: float | None) -> float | None:
-    """Return b / a - 1, or None if there is none."""
+    """Return b / a - 1, or None if it is undefined."""
     return None if a is None or b is None or a == 0 else b / a - 1
 
 
 def is_better(key: str, change: float) -> bool:
-    """Return whether a change other than 0 of a metric is for the better."""
+    """Return whether a nonzero change of a metric is an improvement."""
     return (change > 0) == (key in _HIGHER_IS_BETTER)

@@ -39,9 +39,9 @@ class Benchmark:
 
 @dataclass
 class ClientLoad:
-    """The client's own load while it measured: shares of the time, and delays of its event loop.
+    """The client's own load during the measurement: shares of the time, and delays of its event loop.
 
-    `wait_share` is the share of time that its thread was runnable but had no core.
+    `wait_share`: share of the time in which its thread was runnable but had no core.
     """
 
     cpu_share: float = 0.0
@@ -111,7 +111,7 @@ async def run(benchmark: Benchmark, advance: Advance = lambda: None) -> Outcome:
 async def sweep(benchmark: Benchmark, name: LoadName, loads: Sequence[float], advance: Advance) -> list[dict[str, Any]]:
     """Run the benchmark at each load, with other prompts each time; return the results.
 
-    `name` is the field of Traffic that a load is a value of.
+    `name` is the field of Traffic that is set to each load.
     """
     results = []
     for i, load in enumerate(loads):
@@ -163,7 +163,7 @@ async def send_all(
 ) -> list[RequestRecord]:
     """Send each request at its arrival time, or later when fewer than `max_concurrency` are in flight.
 
-    Return records in order. Each request is made before its arrival time, so making it delays nothing.
+    Return records in order. Each request is encoded before its arrival time, so encoding delays nothing.
     """
     slots = contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
 
@@ -199,7 +199,7 @@ async def watch_client() -> AsyncIterator[ClientLoad]:
 
 
 def _core_wait_s() -> float:
-    """Return the seconds that this thread was runnable without a core; 0 if the kernel does not report it."""
+    """Return the seconds in which this thread was runnable without a core; 0 if the kernel does not report them."""
     try:
         return int(_SCHEDSTAT.read_text().split()[1]) / 1e9
     except (OSError, IndexError):

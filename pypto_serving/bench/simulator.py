@@ -1,7 +1,7 @@
 """Simulate in virtual time: the real scheduler and KV manager serve a trace on a modelled machine.
 
-There is no worker, no backend and no KV. `Machine` gives the time of a step, `VirtualTransfers` that of a transfer
-between tiers. Sampled tokens are unique to request and position, so only the request itself can hit its output.
+There is no worker, no backend and no KV. `Machine` gives the time of a step, `VirtualTransfers` the time of a transfer
+between tiers. Sampled tokens are unique to request and position, so no other request can hit an output in the cache.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pypto_serving.types.tier import TIERS, Tier, TierConfig, TransferDone, Tran
 from pypto_serving.util import ceil_div
 
 PROMPT_VOCABULARY = 150_000
-"""Prompts have ids below this, outputs ids from it on."""
+"""Prompt tokens have ids below this, output tokens have ids from it on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class Machine:
     def engine_config(self, max_model_len: int) -> EngineConfig:
         """Return the configuration for requests of up to `max_model_len` tokens.
 
-        Raises ConfigError if the device does not hold one request and, if there are tiers, one more block to move.
+        Raises ConfigError if the device cannot hold one request and, with lower tiers, one more block for transfers.
         """
         needed = ceil_div(max_model_len, self.block_size) + bool(self.tiers)
         num_blocks = self.device_tokens // self.block_size
@@ -177,7 +177,7 @@ class VirtualTransfers:
 
 
 class VirtualWorker:
-    """A stand-in for a worker. Owns the state of rows that plans do not carry, and makes up tokens.
+    """A simulated worker. Owns the state of rows that plans do not carry, and invents tokens.
 
     A request's tokens are `seed`, `seed + 1`, ...; the caller gives each request a range of its own.
     """

@@ -82,7 +82,7 @@ def test_endpoint_follows_the_backend():
         (parse_percentiles, "101", "must lie in 0 to 100, got 101"),
         (parse_percentiles, "nan", "must lie in 0 to 100, got nan"),
         (parse_goodput, ["itl:5"], "unknown metric 'itl'; write KEY:MS with one of ttft, tpot, e2el"),
-        (parse_goodput, ["ttft"], "'' is no number; write ttft:200 for 200 ms"),
+        (parse_goodput, ["ttft"], "'' is not a number; write ttft:200 for 200 ms"),
         (parse_goodput, ["ttft:0"], "--goodput ttft must be a finite number above 0, got 0"),
         (parse_goodput, ["ttft:nan"], "--goodput ttft .* got nan"),
         (parse_goodput, ["ttft:1", "ttft:2"], "names 'ttft' twice"),
