@@ -23,9 +23,9 @@ from pypto_serving.util import one_of
 EXIT_INTERRUPTED = 130
 STARTED_S = time.monotonic()
 _VALIDATOR = re.compile(r"^(Invalid value for [^:]*: )Value error, ")
-"""The beginning of messages from pydantic, with which typer checks values."""
+"""The beginning of error messages from pydantic, which typer uses to check values."""
 _WRITE_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Reasons why a write fails. Commands name the files that they write, so an error without a name is about stdout."""
+"""Errors of writes. Errors of named files are handled by the commands, so one without a file name concerns stdout."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_streams() -> None:
-    """Replace stdin, stdout and stderr that are closed, so that no other file gets their number."""
+    """Reopen closed stdin, stdout and stderr, so that no other file gets their descriptors."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
@@ -60,7 +60,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _message(error: typer.TyperException) -> str:
-    """Return what an error says. Of options, those are proposed that are like the given one, not only in its dashes."""
+    """Return the message of an error. For an unknown option, propose options with a similar name."""
     given, proposed = getattr(error, "option_name", ""), getattr(error, "possibilities", None) or ()
     if not proposed:
         return error.format_message()
@@ -71,7 +71,7 @@ def _message(error: typer.TyperException) -> str:
 
 
 def _flushed(code: int) -> int:
-    """Write the rest of the output and return `code`, or another one if that fails."""
+    """Flush the output and return `code`, or the exit code of the error if that fails."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -81,7 +81,7 @@ def _flushed(code: int) -> int:
 
 
 def _refused(error: OSError) -> int:
-    """Say what the system refused, and return the exit code. A reader who closes a pipe needs no words."""
+    """Print the error of a refused system call, except for a closed pipe, and return the exit code."""
     if error.filename is None and error.errno in _WRITE_ERRORS:
         sys.stdout = None  # otherwise the interpreter flushes it again, and complains
     if isinstance(error, BrokenPipeError):
@@ -97,7 +97,7 @@ def _refused(error: OSError) -> int:
 
 
 def _program_name() -> str:
-    """Return the name of the console script that was called; shell completion needs it."""
+    """Return the name of the called console script, which shell completion needs."""
     called = Path(sys.argv[0]).name
     return called if called in ("pypto", "pypto-serving") else "pypto-serving"
 

@@ -24,7 +24,7 @@ COMMANDS = {
     "bench": ("Look after", "pypto_serving.cli.bench:bench_app"),
     "collect-env": ("Look after", "pypto_serving.cli.collect_env:collect_env"),
 }
-"""Commands in the order of the help: the heading under which it lists each, and its function or group."""
+"""Commands in the order of the help: for each, its heading in the help, and its function or group."""
 
 
 class LazyCommands(UserDict[str, Any]):
@@ -77,7 +77,7 @@ def root(
 
 
 class HelpCommand(TyperCommand):
-    """A command whose help lists both names of a switch in one column, which leaves room for long names."""
+    """A command whose help lists both names of a switch in one column, to leave room for long names."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help."""
@@ -87,7 +87,7 @@ class HelpCommand(TyperCommand):
 
 
 def in_panels(panels: Mapping[str, Sequence[str]]) -> type[HelpCommand]:
-    """Return a kind of command whose help lists parameters under headings; `panels` has their names."""
+    """Return a command class whose help groups parameters by heading; `panels` maps headings to parameter names."""
 
     class PaneledCommand(HelpCommand):
         def __init__(self, *arguments: Any, **attributes: Any) -> None:

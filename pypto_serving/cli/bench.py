@@ -178,7 +178,7 @@ def compare(
 
 
 def _check_combinations(context: typer.Context, dataset_name: DatasetName) -> None:
-    """Raise ConfigError for options that have no effect beside the others."""
+    """Raise ConfigError for options that have no effect in this combination."""
     given = common.given_names(context)
     for other, prefixes in _DATASET_OPTIONS.items():
         for name in given:
@@ -231,7 +231,7 @@ def sweep(
     else:
         name, loads = "max_concurrency", options.parse_loads("--concurrency", concurrency, int)
     if plot is not None:
-        plots.new_figure(1, 1)  # to know before the first request that it can be drawn
+        plots.new_figure(1, 1)  # fail before the first request if nothing can be drawn
     benchmark = runner.Benchmark(
         target=options.Target(base_url=common.server_url(base_url, host, port)),
         traffic=options.Traffic(num_prompts=num_prompts, seed=seed),

@@ -46,13 +46,13 @@ def given_names(context: typer.Context) -> list[str]:
 
 
 def build(kind: type[T], params: Mapping[str, Any], prefix: str = "", /, **others: Any) -> T:
-    """Make a dataclass of the options that are named like its fields, with `prefix`, and of `others`."""
+    """Make a dataclass from `others` and from the options named `prefix` plus the name of a field."""
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     return kind(**{name: params[prefix + name] for name in names if prefix + name in params} | others)
 
 
 def flag(name: str) -> str:
-    """Write the name of an option as a flag: `--max-num-seqs` for `max_num_seqs`."""
+    """Return the flag of an option: `--max-num-seqs` for `max_num_seqs`."""
     return "--" + name.replace("_", "-")
 
 
@@ -63,13 +63,13 @@ def server_url(base_url: str | None, host: str, port: int) -> str:
 
 
 def check_url(given: Sequence[str]) -> None:
-    """Raise ConfigError for options of the server that have no effect beside the others."""
+    """Raise ConfigError for --host or --port beside --base-url."""
     if "base_url" in given and (clash := {"host", "port"}.intersection(given)):
         raise ConfigError(f"--base-url already names the server; drop {flag(min(clash))}")
 
 
 def check_shared(given: Sequence[str]) -> None:
-    """Raise ConfigError for options of server and result file that have no effect beside the others."""
+    """Raise ConfigError for options of server or result file that have no effect in this combination."""
     check_url(given)
     if "save_result" not in given:
         for name in ("save_detailed", "result_dir", "result_filename", "metadata"):
@@ -88,7 +88,7 @@ def write_output(path: Path | None, result: object) -> None:
 
 
 def run_requests(work: Callable[[Callable[[], None]], Coroutine[Any, Any, T]], total: int) -> T:
-    """Run a coroutine, made with a function that it calls once per finished request, under a progress bar."""
+    """Run the coroutine `work(advance)` under a progress bar; it calls `advance` once per finished request."""
     import uvloop
 
     from pypto_serving.setup.host import raise_file_limit

@@ -1,4 +1,4 @@
-"""`bench throughput`, `latency` and `startup`: measure a model without a server, and the start of one."""
+"""`bench throughput`, `latency` and `startup`: measure a model without a server, and the start of a server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PromptSeed = Annotated[int, typer.Option(help="Seed of the prompts.")]
 
 
 def add_to(group: typer.Typer) -> None:
-    """Add both commands to a group."""
+    """Add the commands to a group."""
     for command in (throughput, latency):
         group.command(cls=HelpCommand, rich_help_panel="Measure a model")(command)
 
@@ -81,7 +81,7 @@ def latency(
 
     with local_model(options) as llm:
         taken = []
-        for i in range(num_iters_warmup + num_iters):  # other prompts each time, which no cache has
+        for i in range(num_iters_warmup + num_iters):  # new prompts each time, so that nothing is cached
             prompts = _prompts(llm, batch_size, input_len, output_len, prompt_seed + i)
             taken.append(_timed(llm, prompts, output_len))
     counted = taken[num_iters_warmup:]

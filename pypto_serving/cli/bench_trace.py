@@ -98,7 +98,7 @@ def trace(
     saving.check(options.Reporting())
     kept = saving if save_result else None
     if plot is not None:
-        plots.new_figure(1, 1)  # better no run than one that ends without its plot
+        plots.new_figure(1, 1)  # fail before the run if nothing can be drawn
     if not virtual:
         target = options.Target(base_url=common.server_url(base_url, host, port), model=model, timeout_s=timeout)
         _show(*_replay(source, loaded, target, vocab_size), kept, plot)
@@ -122,7 +122,7 @@ def trace(
 
 
 def _check_combinations(context: typer.Context, virtual: bool) -> None:
-    """Raise ConfigError for options that have no effect beside the others."""
+    """Raise ConfigError for options that have no effect in this combination."""
     given = common.given_names(context)
     for name in given:
         if virtual and name in PANELS[SERVER]:
@@ -143,7 +143,7 @@ def _replay(source: Source, loaded: Trace, target: Target, vocab_size: int | Non
     from pypto_serving.bench.replay import fit_window, replay
     from pypto_serving.setup.host import raise_file_limit
 
-    raise_file_limit()  # a limit that is too low is named before the server is asked
+    raise_file_limit()  # report a limit that is too low before asking the server
     card = asyncio.run(find_model(target))
     fitting, left_out = fit_window(source, loaded, card)
     if left_out:

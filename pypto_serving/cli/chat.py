@@ -41,7 +41,7 @@ HELP = """\
 /stats            show or hide statistics after each answer
 /exit             leave"""
 _COMMAND = re.compile(r"/\w*")
-"""A first word that is one, or meant to be; paths are none."""
+"""Matches a first word that is a command or looks like one, but not a path."""
 MAX_HISTORY = 1000
 FENCE = '"""'
 """A line that begins and ends a message of several lines."""
@@ -80,9 +80,9 @@ def complete(
 def _answers(
     options: Options, sampling: dict[str, Any], url: str | None, api_key: str | None, *, chats: bool
 ) -> Iterator[tuple[Answer, str]]:
-    """Yield what answers messages, or continues the text of the last one, and the name of the model.
+    """Yield a function that answers messages, or continues the text of the last one, and the model's name.
 
-    It asks the server at `url`, or a model in this process. Raises ConfigError for options of the other.
+    The function asks the server at `url`, or a model in this process. Raises ConfigError for options of the other.
     """
     if url is None:
         if api_key is not None:
@@ -104,7 +104,7 @@ def _answers(
 
 @dataclass
 class Timing:
-    """When an answer began and came, in seconds of `time.monotonic`."""
+    """Times of an answer's request and first text, in seconds of `time.monotonic`."""
 
     started_s: float = field(default_factory=time.monotonic)
     first_s: float = 0.0
@@ -115,7 +115,7 @@ class Timing:
         self.first_s = self.first_s or self.last_s
 
     def describe(self, usage: TokenUsage | None) -> str:
-        """Write one line of statistics."""
+        """Return one line of statistics."""
         facts = [f"first text after {(self.first_s or time.monotonic()) - self.started_s:.2f} s"]
         if usage is not None:
             facts.insert(0, f"{usage.num_output_tokens} tokens")
@@ -126,9 +126,9 @@ class Timing:
 
 
 class Conversation:
-    """Hold the messages of a chat and answer lines. `answer` streams the reply to all messages.
+    """Keeps the messages of a chat and answers lines. `answer` streams the reply to all messages.
 
-    `sampling` holds the options that `/set` changes, for `answer` to read. Reasoning is printed to stderr and not kept.
+    `sampling` holds the options that `/set` changes and `answer` reads. Reasoning is printed to stderr, but not kept.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Conversation:
         return ""
 
     def _set(self, name: str, value: str) -> None:
-        """Change one sampling option, and show those that are set."""
+        """Change one sampling option, and show all options that are set."""
         try:
             if name and name not in FLAGS:
                 raise ConfigError(f"there is no option {name}; there are {', '.join(FLAGS)}")
@@ -213,7 +213,7 @@ class Conversation:
         typer.echo(given or "all options are the model's own", err=True)
 
     def _answer(self, line: str) -> None:
-        """Stream one answer. Keep what came before an interrupt; forget a refused message."""
+        """Stream one answer. After an interrupt, keep the text so far; forget a refused message."""
         self.messages.append({"role": "user", "content": line})
         pieces: list[str] = []
         timing, usage = Timing(), None
@@ -237,7 +237,7 @@ class Conversation:
 
 
 def _print(stream: Answering, pieces: list[str], timing: Timing) -> TokenUsage | None:
-    """Print an answer, put its content into `pieces`, and return what it took."""
+    """Print an answer, append its content to `pieces`, and return its usage."""
     thought = False
     while True:
         try:
@@ -257,7 +257,7 @@ def _print(stream: Answering, pieces: list[str], timing: Timing) -> TokenUsage |
 
 
 class LineReader:
-    """Read messages from the terminal, or lines from a pipe. The history is kept in `file`, if it can be."""
+    """Reads messages from the terminal, or lines from a pipe. Keeps the history in `file` if possible."""
 
     def __init__(self, file: Path | None = None) -> None:
         self._read = _prompted(file) if sys.stdin.isatty() else _piped
@@ -276,7 +276,7 @@ class LineReader:
 
 
 def history_file() -> Path | None:
-    """Return where the history of `chat` is kept: in the user's folder for states, if there is one."""
+    """Return the history file of `chat`, in the user's state folder; None if there is no such folder."""
     given = Path(os.environ.get("XDG_STATE_HOME", ""))
     with suppress(RuntimeError):
         folder = given if given.is_absolute() else Path.home() / ".local/state"
@@ -292,7 +292,7 @@ def _piped(prompt: str) -> str:
 
 
 def _prompted(file: Path | None) -> Callable[[str], str]:
-    """Return what reads a line with editing and history. Only the user can read the file."""
+    """Return a function that reads a line with editing and history. Only the user can read the history file."""
     import atexit
     import readline
 

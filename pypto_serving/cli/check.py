@@ -1,4 +1,4 @@
-"""`check`: print the configuration that `serve` would run with, and load no weights."""
+"""`check`: print the configuration that `serve` would use, without loading weights."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from pypto_serving.util import brief, parse_json
 
 TIMEOUT_S = 600.0
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError)
-"""Errors of reading a reply that has another shape."""
+"""Errors while reading a reply of unexpected form."""
 
 
 class ChatServerError(PyptoError):
@@ -36,12 +36,12 @@ class ChatClient:
             self._headers["Authorization"] = f"Bearer {api_key}".encode()
 
     def models(self) -> list[str]:
-        """List the model names of the server, at least one, the usual one first; raise ChatServerError."""
+        """Return the server's model names, at least one, the default first. Raises ChatServerError."""
         connection, response = self._request("GET", "/v1/models")
         try:
             names = [str(entry["id"]) for entry in parse_json(response.read())["data"]]
         except (http.client.HTTPException, OSError, *_MALFORMED):
-            raise ChatServerError(f"--url {self._given} is no OpenAI-compatible server") from None
+            raise ChatServerError(f"--url {self._given} is not an OpenAI-compatible server") from None
         finally:
             connection.close()
         if not names:
@@ -51,16 +51,16 @@ class ChatClient:
     def stream(
         self, model: str, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]
     ) -> Generator[TextPart, None, TokenUsage | None]:
-        """Yield pieces of the answer as they arrive; raise ChatServerError. Closing the generator aborts the request.
+        """Yield pieces of the answer as they arrive. Raises ChatServerError. Closing the generator aborts the request.
 
-        Its value is the usage, if the server reports it.
+        The generator returns the usage, or None if the server does not report it.
         """
         return self._stream("/v1/chat/completions", {"model": model, "messages": list(messages), **sampling})
 
     def stream_text(
         self, model: str, prompt: str, sampling: Mapping[str, Any]
     ) -> Generator[TextPart, None, TokenUsage | None]:
-        """Continue `prompt`; else as `stream`."""
+        """Continue `prompt`, otherwise like `stream`."""
         return self._stream("/v1/completions", {"model": model, "prompt": prompt, **sampling})
 
     def _stream(self, path: str, fields: Mapping[str, Any]) -> Generator[TextPart, None, TokenUsage | None]:
@@ -104,7 +104,7 @@ class ChatClient:
         return connection, response
 
     def _read_error(self, method: str, path: str, response: http.client.HTTPResponse) -> str:
-        """Read why the server refused a request. A 404 is about the URL, unless the server has more to say of it."""
+        """Return the reason of a refusal. A 404 without a message of the server means that the URL is wrong."""
         fallback = f"the server answered {response.status} {response.reason}"
         try:
             message = _error_message(parse_json(response.read()), fallback)

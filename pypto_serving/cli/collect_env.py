@@ -1,4 +1,4 @@
-"""`collect-env`: print the facts that a report of a problem needs."""
+"""`collect-env`: print the facts needed in a report of a problem."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _distribution(root: Path) -> str:
 
 
 def _packages() -> dict[str, str]:
-    """Return the version of each package that this one, or an extra of it, needs."""
+    """Return the version of each package that this package or one of its extras requires."""
     try:
         lines = requires(DISTRIBUTION) or []
     except PackageNotFoundError:

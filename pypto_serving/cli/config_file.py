@@ -21,9 +21,9 @@ PLAIN_FLOAT = re.compile(
 
 
 class Loader(yaml.SafeLoader):
-    """Read numbers as people write them: `80:00`, `017`, dates and endless digits are text, for the rules to judge.
+    """Reads only plain numbers as numbers. `80:00`, `017`, dates and very long numbers stay text, to be checked later.
 
-    YAML 1.1 takes `80:00` for 4800 (base 60), and `017` for 15 (octal).
+    In YAML 1.1, `80:00` is 4800 (base 60), and `017` is 15 (octal).
     """
 
 
@@ -55,7 +55,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _with_key(path: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """Add the keys in the file that `api-key-file` names."""
+    """Add the API keys in the file named by `api-key-file`."""
     for name in ("api-key-file", "api_key_file"):
         if name in values:
             label = f"{name} in {path.name}"
@@ -68,7 +68,7 @@ def _with_key(path: Path, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_repeats(path: Path, keys: Iterable[tuple[object, int]]) -> None:
-    """Raise ConfigError if two of the keys, each with its line, name the same option in any spelling."""
+    """Raise ConfigError if two keys, given with their lines, name the same option, also in different spellings."""
     seen: dict[str, tuple[object, int]] = {}
     for key, line in keys:
         name = str(key).replace("-", "_")

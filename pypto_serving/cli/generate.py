@@ -51,7 +51,7 @@ def generate(
 
 @contextmanager
 def local_model(options: Options) -> Iterator[LLM]:
-    """Open an LLM as `options` ask for, and end its engine afterwards."""
+    """Open an LLM with `options`, and stop its engine at the end of the block."""
     from pypto_serving.cli.serve import configure_logging
     from pypto_serving.offline.llm import LLM
     from pypto_serving.setup.option_table import QUIET_DEFAULTS
@@ -74,7 +74,7 @@ def _read_prompts() -> list[str]:
 
 
 def _as_text(output: GenerationOutput) -> str:
-    """Return the answer; print its reasoning to stderr, which stays on the terminal in a pipe."""
+    """Return the answer; print its reasoning to stderr, so that it does not enter a pipe."""
     choice = output.outputs[0]
     if choice.reasoning:
         typer.secho(choice.reasoning, dim=True, err=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 kv_app = typer.Typer(help="Manage the folder of --kv-disk.", no_args_is_help=True)
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder that --kv-disk names.", readable=False)]
-"""`readable` is off, so that an unreadable folder gets an error of ours."""
+"""`readable` is off, so that unreadable folders get our own error message."""
 
 
 @kv_app.command()
@@ -156,7 +156,7 @@ def clear(
         return EXIT_OK
     if not yes:
         if not sys.stdin.isatty():
-            raise ConfigError("this is no terminal, so there is no one to ask; give --yes to delete without asking")
+            raise ConfigError("stdin is not a terminal, so nobody can confirm; give --yes to delete without asking")
         size = format_size(sum(one.num_bytes for one in unused))
         if not typer.confirm(f"Delete {size} in {counted(len(unused), 'part')} of {folder}?"):
             typer.echo("nothing was deleted")

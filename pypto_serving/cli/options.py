@@ -1,4 +1,4 @@
-"""Flags that several commands take: those of options, whose values make `Options`, and of sampling."""
+"""Flags shared by several commands: flags of options, whose values become `Options`, and flags of sampling."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def takes_options(*panels: str, also: Sequence[str] = (), model_argument: bool =
 
 
 def _giving(name: str, parameters: Sequence[inspect.Parameter], make: Callable[[dict[str, Any]], Any]) -> Decorator:
-    """Give a command `parameters` in place of its own parameter `name`, which `make` makes of their values."""
+    """Replace a command's parameter `name` by `parameters`, from whose values `make` computes it."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
@@ -106,7 +106,7 @@ def _make(values: dict[str, Any]) -> Any:
         if "api_key" in given:
             raise ConfigError("--api-key and --api-key-file are both given; drop one")
         given |= {"api_key": read_keys(key_file, "--api-key-file"), KEY_FILE: str(key_file)}
-    environment = os.environ if "api_key" in values else None  # commands that start no server need no key
+    environment = os.environ if "api_key" in values else None  # only commands that start a server need a key
     if config is None:
         return make_options(given, environment=environment)
     from pypto_serving.cli.config_file import read_config  # yaml takes time to import
@@ -141,7 +141,7 @@ def takes_sampling(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _checked(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that were given; raise ConfigError that names the flag of a wrong one."""
+    """Return the values that were given. Raises ConfigError that names the flag of an invalid value."""
     given = {name: value for name, value in values.items() if value is not None and value != []}
     try:
         SamplingParams(**given)
@@ -153,7 +153,7 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_value(name: str, text: str) -> Any:
-    """Read the value of the option `name`; raise ConfigError for a wrong one."""
+    """Parse a value of the option `name`. Raises ConfigError if it is invalid."""
     kinds: dict[str, Callable[[str], Any]] = {"top_k": int, "max_tokens": int, "stop": lambda text: [text]}
     try:
         value = kinds.get(name, float)(text)
@@ -166,5 +166,5 @@ def read_value(name: str, text: str) -> Any:
 
 
 def sampling_params(llm: LLM, given: dict[str, Any]) -> SamplingParams:
-    """Make the parameters: values `given`, then the model's own defaults; without `max_tokens`, up to its own end."""
+    """Make parameters: `given` values, else the model's defaults. Without `max_tokens`, answers have no limit."""
     return msgspec.structs.replace(llm.get_default_sampling_params(), **{"max_tokens": None, **given})

@@ -1,4 +1,4 @@
-"""Show progress on stderr: as a bar on a terminal, as timed lines elsewhere, in the log if that is JSON."""
+"""Show progress on stderr: as a bar on a terminal, else as lines with times, or in the log if it is JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHOWN = {
     "warm-up": "warming up",
     "prepare": "preparing",
 }
-"""Phases of a worker, as they are shown."""
+"""Text shown for each phase of a worker."""
 _IN_BYTES = ("weights", "digests", "converting weights")
 """Phases that count bytes; others count steps or blocks."""
 
@@ -31,7 +31,7 @@ _IN_BYTES = ("weights", "digests", "converting weights")
 class LoadProgress:
     """Called with (phase, done, total); owns the bar on the terminal until `close()`.
 
-    A phase begins where the one before it ends, and the first when this is made, so that the times add up.
+    A phase begins when the last one ends, and the first at construction, so the times add up to the total.
     """
 
     def __init__(self) -> None:
@@ -70,13 +70,13 @@ class LoadProgress:
             if writes_json():
                 logger.info("%s: %.2f s", shown, took_s, extra=with_fields(phase=self._phase, took_s=took_s))
             else:
-                with suppress(OSError):  # a full disk stops no start
+                with suppress(OSError):  # a full disk must not prevent the start
                     print(f"{shown}: {took_s:.2f} s", file=sys.stderr, flush=True)
         self._phase, self._since_s = "", now_s
 
 
 def _amount(phase: str, done: int, total: int) -> str:
-    """Write how much of a phase is done."""
+    """Return the completed part of a phase as text."""
     return f"{format_size(done)} of {format_size(total)}" if phase in _IN_BYTES else f"{done} of {total}"
 
 

@@ -30,7 +30,7 @@ _RANK_HEAD = "rank,host,stage,layers,rows,heads,KV heads,columns,experts,CPUs,no
 
 
 def summarize(resolved: Resolved, model: ModelSpec) -> None:
-    """Print the model, what differs from the defaults and the memory plan to stderr, in at most nine lines."""
+    """Print model, settings other than defaults, and memory plan to stderr, in at most nine lines."""
     shown = [setting for setting in resolved.settings if setting.name not in _NAMES]
     path = next(setting.value for setting in resolved.settings if setting.name == "model")
     memory = resolved.memory
@@ -72,7 +72,7 @@ def _print(title: str, lines: Iterable[str]) -> None:
 
 
 def echo(lines: Iterable[str], *, indent: int = 0, err: bool = False) -> None:
-    """Print lines after `indent` spaces; on a terminal, break those that are too long for it between words."""
+    """Print lines after `indent` spaces; on a terminal, wrap long ones between words."""
     stream = sys.stderr if err else sys.stdout
     columns = shutil.get_terminal_size().columns if stream is not None and stream.isatty() else 0
     for line in lines:
@@ -91,9 +91,9 @@ def as_json(
     sampling: dict[str, Any] | None = None,
     obstacle: str = "",
 ) -> str:
-    """Write everything as one JSON object; without `resolved`, for a model that an `obstacle` keeps from being served.
+    """Return everything as one JSON object. Without `resolved`, `obstacle` says why the model cannot be served.
 
-    Each KV group has the memory of one sequence (`sequence`) and, once memory is planned, its share of it.
+    Each KV group has the memory of one sequence (`sequence`) and, if memory is planned, the group's share of it.
     """
     drafts = contents.num_parameters_with_drafts if contents is not None else model.num_parameters
     content = {
@@ -160,20 +160,20 @@ def _facts(model: ModelSpec) -> str:
 
 
 def _as_given(setting: Setting) -> str:
-    """Write a setting that the user gave, and where it was given if not by its own flag."""
+    """Return a setting that the user gave, and its source if that is not its own flag."""
     origin = setting.reason.removeprefix("given ").removeprefix("by ")
     return f"{setting.name} {_value(setting.value)}" + (f" ({origin})" if origin != f"--{setting.name}" else "")
 
 
 def _as_decided(setting: Setting) -> str:
-    """Write a setting that was decided here, with the reason if it turns something off."""
+    """Return a setting that was decided automatically, with the reason if a feature is off."""
     return f"{setting.name} {_value(setting.value)}" + (f" ({setting.reason})" if setting.value == "off" else "")
 
 
 def _is_worth_showing(setting: Setting) -> bool:
-    """Return whether the model or the machine decided a setting that is in use.
+    """Return whether the model or the machine decided a setting that is not off.
 
-    Only a chat template is shown when it is off: the parsers are then off for the same reason.
+    The chat template is also shown when it is off, but not the parsers, which are off for the same reason.
     """
     unused = (False, "none", "auto") if setting.name == "chat-template" else (False, "none", "auto", "off")
     return setting.is_decided and setting.value not in unused
@@ -208,7 +208,7 @@ def _weight_lines(model: ModelSpec, contents: Contents) -> Iterable[str]:
 
 
 def _source(contents: Contents) -> str:
-    """Say where the table of tensors comes from."""
+    """Describe the source of the table of tensors."""
     if contents.source == "files":
         return "dtypes and bytes are from the headers of the files"
     implied = "dtypes and bytes are what config.json implies"
@@ -227,7 +227,7 @@ def _group_facts(group: KVCacheGroupSpec) -> dict[str, int]:
 
 
 def _sequence_facts(group: KVCacheGroupSpec, model: ModelSpec) -> dict[str, int | float]:
-    """Return the memory of a sequence of the longest length, computed token by token; checkpoints need more."""
+    """Return the memory of a longest sequence, computed token by token; checkpoints need more."""
     blocks = group.min_live_blocks(model.max_position_embeddings)
     return {
         "bytes_per_token": _bytes_per_token([group]),
@@ -237,13 +237,13 @@ def _sequence_facts(group: KVCacheGroupSpec, model: ModelSpec) -> dict[str, int 
 
 
 def _bytes_per_token(groups: Sequence[KVCacheGroupSpec]) -> int | float:
-    """Return the bytes of history that each token adds in `groups`; a fraction if below one byte."""
+    """Return the bytes of history per token in `groups`; a fraction if below one byte."""
     exact = sum((Fraction(g.block_bytes, g.block_size) for g in groups if g.keeps_history), Fraction())
     return exact.numerator if exact.denominator == 1 else float(exact)
 
 
 def _sequence_totals(model: ModelSpec) -> dict[str, int | float]:
-    """Sum over all groups the bytes of each token, of each sequence besides, and of the longest sequence."""
+    """Sum over all groups the bytes per token, the fixed bytes per sequence, and the bytes of the longest sequence."""
     sizes = [(g, g.min_live_blocks(model.max_position_embeddings) * g.block_bytes) for g in model.kv_groups]
     return {
         "num_tokens": model.max_position_embeddings,
@@ -298,7 +298,7 @@ def _room(resolved: Resolved) -> str:
 
 
 def _rank_lines(ranks: Sequence[RankPlan], workspace_bytes: int) -> list[str]:
-    """Write what each rank computes, where, and its part of the memory plan; then the rest, for other processes."""
+    """Describe each rank's work, placement and part of the memory plan; then the memory for other processes."""
     rows = [
         (
             *map(str, (rank.index, rank.host, rank.stage)),
@@ -324,7 +324,7 @@ def _span(span: tuple[int, int]) -> str:
 
 
 def _ids(ids: Sequence[int]) -> str:
-    """Write sorted numbers as in `0-3,8`."""
+    """Format sorted numbers like `0-3,8`."""
     runs = [[number for _, number in run] for _, run in itertools.groupby(enumerate(ids), lambda at: at[1] - at[0])]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
@@ -336,7 +336,7 @@ def _group_row(group: GroupPlan) -> tuple[str, ...]:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Write rows as lines with aligned columns."""
+    """Format rows as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 

@@ -85,7 +85,7 @@ async def _run(resolved: Resolved, serving: ServingConfig, source: Path, target:
 
 
 def _check(path: Path, limits: Limits) -> int:
-    """Return the number of requests in a file. Raises ConfigError that names the first lines that are none."""
+    """Return the number of requests in a file. Raises ConfigError that names the first invalid lines."""
     from pypto_serving.api.batch.lines import check
 
     _require_file("--input-file", path)
@@ -100,7 +100,7 @@ def _check(path: Path, limits: Limits) -> int:
 
 
 def _require_file(option: str, path: Path) -> None:
-    """Raise ConfigError for a pipe or a device, which cannot be read twice, or does not end."""
+    """Raise ConfigError for a pipe or a device, which cannot be read twice or may have no end."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ConfigError(f"{option} {path} is a pipe or a device, but must be a file; give another")
 
@@ -116,7 +116,7 @@ def _open(path: Path) -> AnswerFile:
     except OSError as error:
         raise ConfigError(f"--output-file {path} cannot be written: {error.strerror}; give another") from error
     except ValueError as error:
-        raise ConfigError(f"--output-file {path} has lines that are no answers; give another") from error
+        raise ConfigError(f"--output-file {path} has lines that are not answers; give another") from error
 
 
 def _show(answered: int, count: int) -> None:

@@ -1,7 +1,7 @@
 """`serve`: start the engine, then the HTTP server while the worker loads, and announce when both are ready.
 
-Everything for people goes to stderr. When the server is ready, stdout gets one line of JSON. `join` computes the ranks
-of a replica that another host serves.
+Messages for people go to stderr. When the server is ready, stdout gets one line of JSON. `join` computes the ranks of a
+replica that another host serves.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def serve(options: Options) -> None:
 
 
 def _exit(number: int, frame: object) -> None:
-    """End the process on a signal to stop that comes before the event loop; nothing has started yet."""
+    """End the process on a stop signal before the event loop runs; nothing has started yet."""
     raise SystemExit(EXIT_OK)
 
 
@@ -81,15 +81,15 @@ def _run(options: Options) -> None:
         logger.info("pypto-serving %s", __version__, extra=with_fields(settings=settings))
         logger.info("memory plan", extra=with_fields(memory=report.planned(resolved, model)))
     else:
-        with suppress(OSError):  # a full disk below stderr, which stops no server that runs
+        with suppress(OSError):  # stderr is on a full disk, which must not stop a running server
             typer.secho(f"pypto-serving {__version__}", bold=True, err=True)
             report.summarize(resolved, model)
-    with suppress(asyncio.CancelledError):  # told to stop before the HTTP server was there
+    with suppress(asyncio.CancelledError):  # stopped before the HTTP server existed
         uvloop.run(_serve(options, resolved, serving))
 
 
 def with_given_socket(options: Options) -> Options:
-    """Add the address of the socket that the service manager hands over, if it does. Raises ConfigError."""
+    """Add the address of the service manager's socket, if there is one. Raises ConfigError."""
     from pypto_serving.api.http.listening import address_of, handed_over
 
     given = handed_over()
@@ -104,7 +104,7 @@ def with_given_socket(options: Options) -> Options:
 
 
 def check_address(options: Options, server: ServerConfig) -> None:
-    """Raise ConfigError if nothing can listen on the address, before anything is loaded."""
+    """Raise ConfigError if the server cannot listen on its address, before loading anything."""
     from pypto_serving.api.http.listening import close, listen_at, tls_context
 
     try:
@@ -136,7 +136,7 @@ def _unusable(options: Options, server: ServerConfig, error: OSError) -> ConfigE
 
 
 def _no_address(options: Options, server: ServerConfig) -> ConfigError:
-    return ConfigError(f"{options.label('host')} {server.host} is no address of this machine; give one, or 0.0.0.0")
+    return ConfigError(f"{options.label('host')} {server.host} is not an address of this machine; give one, or 0.0.0.0")
 
 
 async def _serve(options: Options, resolved: Resolved, serving: ServingConfig) -> None:
@@ -164,7 +164,7 @@ async def _serve_http(
     engine: AsyncEngine | Replicas,
     progress: LoadProgress,
 ) -> None:
-    """Listen until told to stop, even while the worker loads; raise the error of an engine that gives up."""
+    """Serve HTTP until stopped, even while the worker loads. Raises the error of an engine that gives up."""
     from pypto_serving.api.http.listening import pet_watchdog
     from pypto_serving.api.run import serve as listen
     from pypto_serving.api.server import create_app
@@ -196,7 +196,7 @@ async def _serve_http(
 
 
 async def _finish_replies(http: asyncio.Task[None], bound: asyncio.Future[int]) -> None:
-    """Give the HTTP server a few seconds to answer open requests after the engine gave up."""
+    """After the engine gave up, let the HTTP server answer open requests for a few seconds."""
     if bound.done() and not http.done():
         signal.raise_signal(signal.SIGTERM)
         await asyncio.wait({http}, timeout=LAST_REPLIES_S)
@@ -232,7 +232,7 @@ async def _announce(
 
 
 def where(server: ServerConfig, port: int) -> dict[str, Any]:
-    """Return how clients on this machine reach a server that listens on `port`, or on a Unix socket."""
+    """Return the address for clients on this machine of a server that listens on `port`, or on a Unix socket."""
     if server.uds:
         return {"uds": server.uds}
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(server.host, server.host)
@@ -241,7 +241,7 @@ def where(server: ServerConfig, port: int) -> dict[str, Any]:
 
 
 def with_chat(resolved: Resolved, serving: ServingConfig) -> Resolved:
-    """Add the chat encoder to the settings; raise ModelError or ConfigError for a given file that cannot be one."""
+    """Add the chat encoder to the settings. Raises ModelError or ConfigError if a given template is unusable."""
     from pypto_serving.api.prompting.prompts import describe_chat
 
     given = {
@@ -258,7 +258,7 @@ def with_chat(resolved: Resolved, serving: ServingConfig) -> Resolved:
 
 
 def configure_logging(options: Options, defaults: Mapping[str, Any]) -> None:
-    """Log to stderr as `options` ask, else as `defaults` say."""
+    """Configure the log on stderr from `options`, else from `defaults`."""
     level: str = options.log_level or defaults["log_level"]
     configure_logs("api", level, options.log_format or defaults["log_format"])
     if level != "debug":

@@ -184,7 +184,7 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     (["check", "n" * 300], 3, "file name too long; give an existing folder or a hub name"),
     (["check", "~no-such-user/model"], 3, "~no-such-user/model does not exist; give an existing folder or a hub name"),
     ([*NULL, "--chat-template", "n" * 300], 2, "nnn, which is no file; give a Jinja file"),
-    (["serve", "--backend", "null", "--host", "256.0.0.1"], 2, "--host 256.0.0.1 is no address of this machine"),
+    (["serve", "--backend", "null", "--host", "256.0.0.1"], 2, "--host 256.0.0.1 is not an address of this machine"),
     (["generate", "--temperature", "-1", "x"], 2, "--temperature is -1.0, but must be between 0 and 100"),
     (["generate", "--frequency-penalty", "3", "x"], 2, "--frequency-penalty is 3.0, but must be between -2 and 2"),
     (["generate", "--top-k", "x", "x"], 2, "Invalid value for '--top-k'"),

@@ -250,7 +250,7 @@ def test_hostile_addresses(capsys: pytest.CaptureFixture[str], argv: tuple[str, 
 def test_hostile_hosts(capsys: pytest.CaptureFixture[str], host: str) -> None:
     code, line = run_line(capsys, "serve", "--backend", "null", "--host", host)
     assert code == 2
-    assert line.startswith("error: --host ") and "is no address of this machine" in line
+    assert line.startswith("error: --host ") and "is not an address of this machine" in line
     assert main(["bench", "serve", "--host", host, "--num-prompts", "1"]) in (1, 2)
     assert len(capsys.readouterr().err.splitlines()) == 1
 
@@ -279,4 +279,4 @@ def test_joining_a_host_whose_name_cannot_be(
     monkeypatch.setenv("PYPTO_JOIN_SECRET", "the secret of these two hosts")
     code, line = run_line(capsys, "join", f"{host}:7000")
     assert code == 2
-    assert line == f"error: {host}:7000 is no address of a host: Name or service not known"
+    assert line == f"error: {host}:7000 is not the address of a host: Name or service not known"

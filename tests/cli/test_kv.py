@@ -239,7 +239,7 @@ def test_without_a_terminal_clear_says_how_to_confirm(
     assert run(capsys, "clear", disk.root) == (
         2,
         "",
-        "error: this is no terminal, so there is no one to ask; give --yes to delete without asking\n",
+        "error: stdin is not a terminal, so nobody can confirm; give --yes to delete without asking\n",
     )
     assert len(disk.folders()) == 1
 
