@@ -15,11 +15,11 @@ from pypto_serving.types.request import ToCore
 from pypto_serving.types.start import CoreStart
 
 FLUSH_S = 3.0
-"""Max time that a shutdown waits for stores to lower tiers."""
+"""Limit of the time that a shutdown waits for stores to lower tiers."""
 
 
 def run(parent: Parent[CoreStart]) -> None:
-    """Run turns until ShutdownCore, and sleep while nothing happens. Then finish stores, for at most FLUSH_S."""
+    """Run turns until ShutdownCore, and sleep in between. Then wait for stores to finish, at most FLUSH_S."""
     start = parent.start
     configure_logs(start.config.process_name("core"), start.config.log_level, start.config.log_format)
     channel: SocketChannel[ToCore] = SocketChannel(socket.socket(fileno=start.channel), ToCore)

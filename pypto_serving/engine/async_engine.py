@@ -44,12 +44,12 @@ from pypto_serving.util import counted
 class QueuedTokens:
     """Counts the prompt tokens of requests without a first token. Owned by AsyncEngine.
 
-    A prompt shared by several requests of a submission counts once, until the first of them has a token. A prompt fits
-    if nothing else waits, however long it is.
+    A prompt shared by several requests of a submission counts once, until one of them has a token. If nothing else
+    waits, a prompt of any length fits.
     """
 
     def __init__(self, max_tokens: int) -> None:
-        """Allow at most `max_tokens`; 0 turns the limit and the counting off."""
+        """Allow at most `max_tokens`; 0 disables the limit and the counting."""
         self._max_tokens = max_tokens
         self._tokens: dict[str, int] = {}
         self.num_tokens = 0
@@ -67,11 +67,11 @@ class QueuedTokens:
             self.num_tokens += len(ids) // ID_BYTES
 
     def leave(self, request_id: str) -> None:
-        """Count a request no longer, since it has a token or ended. Ignore it if it is not counted."""
+        """Stop counting a request, which has a token or ended. Ignore uncounted requests."""
         self.num_tokens -= self._tokens.pop(request_id, 0)
 
     def forget_all(self) -> None:
-        """Count nothing."""
+        """Reset the count to 0."""
         self._tokens.clear()
         self.num_tokens = 0
 
@@ -92,11 +92,11 @@ MAX_CORE_RESPAWNS = 3
 class AsyncEngine:
     """Owns the engine core process and the streams of its requests. Lives in one event loop. Implements EngineClient.
 
-    When a core dies, its requests end with a 503. Another core starts once the old worker has ended; until then
-    that one holds memory and the lock of the disk tier's folder. `RespawnLimit` bounds how often; totals continue.
+    When a core dies, its requests end with a 503. Another core starts once the old worker has ended, which holds memory
+    and the lock of the disk tier's folder until then. `RespawnLimit` bounds the number of cores; totals continue.
 
-    It calls `on_milestone` with the first and the last output of each request, `on_worker_lost` when a worker died and
-    its requests go on, and `on_lost` when all requests end with a core.
+    Callbacks: `on_milestone` at the first and the last output of each request, `on_worker_lost` when a worker died and
+    its requests continue, `on_lost` when all requests end with a core.
     """
 
     def __init__(self, config: EngineConfig, on_progress: Callable[[str, int, int], None] | None = None) -> None:
@@ -129,7 +129,7 @@ class AsyncEngine:
     # Life of the core.
 
     async def start(self) -> None:
-        """Start the core, which starts its worker, without waiting for either."""
+        """Start the core, which starts its worker; do not wait for either."""
         self._spawn()
 
     def _spawn(self) -> None:
@@ -177,7 +177,7 @@ class AsyncEngine:
             self._descendants = None
 
     async def _close(self, patience_s: float) -> None:
-        """End the core and close its channel. Later requests are refused until another core starts."""
+        """End the core and close its channel. Until another core starts, requests are refused."""
         loop = asyncio.get_running_loop()
         child, self._child = self._child, None
         channel, self._channel = self._channel, None
@@ -209,7 +209,7 @@ class AsyncEngine:
     async def _watch(self, child: Child) -> None:
         """Kill a core that has sent nothing for `silent_s`; its death is then handled like any other.
 
-        After a late tick, this process was held up itself, so the silence proves nothing.
+        A late tick means that this process itself was stopped, so the silence proves nothing.
         """
         heartbeat_s, silent_s = self.config.faults.heartbeat_s, self.config.faults.silent_s
         while True:
@@ -238,7 +238,7 @@ class AsyncEngine:
             self._spawn()
 
     async def _outlive_workers(self) -> None:
-        """Wait until the workers of a core that ended have ended too, or until `stop` is called."""
+        """Wait until the workers of an ended core have ended, or until `stop` is called."""
         descendants, self._descendants = self._descendants, None
         assert descendants is not None
         loop, ours = asyncio.get_running_loop(), descendants.ours.fileno()
@@ -275,7 +275,7 @@ class AsyncEngine:
             self._on_progress(message.phase, message.done, message.total)
         elif isinstance(message, CoreReady):
             self.ready = message
-            if message.kv_events is not None:  # another core takes the same ports
+            if message.kv_events is not None:  # the next core reuses these ports
                 endpoint, replay = message.kv_events
                 cache = msgspec.structs.replace(self.config.cache, kv_events=endpoint, kv_events_replay=replay)
                 self.config = msgspec.structs.replace(self.config, cache=cache)
@@ -308,7 +308,7 @@ class AsyncEngine:
                 self.on_milestone(output)
 
     def _deliver(self) -> None:
-        """Deliver all outputs that were read, of any number of steps, in one call per stream."""
+        """Deliver all outputs read so far, from any number of steps, in one call per stream."""
         due, self._due = self._due, []
         for stream in due:
             stream.deliver()
@@ -330,7 +330,7 @@ class AsyncEngine:
         return stream
 
     def submit_to(self, stream: OutputStream, requests: Sequence[EngineRequest]) -> None:
-        """Submit requests whose outputs go to the caller's stream; see `submit`."""
+        """Submit requests, and send their outputs to the caller's stream; see `submit`."""
         self.require_admission(len(requests), num_prompt_tokens(requests))
         for message in AddRequests.pack(requests):
             self._send(message)
@@ -359,7 +359,7 @@ class AsyncEngine:
             )
 
     def _retry_after_s(self, waiting: int) -> int:
-        """Estimate the seconds until the queue has room, in [1, 60], from the rate of the last finished requests."""
+        """Estimate the seconds until the queue has room, in [1, 60], from the rate of recently finished requests."""
         times = self._finish_times
         if len(times) < 2 or times[-1] == times[0]:
             return 1
@@ -391,7 +391,7 @@ class AsyncEngine:
                 asyncio.get_running_loop().add_writer(channel.socket.fileno(), self._write)
 
     def _write(self) -> None:
-        """Send what the socket did not take before."""
+        """Send data that the socket did not accept before."""
         channel = self._channel
         if channel is not None:
             channel.flush()
@@ -402,7 +402,7 @@ class AsyncEngine:
 
     @property
     def kv_events(self) -> list[tuple[str, str]]:
-        """The endpoints of KV events and of their replay, once a worker is ready; none if they are off."""
+        """Return the endpoints of KV events and of their replay, once a worker is ready; [] if they are off."""
         return [self.ready.kv_events] if self.ready is not None and self.ready.kv_events is not None else []
 
     def health(self) -> Health:

@@ -1,4 +1,4 @@
-"""EngineClient: the interface between HTTP handlers and an engine; OutputStream: the outputs of one call."""
+"""EngineClient: the interface of an engine for HTTP handlers. OutputStream: the outputs of one submission."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pypto_serving.types.request import EngineRequest, RequestOutput, StepStats
 from pypto_serving.types.tier import Tier
 
 Pause = Coroutine[Any, Any, None] | None
-"""What a consumer must await before it takes more, or None."""
+"""An awaitable to finish before the consumer takes more, or None."""
 Take = Callable[[list[RequestOutput]], Pause]
 """A consumer: takes all waiting outputs, in order."""
 
@@ -21,7 +21,7 @@ class OutputStream:
     """Owns the undelivered outputs of some requests, for the one consumer that calls `deliver_to`.
 
     While the consumer keeps up, the engine's reader calls it directly, without waking a task. Outputs that arrive while
-    it is busy, or before it is there, wait here and are delivered together.
+    it is busy, or before it exists, wait here and are delivered together.
     """
 
     __slots__ = ("_abort", "_arrived", "_pause", "_take", "_unfinished", "_waiter")
@@ -35,14 +35,14 @@ class OutputStream:
         self._waiter: asyncio.Future[None] | None = None
 
     def push(self, output: RequestOutput) -> bool:
-        """Queue an output. Return True if none was waiting, so that the engine must call `deliver`."""
+        """Queue an output. Return True if it is the only one, so that the engine must call `deliver`."""
         if output.finish_reason is not None:
             self._unfinished.discard(output.request_id)
         self._arrived.append(output)
         return len(self._arrived) == 1
 
     def deliver(self) -> None:
-        """Hand the queued outputs to the consumer. Do nothing while it is busy."""
+        """Pass the queued outputs to the consumer. Do nothing while it is busy."""
         waiter, self._waiter = self._waiter, None
         if waiter is None or waiter.done():
             return  # deliver_to checks for new outputs itself
@@ -59,9 +59,9 @@ class OutputStream:
             waiter.set_result(None)
 
     async def deliver_to(self, take: Take) -> None:
-        """Hand all outputs to `take`, until the last one of every request. Raises what `take` raises.
+        """Pass all outputs to `take`, until the last one of every request. Raises the errors of `take`.
 
-        Requests that are unfinished at the end, or when this is cancelled, are aborted.
+        After an error or a cancellation, unfinished requests are aborted.
         """
         self._take = take
         try:
@@ -109,7 +109,7 @@ class Health:
 
 
 class Monitored(Protocol):
-    """What metrics show of one replica."""
+    """One replica, as seen by metrics."""
 
     @property
     def stats(self) -> StepStats:
@@ -120,7 +120,7 @@ class Monitored(Protocol):
 
 
 class EngineClient(Protocol):
-    """The interface of an engine for HTTP handlers. Call all methods in the event loop's thread.
+    """The interface of an engine for HTTP handlers. All methods must be called in the event loop's thread.
 
     The engine calls `on_stats` with every new snapshot.
     """
@@ -148,10 +148,10 @@ class EngineClient(Protocol):
         """End every unfinished request with a 503, before the server ends."""
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests whose client is gone. Ignore unknown and finished ids."""
+        """End requests whose client has disconnected. Ignore unknown and finished ids."""
 
     def clear_cache(self, tiers: Sequence[Tier]) -> None:
         """Forget the cached blocks of some tiers. Raises UnavailableError while no engine runs."""
 
     def health(self) -> Health:
-        """Return whether requests make progress, not only whether the process exists; see Health."""
+        """Return whether requests make progress, not just whether the process exists; see Health."""

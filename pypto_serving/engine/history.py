@@ -22,10 +22,10 @@ _T = TypeVar("_T")
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """All engines at one time: what runs now, the fullest of each KV group, and totals since the start.
+    """The state of all engines at one time: current load, usage of each KV group where it is fullest, and totals.
 
-    `step_s` has the seconds of each of STEP_PARTS, `hit_tokens` the cached prompt tokens from each of TIERS.
-    `first_token` and `next_token` count, for each bucket of the metric, what was observed since the sample before.
+    `step_s`: seconds of each of STEP_PARTS; `hit_tokens`: cached prompt tokens from each of TIERS. `first_token` and
+    `next_token`: observations since the last sample, for each bucket of the metric.
     """
 
     at_s: float
@@ -58,9 +58,9 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class History:
-    """Keep a sample a second and the latest requests. Owned by the server; used in the event loop's thread only.
+    """Keeps one sample per second, and the latest requests. Owned by the server; used in the event loop's thread only.
 
-    `num_samples` and `num_finished` count all there were, so that a reader can ask for those it has not seen.
+    `num_samples` and `num_finished` are totals, so that a reader can ask for entries that it has not seen.
     """
 
     def __init__(self, engine: EngineClient, metrics: ServerMetrics) -> None:
@@ -90,11 +90,11 @@ class History:
         self.num_finished += 1
 
     def samples_since(self, seen: int) -> list[Sample]:
-        """Return the samples after the first `seen`, as far as they are kept."""
+        """Return the samples after the first `seen` ones, as far as they are kept."""
         return _latest(self._samples, self.num_samples - seen)
 
     def finished_since(self, seen: int) -> list[Finished]:
-        """Return the requests after the first `seen` that ended, as far as they are kept."""
+        """Return the finished requests after the first `seen` ones, as far as they are kept."""
         return _latest(self._finished, self.num_finished - seen)
 
 
@@ -127,7 +127,7 @@ def sample_of(stats: Sequence[StepStats], now_s: float, first: tuple[int, ...], 
 
 
 def _sums(rows: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Add rows of different lengths up, column by column."""
+    """Sum rows of different lengths, column by column."""
     return tuple(map(sum, zip_longest(*rows, fillvalue=0)))
 
 

@@ -1,4 +1,4 @@
-"""Keep a host joined to the one that serves: a process for each life of their replica."""
+"""Keep a host joined to the serving host, with a new process for each life of their replica."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ AGAIN_S = 1.0
 
 
 def join_again(start: HostJoin, joined: Callable[[], None]) -> None:
-    """Join for one life after the other, calling `joined` in each.
+    """Join for one life after the other, and call `joined` in each.
 
-    Raises ConfigError or ModelError, and EngineDeadError where no process can be started.
+    Raises ConfigError or ModelError, and EngineDeadError if no process can be started.
     """
     while True:
         try:

@@ -20,13 +20,13 @@ from pypto_serving.types.kv import CompressedSpec, FullSpec, KVCacheGroupSpec, S
 from pypto_serving.types.tier import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Tier
 
 MEDIUMS: dict[Tier, str] = {"device": "GPU", "host": "CPU", "disk": "DISK", "remote": "EXTERNAL"}
-"""Every device is called GPU, since readers drop names that they do not know."""
+"""Names of tiers in events. Every device is called GPU, since readers drop names that they do not know."""
 
 
 class StoredMap(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
     """A chain of stored blocks, each the parent of the next. `token_ids` has `block_size` ids per block.
 
-    Readers count blocks of full attention. For groups above 0 `kv_cache_spec_kind` says whether they should.
+    Readers count only blocks of full attention; for groups above 0, `kv_cache_spec_kind` gives the kind.
     """
 
     block_hashes: list[int]
@@ -69,7 +69,7 @@ class KVEventWriter:
 
     - Salted blocks are not announced, since readers would count them for requests of other tenants.
     - AllBlocksCleared has no medium in vLLM's format, and readers disagree on what it clears besides the device. So it
-      is written only when no other tier holds anything. Otherwise the blocks of the tier are removed by name.
+      is written only if no other tier holds any block. Otherwise the tier's blocks are removed one by one.
     """
 
     def __init__(self, groups: Sequence[KVCacheGroupSpec]) -> None:
@@ -145,9 +145,9 @@ _VLLM_KINDS = {
 
 
 def spec_kind(groups: Sequence[KVCacheGroupSpec], g: int) -> str | None:
-    """Return vLLM's name for the kind of group g. Only the first group that keeps its history has one that is counted.
+    """Return vLLM's name for the kind of group g. Only the first group of full history has a kind that readers count.
 
-    Readers index one prefix per replica; a second group of full history would count the same prefix again.
+    Readers index one prefix per replica; a second such group would count the same prefix again.
     """
     group = groups[g]
     if group.keeps_history and any(other.keeps_history for other in groups[:g]):
@@ -235,13 +235,13 @@ class KVEventPublisher:
         return socket, socket.get_string(zmq.LAST_ENDPOINT)
 
     def publish(self, events: Sequence[KVEvent], now_s: float) -> None:
-        """Hand a batch to the thread without waiting. `now_s` is of the host's monotonic clock."""
+        """Hand a batch to the thread without waiting. `now_s` is a time of the host's monotonic clock."""
         if self._thread.is_alive():
             self._handed.append((self._epoch_s + now_s, events))
             self._wake_thread()
 
     def _wake_thread(self) -> None:
-        with contextlib.suppress(zmq.Again):  # the queue is full of rings, so the thread will wake anyway
+        with contextlib.suppress(zmq.Again):  # the queue is full of wake-ups, so the thread will wake anyway
             self._wake_sender.send(b"", zmq.NOBLOCK)
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""The metrics of /metrics: from the newest snapshot of each engine, and histograms that the server observes."""
+"""The metrics of /metrics: values of the newest snapshot of each engine, and histograms of the server."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float] | None]] = {
 
 
 class Histogram:
-    """Counts per bucket, and the sum. `bounds` are inclusive upper ends; a last bucket takes the rest."""
+    """Counts per bucket, and the sum. `bounds` are inclusive upper limits; one more bucket takes larger values."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -83,13 +83,13 @@ def token_bounds(max_model_len: int) -> list[float]:
 CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 FINISH_REASONS = ("stop", "length", "abort", "error")
 REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens")
-"""Limits by which requests are refused, as vLLM names them."""
+"""vLLM's names of the limits at which requests are refused."""
 STEP_PARTS = ("core", "packing", "computing", "sampling")
-"""Fields of StepStats, without their unit."""
+"""Time fields of StepStats, without their unit."""
 _SOURCES = ("device", "host", "disk", "external_unspecified")
-"""What vLLM calls each of TIERS."""
+"""vLLM's name of each of TIERS."""
 Values = float | Mapping[str, float]
-"""The value of one engine, or its values by a further label."""
+"""The value of one engine, or its values by an additional label."""
 _FETCH_STAGES = ("waiting_to_start", "in_progress", "completed_waiting")
 
 
@@ -98,7 +98,7 @@ def _lower_hits(stats: StepStats) -> int:
 
 
 def _device_hits(stats: StepStats) -> int:
-    """Return the prompt tokens that came from the device, counted apart from lower tiers as vLLM does."""
+    """Return the prompt tokens found on the device. Like vLLM, count those of lower tiers separately."""
     return max(0, stats.prefix_hits - _lower_hits(stats))
 
 
@@ -246,13 +246,13 @@ class ServerMetrics(Collector):
             observe("vllm:request_time_per_output_token_seconds", decode_s / (num_output - 1))
 
     def observe_answer(self, num_choices: int, max_tokens: int, num_longest: int) -> None:
-        """Record an HTTP request that finished: what it asked for, and the output tokens of its longest choice."""
+        """Record a finished HTTP request: its parameters, and the output tokens of its longest choice."""
         self._observe("vllm:request_params_n", num_choices)
         self._observe("vllm:request_params_max_tokens", max_tokens)
         self._observe("vllm:request_max_num_generation_tokens", num_longest)
 
     def count_rejection(self, reason: str) -> None:
-        """Count a request that was not admitted for one of REJECTIONS."""
+        """Count a request that was refused because of one of REJECTIONS."""
         self._rejections[reason] += 1
 
     def count_corrupted(self) -> None:
@@ -322,7 +322,7 @@ class ServerMetrics(Collector):
         yield self._gauge("pypto:kv_group_usage_perc", "Share of KV blocks in use.", shares, "group")
 
     def _cache_config(self) -> Metric:
-        """Return the constant that routers read: block size and number of blocks, those of the first KV group."""
+        """Return a constant metric for routers: block size and number of blocks of the first KV group."""
         config = self._engine.config
         labels = {
             "block_size": str(config.cache.groups[0].block_size),
@@ -337,7 +337,7 @@ class ServerMetrics(Collector):
         return gauge
 
     def _drafts(self, stats: Sequence[StepStats]) -> Iterator[Metric]:
-        """Yield how many drafts were verified, and accepted, in all and by their position from 0."""
+        """Yield numbers of verified and accepted drafts, in total and by position from 0."""
         for name, (help_text, value_of) in _DRAFT_COUNTERS.items():
             yield self._counter(name, help_text, map(value_of, stats))
         name, count = "vllm:spec_decode_num_accepted_tokens", self._engine.config.num_drafts
@@ -363,7 +363,7 @@ class ServerMetrics(Collector):
         values: Iterable[Values],
         label: str = "",
     ) -> Metric:
-        """Return a metric with the values of each engine, which have the further label `label` unless it is empty."""
+        """Return a metric with the values of each engine. `label`: name of an additional label, or ""."""
         metric = family(name, help_text, labels=["model_name", "engine", *[label] * bool(label)])
         for index, of_engine in enumerate(values):
             labelled = of_engine if isinstance(of_engine, Mapping) else {"": of_engine}

@@ -34,8 +34,8 @@ def make_engine(configs: Sequence[EngineConfig], on_progress: OnProgress | None 
 class Replicas:
     """Owns the engines of data-parallel replicas, and the router. Lives in one event loop. Implements EngineClient.
 
-    Replicas without progress, such as one that loads, get no requests while another makes progress. The server ends
-    when all gave up.
+    Replicas without progress, such as one that is loading, get no requests while another makes progress. The server
+    ends when all replicas have given up.
     """
 
     def __init__(self, configs: Sequence[EngineConfig], on_progress: OnProgress | None = None) -> None:
@@ -56,7 +56,7 @@ class Replicas:
             await engine.start()
 
     async def wait_ready(self) -> None:
-        """Wait until a worker of every replica is ready. Raise the error of one that gives up before."""
+        """Wait until a worker of every replica is ready. Raise the error of a replica that gives up first."""
         await asyncio.gather(*(engine.wait_ready() for engine in self.engines))
 
     async def wait_dead(self) -> PyptoError:
@@ -83,11 +83,11 @@ class Replicas:
 
     @property
     def config(self) -> EngineConfig:
-        """The configuration of the first replica; others differ in where they run and publish."""
+        """The configuration of the first replica; the others differ only in placement and addresses."""
         return self.engines[0].config
 
     def submit(self, requests: Sequence[EngineRequest]) -> OutputStream:
-        """Admit all of `requests` or none. Those that continue one prompt go to one replica."""
+        """Admit all of `requests` or none. Requests that continue the same prompt go to the same replica."""
         shares = self._route(requests)
         stream = OutputStream([request.request_id for request in requests], self.abort)
         for engine, share in zip(self.engines, shares, strict=True):
@@ -96,7 +96,7 @@ class Replicas:
         return stream
 
     def _route(self, requests: Sequence[EngineRequest]) -> list[list[EngineRequest]]:
-        """Return the requests of each replica. Raises the error of the best one if none admits a prompt's requests."""
+        """Assign requests to replicas. If none admits a prompt's requests, raise the error of the best replica."""
         shares: list[list[EngineRequest]] = [[] for _ in self.engines]
         for _, run in groupby(requests, attrgetter("token_ids")):
             prompted = list(run)
@@ -126,7 +126,7 @@ class Replicas:
         raise refusals[0]
 
     def require_admission(self, count: int, num_tokens: int = 0) -> None:
-        """Raise what every replica would raise for `count` requests; do nothing if one admits them."""
+        """Raise the error of a replica if none would admit `count` requests with `num_tokens` of prompts."""
         refusals: list[PyptoError] = []
         for engine in self.engines:
             try:
@@ -147,9 +147,9 @@ class Replicas:
             engine.give_up_all()
 
     def clear_cache(self, tiers: Sequence[Tier]) -> None:
-        """Forget the cached blocks of some tiers in all replicas that go on.
+        """Forget the cached blocks of some tiers in all replicas that have not given up.
 
-        Raises UnavailableError while one has no core; others have forgotten them then.
+        Raises UnavailableError while one has no core; the others have forgotten their blocks all the same.
         """
         refusals: list[UnavailableError] = []
         for engine in self.engines:
@@ -176,12 +176,12 @@ class Replicas:
 
     @property
     def kv_events(self) -> list[tuple[str, str]]:
-        """The endpoints of KV events and of their replay, of each replica that publishes them."""
+        """Return the endpoints of KV events and of their replay, for each replica that publishes events."""
         return [endpoints for engine in self.engines for endpoints in engine.kv_events]
 
     @property
     def on_stats(self) -> Callable[[StepStats], None]:
-        """What each engine calls with every new snapshot."""
+        """Return the callback that each engine calls with every new snapshot."""
         return self.engines[0].on_stats
 
     @on_stats.setter

@@ -1,4 +1,4 @@
-"""RespawnLimit: decide whether a child that died is started again."""
+"""RespawnLimit: decide whether to start a dead child again."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pypto_serving.util import counted
 
 
 class RespawnLimit:
-    """Counts the deaths of `child`: those in a row without a completed step, and those in a window of time.
+    """Counts the deaths of `child`: consecutive ones without a completed step, and all within a window of time.
 
-    The second count ends a child that completes a few steps in each life.
+    The second count stops a child that completes a few steps in each life.
     """
 
     def __init__(self, child: str, most_in_a_row: int, faults: FaultConfig) -> None:
@@ -34,10 +34,10 @@ class RespawnLimit:
         return None
 
     def count_step(self) -> None:
-        """Begin a new row, since a step was completed."""
+        """Reset the count of consecutive deaths, since a step was completed."""
         self.in_a_row = 0
 
     def forgive_deaths(self) -> None:
-        """Forget all deaths, since something else explains them."""
+        """Forget all deaths, since the child is not to blame."""
         self.in_a_row = 0
         self._times_s.clear()

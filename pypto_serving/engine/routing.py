@@ -1,4 +1,4 @@
-"""Routing: which replica computes a request, decided by where its prefix is cached and by who is busy. Does no I/O."""
+"""Choose the replica that computes a request, by cached prefixes and load. Does no I/O."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from pypto_serving.types.request import StepStats
 from pypto_serving.util import ceil_div, hash128
 
 LINK_TOKENS = 128
-"""Min tokens of a link, the unit in which prefixes are compared."""
+"""Minimum tokens of a link, the unit in which prefixes are compared."""
 MAX_LINKS = 1 << 17
-"""Links remembered for each replica: about 100 bytes each."""
+"""Limit of links remembered per replica, about 100 bytes each."""
 AFFINITY = 8
-"""Cost of computing a token again, relative to one that is computed for the first time anywhere.
+"""Cost of recomputing a token, relative to a token that is computed for the first time anywhere.
 
-Recomputing also delays the requests after it, and evicts what others would have hit. In a simulation of Mooncake's
+Recomputing also delays later requests, and evicts blocks that others would have hit. In a simulation of Mooncake's
 conversation trace over four replicas, 8 gives 0.98 to 0.99 of the hit rate of one cache of the same total size, and the
 shortest waits; 1 gives 0.69 to 0.88.
 """
 
 
 class KnownPrefixes:
-    """Owns the links that one replica probably holds: of the last requests, as many as fit its KV memory.
+    """Owns the links that one replica probably holds: the latest ones, as many as fit its KV memory.
 
-    Asking the cores would be exact, and cost a message each way before a request is admitted. A wrong belief costs one
-    computed prefix.
+    Asking the cores would be exact, but would cost a round trip before admission. A wrong guess costs recomputing one
+    prefix.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -37,11 +37,11 @@ class KnownPrefixes:
         self._links: OrderedDict[bytes, None] = OrderedDict()
 
     def count_held(self, links: Sequence[bytes]) -> int:
-        """Return how many of the first links are held."""
+        """Return how many links are held, from the first on without a gap."""
         return next((i for i, link in enumerate(links) if link not in self._links), len(links))
 
     def touch(self, links: Sequence[bytes]) -> None:
-        """Remember links as the most recent ones, the first of them last, and forget the oldest beyond the capacity."""
+        """Mark links as most recently used, the first link last; forget the oldest beyond the capacity."""
         for link in reversed(links):
             self._links[link] = None
             self._links.move_to_end(link)
@@ -55,7 +55,7 @@ class KnownPrefixes:
 
 @dataclass(slots=True)
 class _Unfinished:
-    """A request: its replica, the links of its prompt, and the tokens to compute before it decodes."""
+    """An unfinished request: its replica, the links of its prompt, and the prompt tokens to compute."""
 
     replica: int
     links: Sequence[bytes]
@@ -64,7 +64,7 @@ class _Unfinished:
 
 
 class _Load:
-    """The work of one replica: prompt tokens of requests without output, requests that decode, tokens ever given."""
+    """The load of one replica: prompt tokens of requests without output, decoding requests, total tokens assigned."""
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
@@ -81,8 +81,8 @@ class Router:
         + tokens of prompts that wait there
         + requests that decode there x mean output / 2 x speed of prefill / speed of decoding
 
-    Replicas measure both speeds, in tokens per second; until then their ratio is 1. A tie goes to the replica that was
-    given the fewest tokens to compute.
+    Replicas measure both speeds, in tokens per second; before that, their ratio is 1. A tie goes to the replica to
+    which the fewest tokens were assigned.
     """
 
     def __init__(self, config: EngineConfig, num_replicas: int) -> None:
@@ -117,7 +117,7 @@ class Router:
         return sorted(range(len(self._loads)), key=cost)
 
     def add_requests(self, replica: int, request_ids: Sequence[str], num_tokens: int, links: Sequence[bytes]) -> None:
-        """Record requests with one prompt of `num_tokens` that a replica admitted; it computes the prompt once."""
+        """Record admitted requests that share one prompt of `num_tokens`, which the replica computes once."""
         load, missing = self._loads[replica], self._missing(replica, num_tokens, links)
         load.prompt_tokens += missing
         load.given_tokens += missing
@@ -127,27 +127,27 @@ class Router:
         self._known[replica].touch(links)
 
     def begin_output(self, request_id: str) -> None:
-        """Record the first token of a request. Ignore unknown ones."""
+        """Record the first token of a request. Ignore unknown requests."""
         if (request := self._unfinished.get(request_id)) is not None and not request.decodes:
             request.decodes = True
             self._loads[request.replica].prompt_tokens -= request.num_tokens
             self._loads[request.replica].num_decoding += 1
 
     def finish(self, request_id: str) -> None:
-        """Record the end of a request. Ignore unknown ones."""
+        """Record the end of a request. Ignore unknown requests."""
         if request_id in self._unfinished:
             self.begin_output(request_id)
             self._loads[self._unfinished.pop(request_id).replica].num_decoding -= 1
             self._num_finished += 1
 
     def lose(self, replica: int) -> None:
-        """Forget the requests of a replica whose core ended, and what its device held."""
+        """Forget the requests of a replica whose core ended, and the links on its device."""
         self._loads[replica].prompt_tokens = self._loads[replica].num_decoding = 0
         self._known[replica].forget_all()
         self._unfinished = {key: each for key, each in self._unfinished.items() if each.replica != replica}
 
     def lose_device(self, replica: int) -> None:
-        """Forget what the device of a replica held whose worker died, unless tiers have it.
+        """Forget the links on the device of a replica whose worker died, unless it has lower tiers.
 
         The next worker computes the prompts of unfinished requests again.
         """
@@ -158,7 +158,7 @@ class Router:
                     self._known[replica].touch(request.links)
 
     def clear_caches(self) -> None:
-        """Forget what all replicas hold."""
+        """Forget the links of all replicas."""
         for known in self._known:
             known.forget_all()
 
@@ -167,7 +167,7 @@ class Router:
 
 
 def _speed_ratio(stats: Sequence[StepStats]) -> float:
-    """Return the mean speed of prefill over that of decoding, among replicas that measured both."""
+    """Return the mean ratio of prefill speed to decoding speed, over replicas that have measured both."""
     measured = [each for each in stats if each.prefill_per_s and each.decode_per_s]
     if not measured:
         return 1.0
@@ -175,7 +175,7 @@ def _speed_ratio(stats: Sequence[StepStats]) -> float:
 
 
 def _held_tokens(config: EngineConfig) -> int:
-    """Return how many tokens a replica keeps, on the device and in tiers of a given size."""
+    """Return how many tokens a replica can hold, on the device and in tiers of known size."""
     kept = [g for g, group in enumerate(config.cache.groups) if group.keeps_history] or range(len(config.cache.groups))
     tiers = [tier.num_slots for tier in config.cache.tiers if tier.num_slots]
     slots = [config.cache.num_blocks, *tiers]

@@ -26,19 +26,19 @@ log = logging.getLogger(__name__)
 HELD_UP_HEARTBEATS = 3
 STOP_PATIENCE_S = 1.0
 RANK_PATIENCE_S = 60.0
-"""Max wait for the ranks of a worker that has ended."""
+"""Limit of the wait for the ranks of an ended worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerDown:
-    """The event that a worker life ended unexpectedly; another one follows."""
+    """Event: a worker's life ended unexpectedly; another one follows."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class GaveUp:
-    """The event that the worker is not restarted any more."""
+    """Event: the worker is not restarted any more."""
 
     reason: str
     exit_code: int
@@ -54,16 +54,16 @@ class Executor(Protocol):
         """Return all events since the last call, in order. Start and restart the worker as needed."""
 
     def send_plan(self, plan: StepPlan) -> None:
-        """Send a plan to the worker that said hello last."""
+        """Send a plan to the worker whose hello came last."""
 
     def send_transfers(self, transfers: Transfers) -> None:
-        """Send transfers to the worker that said hello last."""
+        """Send transfers to the worker whose hello came last."""
 
     def forgive_deaths(self) -> None:
-        """Do not count the last deaths: a request that failed explains them."""
+        """Forget the last deaths, since a failed request explains them."""
 
     def replace_worker(self, hanging: tuple[Tier, ...]) -> None:
-        """End the worker, because transfers hang. Its next life goes without the tiers that are `hanging`."""
+        """End the worker because transfers hang. Its next life does not use the tiers `hanging`."""
 
     def stop(self) -> None:
         """End the worker within a second or so."""
@@ -85,10 +85,10 @@ class WorkerProcess:
     - loading shows no progress for `load_timeout_s`;
     - the core has it replaced.
 
-    Waits between lives double until a step is completed; `RespawnLimit` bounds the number of lives. The next one starts
-    when all ranks of the last have ended. Each worker inherits the file descriptors `inherited`. `respawned`: another
-    core had a worker before the first one. Call `poll` at least once per heartbeat. A gap of more than
-    HELD_UP_HEARTBEATS means that this process was stopped itself; then a worker's silence proves nothing.
+    Waits between lives double until a step is completed; `RespawnLimit` bounds the number of lives. The next life
+    starts when all ranks of the last have ended. Each worker inherits the file descriptors `inherited`. `respawned`: an
+    earlier core had a worker before. Call `poll` at least once per heartbeat. A gap of more than HELD_UP_HEARTBEATS
+    means that this process itself was stopped; then a worker's silence proves nothing.
     """
 
     def __init__(self, config: EngineConfig, inherited: tuple[int, ...] = (), respawned: bool = False) -> None:
@@ -143,7 +143,7 @@ class WorkerProcess:
         log.info("worker %d started, pid %d", self.epoch, self._child.pid)
 
     def _ranks_ended(self) -> bool:
-        """Return True after the ranks of the last worker have ended, and freed its memory."""
+        """Return whether the ranks of the last worker have ended, which frees its memory."""
         if self._descendants is not None:
             if not self._descendants.ended() and self._now_s < self._restart_s + RANK_PATIENCE_S:
                 return False
@@ -176,7 +176,7 @@ class WorkerProcess:
         return events
 
     def _find_loss(self) -> str | None:
-        """Return why the worker is lost, or None while it is well."""
+        """Return why the worker counts as lost, or None."""
         assert self._child is not None
         faults, silent_s = self.config.faults, self._now_s - self._last_message_s
         if self._child.gone:
@@ -216,7 +216,7 @@ class WorkerProcess:
         code = None
         if self._child is not None and self._descendants is not None:
             code = self._child.end(patience_s)
-            self._descendants.kill(self._child.pid)  # a rank that has not begun yet does not know that its leader ended
+            self._descendants.kill(self._child.pid)  # a rank that is just starting does not notice its leader's end
         for channel in (self._channel, self._transfers):
             if channel is not None:
                 channel.close()
