@@ -1,4 +1,4 @@
-"""The CPU kernels of `csrc/`: a shared library, present if a C++ compiler was when the package was built."""
+"""The CPU kernels of `csrc/`: a shared library, which exists if the package was built with a C++ compiler."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Find, check and bind the shared library: functions, structs, enums, constants, by its own description (csrc/abi.h).
+"""Find, check and bind the shared library. Its own description (csrc/abi.h) lists functions, structs, enums, constants.
 
-A type is written as the library describes it: `f4`, `text`, `const f4*`, `Engine*`.
+Types are written as in the description: `f4`, `text`, `const f4*`, `Engine*`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from pypto_serving.errors import ConfigError
 from pypto_serving.kernels.constants import differing
 
 Take = Callable[[Any], Any]
-"""Converts an argument to what ctypes passes. Raises TypeError or ValueError where it is not of the type."""
+"""Converts an argument for ctypes. Raises TypeError or ValueError if it is not of the required type."""
 
 Numbers = Mapping[str, int]
-"""The enumerators of an enum of the library, by the names that Python has for them: SQRT_SOFTPLUS for kSqrtSoftplus."""
+"""The values of an enum of the library, by their names in Python: SQRT_SOFTPLUS for kSqrtSoftplus."""
 
 _view: Callable[[Any], ctypes.Array[ctypes.c_char]] = (ctypes.c_char * 0).from_buffer
 _addressof = ctypes.addressof
@@ -44,9 +44,9 @@ class Handle:
 
 
 def take(type_name: str, structs: Mapping[str, np.dtype[Any]], enums: Mapping[str, Numbers], nullable: bool) -> Take:
-    """Return the conversion for a type; `structs` and `enums` are those that the library describes, by name.
+    """Return the conversion for a type; `structs` and `enums` are the library's, by name.
 
-    None becomes a null pointer where the pointer is `nullable`.
+    If the pointer is `nullable`, None becomes a null pointer.
     """
     convert = _take_enum(type_name, enums[type_name]) if type_name in enums else _take(type_name, structs)
     return (lambda value: 0 if value is None else convert(value)) if nullable else convert
@@ -68,7 +68,7 @@ def _take(type_name: str, structs: Mapping[str, np.dtype[Any]]) -> Take:
 
 
 def readable(type_name: str) -> str:
-    """Write a type for messages: `const float32*` instead of `const f4*`."""
+    """Return the name of a type for messages: `const float32*` instead of `const f4*`."""
     *const, element = type_name.split(" ")
     name = element.removesuffix("*")
     if name[1:].isdigit():
@@ -86,7 +86,7 @@ def shown(value: object) -> str:
 
 
 def _take_elements(dtype: np.dtype[Any] | None, const: bool) -> Take:
-    """Accept contiguous arrays of `dtype`, or of any type where it is None."""
+    """Accept contiguous arrays of `dtype`, or of any type if it is None."""
     same = dtype  # the last dtype that was equal: comparing two structured ones takes a microsecond
 
     def convert(value: Any) -> int:
@@ -108,7 +108,7 @@ def _take_elements(dtype: np.dtype[Any] | None, const: bool) -> Take:
 
 
 def _take_struct(name: str, dtype: np.dtype[Any], const: bool) -> Take:
-    """Accept arrays of a struct, and handles of those that the library keeps."""
+    """Accept arrays of a struct, and handles of structs that the library keeps."""
     elements = _take_elements(dtype, const)
 
     def convert(value: Any) -> int:
@@ -130,7 +130,7 @@ def _address_of(value: Any, kind: str) -> int:
 
 
 def _take_enum(name: str, numbers: Numbers) -> Take:
-    """Accept members of the Python enum of this name; the library says which number a member's name has."""
+    """Accept members of the Python enum of this name; `numbers` gives the library's value of each member."""
 
     def convert(value: Any) -> int:
         if not isinstance(value, enum.Enum) or type(value).__name__ != name or value.name not in numbers:
@@ -177,7 +177,7 @@ class Arguments:
         self._takes = tuple(take(kind, structs, enums, name in line.nullable) for name, kind in line.types.items())
 
     def convert(self, values: Sequence[Any], but: int = 0) -> list[Any]:
-        """Convert values to ctypes arguments, all but the last `but` of them.
+        """Convert values to ctypes arguments, for all parameters but the last `but`.
 
         Raises TypeError or ValueError that names the first value of a wrong type.
         """
@@ -207,12 +207,12 @@ class Struct:
         self._pack = struct.Struct(_format(dtype)).pack
 
     def array(self, structs: Iterable[Sequence[Any]]) -> NDArray[np.void]:
-        """Pack structs, each with all fields in order. Raises TypeError or ValueError where one is of another type."""
+        """Pack structs, each with all fields in order. Raises TypeError or ValueError for fields of a wrong type."""
         convert, pack = self.arguments.convert, self._pack
         return np.frombuffer(bytearray(b"".join([pack(*convert(fields)) for fields in structs])), self.dtype)
 
     def pack(self, fields: Mapping[str, Any]) -> bytes:
-        """Pack one struct. Raises TypeError or ValueError where a field is missing, unknown or of another type."""
+        """Pack one struct. Raises TypeError or ValueError if a field is missing, unknown or of a wrong type."""
         names = self.arguments.types
         if fields.keys() != names.keys():
             differ = ", ".join(sorted(fields.keys() ^ names.keys()))
@@ -230,7 +230,7 @@ class Function:
     def __call__(self, *values: Any, **fields: Any) -> Any:
         """Call the function; keywords are the fields of the struct that the last argument points to.
 
-        Raises TypeError or ValueError, naming the argument, where one is of another type.
+        Raises TypeError or ValueError that names the first argument of a wrong type.
         """
         if fields:
             if self._struct is None:
@@ -275,7 +275,7 @@ class KernelLibrary:
 
 @dataclass(frozen=True, slots=True)
 class _DescribedLine:
-    """A line of the description; `what` is a result, a struct's bytes, an enum's type or a value."""
+    """A line of the description; `what` is a result type, a struct's size, an enum's type or a constant's value."""
 
     kind: str
     name: str
@@ -298,11 +298,11 @@ class _DescribedLine:
 
     @property
     def numbers(self) -> Numbers:
-        """Number an enum's enumerators, by their Python names."""
+        """Return an enum's values by their Python names."""
         return {re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name[1:]).upper(): i for i, name in enumerate(self.types)}
 
     def dtype(self, enums: Mapping[str, str]) -> np.dtype[Any]:
-        """Return the struct as numpy has it; pointers are uint64, and `enums` have these types."""
+        """Return the struct's numpy dtype; pointers are uint64, and `enums` gives the types of enums."""
         formats = ["u8" if name.endswith("*") else enums.get(name, name) for name in self.types.values()]
         parts = {"names": list(self.types), "formats": formats, "offsets": self.offsets, "itemsize": int(self.what)}
         dtype: np.dtype[Any] = np.dtype(parts)  # type: ignore[call-overload]
@@ -310,7 +310,7 @@ class _DescribedLine:
 
 
 def _pointed(type_name: str) -> str:
-    """Return the pointed-to type, or nothing for a type that is no pointer."""
+    """Return the pointed-to type, or "" for a type that is not a pointer."""
     return type_name.removeprefix("const ").removesuffix("*") if type_name.endswith("*") else ""
 
 
@@ -322,7 +322,7 @@ def _ctype(type_name: str) -> Any:
 
 
 def _format(dtype: np.dtype[Any]) -> str:
-    """Write a struct, gaps included, as a format of the struct module, whose letters are numpy's."""
+    """Convert a struct's dtype, with its gaps, to a format of the struct module, which shares numpy's letters."""
     assert dtype.fields is not None
     parts, end = ["@"], 0
     for field, offset in (entry[:2] for entry in dtype.fields.values()):
@@ -333,12 +333,12 @@ def _format(dtype: np.dtype[Any]) -> str:
 
 FILE = "pypto_kernels.so"
 INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2", "portable")
-"""Best first."""
+"""Instruction sets, best first."""
 
 
 @functools.cache
 def library() -> KernelLibrary | None:
-    """Load the library; None where the package was built without it.
+    """Load the library; return None if the package was built without it.
 
     Raises ConfigError if it cannot be loaded, or was built from other sources than this checkout's.
     """
@@ -366,7 +366,7 @@ def _bind(lib: ctypes.CDLL) -> KernelLibrary:
 
 
 def _checkout_sources() -> str:
-    """Hash the sources beside this package as csrc/CMakeLists.txt does; empty where there are none."""
+    """Hash the sources beside this package like csrc/CMakeLists.txt; return "" if there are none."""
     folder = Path(__file__).parents[2] / "csrc"
     files = sorted(path for path in folder.glob("*") if path.suffix in (".h", ".cpp"))
     hashes = "".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in files)
@@ -375,20 +375,20 @@ def _checkout_sources() -> str:
 
 @functools.cache
 def runnable() -> tuple[str, ...]:
-    """List the instruction sets that library and machine support, best first; empty without a library."""
+    """Return the instruction sets that library and machine support, best first; () without a library."""
     lib = library()
     return tuple(name for name in INSTRUCTION_SETS if lib is not None and lib.name(name))
 
 
 def loaded() -> KernelLibrary:
-    """Return the library, for objects that exist only where there is one."""
+    """Return the library, which must exist."""
     lib = library()
     assert lib is not None
     return lib
 
 
 class LibraryObject:
-    """Owns an object of the library, `handle`, which the function `drop` frees with it."""
+    """Owns an object of the library, `handle`; its end frees the object with the function `drop`."""
 
     drop: ClassVar[str]
 

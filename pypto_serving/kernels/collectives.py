@@ -1,4 +1,4 @@
-"""What ranks of a host share: memory, steps that a leader publishes, and the collectives of programs on the kernels."""
+"""Shared memory of a host's ranks, steps published in it by a leader, and collectives for programs on the kernels."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from pypto_serving.types.arrays import Array, Float32Array
 from pypto_serving.util import ceil_div
 
 _MOST_BYTES = 1 << 46
-"""Size of the file. Only pages that are written take memory."""
+"""Size of the shared file. Only written pages take memory."""
 
 
 class SharedMemory:
     """Owns one rank's mappings of a file in memory.
 
-    Ranks that ask for the same arrays in the same order get the same memory. Each maps the file on its own.
+    Ranks that allocate the same arrays in the same order get the same memory. Each rank maps the file itself.
     """
 
     def __init__(self, fd: int) -> None:
@@ -36,9 +36,9 @@ class SharedMemory:
 
     @classmethod
     def create(cls) -> SharedMemory:
-        """Make a file without any arrays. Children can inherit `fd`, which is the caller's to close.
+        """Make a file without any arrays. Children can inherit `fd`, which the caller must close.
 
-        Raises ConfigError where files must be smaller.
+        Raises ConfigError if the limit of file sizes is too low.
         """
         fd = os.memfd_create("pypto-ranks")
         try:
@@ -55,7 +55,7 @@ class SharedMemory:
         return memory
 
     def zeros(self, dtype: Any, *shape: int) -> Array:
-        """Allocate the next array: zeros, until a rank writes it. Memory is committed when first written."""
+        """Allocate the next array, of zeros until a rank writes to it. Memory is committed when first written."""
         return self._pool.zeros(dtype, *shape)
 
 
@@ -67,18 +67,18 @@ class StepBoard:
         self.memory = memory.zeros(np.uint8, self._lib.board_bytes())
 
     def publish(self, buffers: int, tokens: int, rows: int, logits: int) -> None:
-        """Publish a step whose arrays are those of `buffers`, an index."""
+        """Publish a step whose arrays lie in the buffers with index `buffers`."""
         self._lib.publish(self.memory, buffers, tokens, rows, logits)
 
     def close(self) -> None:
-        """Let the other ranks return."""
+        """Make the waiting of other ranks return."""
         self._lib.close_counts(self.memory, 1)
 
 
 class NativeCollectives:
-    """What `rank` shares with all ranks of its host: memory, and barriers within steps, of which `slots` are in flight.
+    """Collectives of `rank` with all ranks: shared memory, and barriers within steps, of which `slots` are in flight.
 
-    Where there is another host, `links` lead there; a step has at most `most_tokens`. Without `memory` the rank is
+    `links` lead to another host, if there is one; a step has at most `most_tokens`. Without `memory`, the rank is
     alone.
     """
 
@@ -120,10 +120,10 @@ class NativeCollectives:
         return zeros(dtype, *shape) if self._memory is None else self._memory.zeros(dtype, *shape)
 
     def barrier(self, step: Recording, *gathered: Array) -> None:
-        """Record: wait for the other ranks of the group, and see what each has written of the arrays `gathered`.
+        """Record: wait for the other ranks of the group, then see their parts of the arrays `gathered`.
 
-        That is an all-gather without copies: ranks of one host write to shared memory. Each array holds equally many
-        words for each token.
+        This is an all-gather without copies, since ranks of one host write to shared memory. Each array has the same
+        number of words for each token.
         """
         if self._links.exchange is None:
             self._barrier(step)
@@ -132,14 +132,14 @@ class NativeCollectives:
         self._barrier(step, (mirrors, mirrors))
 
     def copies(self, array: Array) -> list[Array]:
-        """Return what to write too if every rank writes all of `array`: the buffer that is sent to the other host."""
+        """Return the buffer sent to the other host, if any; ranks that write all of `array` must write it, too."""
         if self._links.exchange is None:
             return []
         sent = self._mirrored(array, Extent.TOKENS, self._most_tokens).sent
         return [] if sent is None else [sent.view(array.dtype).reshape(array.shape)]
 
     def gather_logits(self, step: Recording, logits: Float32Array) -> None:
-        """Record: let the leader see what each rank of the group has written of `logits` [rows, vocab]."""
+        """Record: let the leader see each rank's part of `logits` [rows, vocab]."""
         if self._links.exchange is None:
             self._barrier(step)
             return
@@ -147,7 +147,7 @@ class NativeCollectives:
         self._barrier(step, (none, mirrors) if self._rank.leads else (mirrors, none))
 
     def _mirrored(self, array: Array, extent: Extent, most: int) -> Mirrored:
-        """Return what the other host has of an array: one and the same at all barriers where it is gathered."""
+        """Return the Mirrored of an array, the same object at all barriers that gather the array."""
         address = int(array.ctypes.data)
         if address not in self._known:
             self._known[address] = Mirrored(array, extent, most)
@@ -164,7 +164,7 @@ class NativeCollectives:
             step.wait(self._release)
 
     def begin_stage(self, step: Recording, x: Float32Array) -> None:
-        """Record: wait for the stage before, and take over its x [tokens, ...]."""
+        """Record: wait for the previous stage, and copy its x [tokens, ...]."""
         stage, topology = self._rank.stage, self._rank.topology
         if self._memory is None or topology.pipeline == 1:
             return
@@ -177,7 +177,7 @@ class NativeCollectives:
             self.barrier(step, x)
 
     def end_stage(self, step: Recording, x: Float32Array, logits: Float32Array) -> None:
-        """Record: hand x on to the next stage, or `logits` [rows, vocab] to the leader."""
+        """Record: pass x to the next stage or, in the last stage, `logits` [rows, vocab] to the leader."""
         stage, topology = self._rank.stage, self._rank.topology
         if self._memory is None or topology.pipeline == 1:
             return
@@ -194,10 +194,9 @@ class NativeCollectives:
         step.wait(RankBarrier(self._ends[stage], self._rank.tensor, range(0)))
 
     def hand_over(self, step: Recording, logits: Float32Array) -> None:
-        """Record: hand `logits` [rows, vocab] of the last stage to the leader, unless it is of the same stage.
+        """Record: pass `logits` [rows, vocab] of the last stage to the leader, unless the leader is in this stage.
 
-        `end_stage` does so for a whole step. A step of the last stage alone calls this itself, after
-        `end_stage`.
+        `end_stage` records this for a whole step. A step of the last stage alone must record it after `end_stage`.
         """
         if self._logits is None:
             return
@@ -208,15 +207,15 @@ class NativeCollectives:
         step.wait(RankBarrier(self._ends[-1], self._rank.tensor, range(0)))
 
     def _slots_of(self, array: Float32Array, extent: Extent) -> Mirrors:
-        """Return an array [slots, rows, ...] as one for each slot."""
+        """Return the arrays of each slot of an array [slots, rows, ...]."""
         return Mirrors([Mirrored(slot, extent, len(slot), known=False) for slot in array])
 
     def _deliver(self, link: Link, mirrors: Mirrors, stage: int) -> None:
-        """Take what the other host hands on from its stage `stage`."""
+        """Start a thread that receives the output of the other host's stage `stage`."""
         self._receive_threads.append(ReceiveThread(link, mirrors, self._slots, self._ends[stage]))
 
     def await_logits(self, logits: Float32Array, slot: int, number: int) -> Float32Array:
-        """Wait until `number` steps have ended, and return the logits of `slot`. `logits` are those of the stage.
+        """Wait until `number` steps have ended, and return the logits of `slot`. `logits`: the stage's own.
 
         Raises RanksGone if the barrier is closed.
         """

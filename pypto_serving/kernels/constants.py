@@ -1,4 +1,4 @@
-"""Constants of the layouts in csrc/ops.h. Needed without the library too; one that is loaded must agree."""
+"""Constants of the layouts in csrc/ops.h. They are needed without the library, too; a loaded library must agree."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ PANEL = 32
 """Outputs per panel of packed weights."""
 
 GATE_HALF = 16
-"""Outputs of gate, or of up, in a panel that they share."""
+"""Outputs of gate, and of up, in a panel with both."""
 
 SCALED = 128
-"""Inputs that share a scale of int8 activations in groups."""
+"""Inputs per scale in group-quantized int8 activations."""
 
 CODES_INPUTS = 32
-"""Inputs of 4-bit codes come in multiples of it."""
+"""The number of inputs of 4-bit weights must be a multiple of this."""
 
 FP8_INPUTS = 4
-"""Inputs of FP8 weights, and those of a block, come in multiples of it."""
+"""The number of inputs of FP8 weights, and of each block of them, must be a multiple of this."""
 
 INDEXER_TOKENS = 16
-"""Tokens scored at once before their top-k."""
+"""Tokens that the indexer scores at once before their top-k."""
 
 MAX_DIM = 256
-"""Largest head_dim, but for MLA."""
+"""Largest head_dim, except in MLA."""
 
 MAX_LATENT = 512
 """Largest MLA latent."""
 
 MAX_LATENT_HEADS = 128
-"""Most query heads of MLA."""
+"""Largest number of query heads in MLA."""
 
 ITEM_ROWS = 96
-"""Most query heads that share a kv head."""
+"""Largest number of query heads that share a kv head."""
 
 HYPER_CONNECTION_STREAMS = 4
-"""Residual streams of hyper-connections."""
+"""Number of residual streams with hyper-connections."""
 
 _IN_LIBRARY = {
     "kPanel": PANEL,
@@ -51,5 +51,5 @@ _IN_LIBRARY = {
 
 
 def differing(described: Mapping[str, int]) -> list[str]:
-    """List the constants that are not as the library describes them, or that only one side has."""
+    """Return the names of constants that differ from the library's description, or that only one side has."""
     return sorted(name for name, _ in described.items() ^ _IN_LIBRARY.items())

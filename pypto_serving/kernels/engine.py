@@ -22,7 +22,7 @@ HUGE_PAGE_BYTES, _POOL_BYTES, _LINE_BYTES = 2 << 20, 64 << 20, 64
 
 
 class MemoryPool:
-    """Owns memory that `map_memory` maps. Small arrays lie one after the other, so that huge pages hold them.
+    """Owns memory that `map_memory` maps. Small arrays are placed one after the other, to share huge pages.
 
     In mappings of their own, 27 % of the int8 weights of a 0.6B model were in small pages, and a step took 5 % longer.
     """
@@ -32,7 +32,7 @@ class MemoryPool:
         self._left = np.zeros(0, np.uint8)
 
     def zeros(self, dtype: Any, *shape: int) -> Array:
-        """Allocate zeros. They live as long as an array refers to them."""
+        """Allocate zeros. The memory lives as long as an array refers to it."""
         taken: Array = self._take(math.prod(shape) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
         return taken
 
@@ -46,9 +46,9 @@ class MemoryPool:
 
 
 def _map(size: int) -> NDArray[np.uint8]:
-    """Map private memory that begins with a huge page.
+    """Map private memory, aligned to a huge page.
 
-    It is private because huge pages for shared memory depend on another system setting, which is off by default.
+    Not shared: huge pages for shared memory depend on another system setting, which is off by default.
     """
     mapped = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = np.frombuffer(mapped, np.uint8)
@@ -58,7 +58,7 @@ def _map(size: int) -> NDArray[np.uint8]:
 
 
 def ask_for_huge_pages(memory: NDArray[np.uint8]) -> None:
-    """Ask for huge pages, which the system gives where it has them. Without the library, none are asked for."""
+    """Ask the system for huge pages, if the library is there; the system may not have any."""
     if (lib := library()) is not None:
         lib.huge_pages(memory, memory.nbytes)
 
@@ -67,14 +67,14 @@ _POOL = MemoryPool(_map)
 
 
 def zeros(dtype: Any, *shape: int) -> Array:
-    """Allocate zeros, in huge pages where the system has them. Memory is committed when first written."""
+    """Allocate zeros, in huge pages if possible. Memory is committed when first written."""
     return _POOL.zeros(dtype, *shape)
 
 
 def populate(memory: NDArray[np.uint8]) -> bool:
-    """Let the system provide the pages of `memory` now and not when they are first written. What stands there stays.
+    """Let the system provide the pages of `memory` now, not at the first write. The content stays.
 
-    Return whether it did: it needs Linux 5.14, and memory that is free.
+    Return whether this worked: it needs Linux 5.14, and free memory.
     """
     lib = library()
     return lib is not None and bool(lib.populate(memory, memory.nbytes))
@@ -89,7 +89,7 @@ def hashes(array: Array) -> NDArray[np.uint64]:
 
 
 def _allowed_cpus() -> set[int]:
-    """Return the CPUs that this process may use; empty where the system does not say. Threads then run anywhere."""
+    """Return the CPUs that this process may use. If they are unknown, return an empty set: threads run anywhere."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 
@@ -101,10 +101,10 @@ def _has_room(out: PairArray, stored: ElementType, n: int, k: int, compensation:
 
 
 class Engine:
-    """Owns `threads` threads, the caller's among them, that run kernels for one instruction set on `cpus`."""
+    """Owns `threads` threads, including the caller's, that run kernels for one instruction set on `cpus`."""
 
     def __init__(self, instruction_set: str = "", threads: int = 1, cpus: set[int] | None = None) -> None:
-        """Start the threads. Raises ConfigError if this machine does not run `instruction_set` (default: its best)."""
+        """Start the threads. Raises ConfigError if this machine lacks `instruction_set` (default: its best)."""
         lib = library()
         chosen = sorted(_allowed_cpus() if cpus is None else cpus)
         mask = np.array(chosen, np.int32)
@@ -126,7 +126,7 @@ class Engine:
 
     @property
     def strip_rows(self) -> int:
-        """Return the most rows of a strip."""
+        """Return the largest number of rows of a strip."""
         return int(self._lib.strip_rows(self._handle))
 
     def pack(
@@ -140,10 +140,10 @@ class Engine:
         compensation: Int32Array | None = None,
         half: int | None = None,
     ) -> None:
-        """Pack rows of a stored matrix [n, k], the first elements of `source`, into outputs `offset` on of `out`.
+        """Pack a stored matrix [n, k], the first elements of `source`, into `out` from output `offset` on.
 
-        Or into `half` 0 (gate) or 1 (up) of each panel. Int8 weights also fill `compensation`. Raises ValueError where
-        the rows are not whole half panels of `out`, where k is not whole pairs or quads, or `source` is too short.
+        With `half`, pack into half 0 (gate) or 1 (up) of each panel. Int8 weights also fill `compensation`. Raises
+        ValueError if the rows are not whole half panels, k is not whole pairs or quads, or `source` is too short.
         """
         if half not in (None, 0, 1):
             raise ValueError(f"half is {half}, but must be 0 or 1")
@@ -157,7 +157,7 @@ class Engine:
         self._lib.pack(self._handle, out=out, **weights, n=n, k=k, **places)
 
     def read(self, out: Array, file: int, offset: int) -> NDArray[np.uint64]:
-        """Fill `out` from `offset` on of an open file, and return its `hashes`; raises OSError."""
+        """Read `out` from byte `offset` of an open file on, and return its `hashes`. Raises OSError."""
         pieces = np.zeros(self._lib.pieces(out.nbytes), np.uint64)
         if error := self._lib.read(self._handle, file, offset, out, out.nbytes, pieces):
             raise OSError(error, os.strerror(error))

@@ -1,8 +1,8 @@
-"""Forms of packed weights and activations: csrc/weights.h.
+"""Forms of packed weights and activations, see csrc/weights.h.
 
 Activations pass between operations as float32 rows, `[rows, width]`, or as strips, the packed layout that GEMMs read:
 bfloat16 pairs, int8 quads with a scale per row, or int8 quads with scales and sums of groups of inputs. All are numpy
-arrays of the caller's.
+arrays owned by the caller.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pypto_serving.util import ceil_div
 
 
 class ElementType(enum.Enum):
-    """Element types that weights are packed from."""
+    """Element types of stored weights."""
 
     BF16 = enum.auto()
     F32 = enum.auto()
@@ -34,7 +34,7 @@ class ElementType(enum.Enum):
 
 
 class Weights(enum.Enum):
-    """What weights are packed as."""
+    """Element types of packed weights."""
 
     BF16 = enum.auto()
     INT8 = enum.auto()
@@ -44,7 +44,7 @@ class Weights(enum.Enum):
 
 
 class Inputs(enum.Enum):
-    """What activations are packed as."""
+    """Element types of packed activations."""
 
     BF16 = enum.auto()
     INT8 = enum.auto()
@@ -52,7 +52,7 @@ class Inputs(enum.Enum):
 
 
 class Scale(enum.Enum):
-    """How scales are packed: one for each of 16 outputs, or one float32 shared by them."""
+    """Types of packed scales: one scale for each of 16 outputs, or one float32 shared by them."""
 
     BF16 = enum.auto()
     F16 = enum.auto()
@@ -63,7 +63,7 @@ class Scale(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PackedForm:
-    """The form of packed weights; of codes and FP8, `span` inputs share a scale, and with `zeros` a zero point."""
+    """The form of packed weights. In codes and FP8, `span` inputs share a scale and, with `zeros`, a zero point."""
 
     weights: Weights
     scale: Scale = Scale.F32
@@ -72,23 +72,23 @@ class PackedForm:
 
     @property
     def name(self) -> str:
-        """Name the form, another name for each."""
+        """Return the unique name of the form."""
         parts = (self.weights.name, self.scale.name, self.span, "zeros") if self.span else (self.weights.name,)
         return "-".join(str(part) for part in parts[: None if self.zeros else 3]).lower()
 
     @property
     def codes(self) -> bool:
-        """Return True for 4-bit codes, which multiply int8 activations in groups, or bfloat16 ones."""
+        """Return whether weights are 4-bit codes, which multiply group-quantized int8 or bfloat16 activations."""
         return self.weights in (Weights.INT4, Weights.E2M1)
 
     @property
     def offset(self) -> int:
-        """Return what the kernels' table adds to the values of codes; with zero points, 1 of each."""
+        """Return the number that the kernels' table adds to the values of codes; with zero points, 1."""
         return 1 if self.zeros else {Weights.INT4: 8, Weights.E2M1: 12}.get(self.weights, 0)
 
     @property
     def unit(self) -> float:
-        """Return the value of 1 in the kernels' table."""
+        """Return the number that represents 1 in the kernels' table."""
         return 0.5 if self.weights is Weights.E2M1 else 1.0
 
     def fields(self) -> dict[str, Any]:
@@ -101,13 +101,13 @@ class PackedForm:
 
     @property
     def own_words(self) -> int:
-        """Count the words that an output has beside the panels: scales, and compensations of int8."""
+        """Count the words per output outside the panels: scales, and compensations of int8."""
         return 2 if self == INT8 else int(self.codes)
 
     def planned_bytes(self, n: int, k: int) -> int:
-        """Count the bytes of n outputs of k inputs, n in half panels, and of what they have of their own.
+        """Count the bytes of n outputs of k inputs in half panels, with their scales and compensations.
 
-        For plans, without the library: `PackedForm::half_bytes` of csrc/weights.h.
+        For memory plans, without the library; same as `PackedForm::half_bytes` in csrc/weights.h.
         """
         if not self.span:
             half = GATE_HALF * k * (1 if self == INT8 else 2)
@@ -122,9 +122,9 @@ class PackedForm:
 BF16, INT8 = PackedForm(Weights.BF16), PackedForm(Weights.INT8)
 
 _LINE = 64
-"""Bytes of a line of packed codes or FP8."""
+"""Bytes per line of packed codes or FP8."""
 _SCALE_BYTES = {Scale.BF16: 32, Scale.F16: 32, Scale.F32: 64, Scale.E8M0: 16, Scale.SHARED: 4}
-"""Bytes of a group's scales in half a panel."""
+"""Bytes of one group's scales in half a panel."""
 _SCALES = {"BF16": Scale.BF16, "F16": Scale.F16, "F32": Scale.F32, "F8_E8M0": Scale.E8M0}
 _WEIGHTS = {Table.INT4: Weights.INT4, Table.E2M1: Weights.E2M1}
 _LEAST_GROUP = {Table.INT4: 32, Table.E2M1: 16}
@@ -133,7 +133,7 @@ _LEAST_GROUP = {Table.INT4: 32, Table.E2M1: 16}
 def packed_form(stored: CodesForm | Fp8Form, n: int, k: int) -> PackedForm:
     """Return the form in which a stored matrix [n, k] is packed. Raises ValueError for forms without a kernel.
 
-    Matrices of one form can lie in one packed matrix. Scales of more than SCALED inputs are repeated.
+    Matrices of equal form can share a packed matrix. Scales of more than SCALED inputs are repeated.
     """
     if isinstance(stored, Fp8Form):
         _require_fp8(stored, k)
@@ -143,7 +143,7 @@ def packed_form(stored: CodesForm | Fp8Form, n: int, k: int) -> PackedForm:
 
 
 def planned_form(stored: CodesForm | Fp8Form, n: int, k: int) -> PackedForm:
-    """Return what `packed_form` does, and something like it for forms without a kernel."""
+    """Return the same as `packed_form`, or a similar form for forms without a kernel."""
     if isinstance(stored, Fp8Form):
         rows, columns = stored.block
         return PackedForm(Weights.FP8, Scale.F32 if rows % GATE_HALF and rows < n else Scale.SHARED, min(columns, k))
@@ -177,8 +177,8 @@ def _require_fp8(stored: Fp8Form, k: int) -> None:
 class Matrix:
     """Packed weights of matrices [n, k], one after the other: `form.words` 32-bit words; see csrc/weights.h.
 
-    Int8 weights have `scales` and `compensation`, [panels of all * 32], and codes `scales`. Of some experts only,
-    `places` [experts] has the place of each one's matrix, or -1.
+    Int8 weights have `scales` and `compensation`, each [panels of all * 32]; codes have `scales`. If only some experts
+    have matrices here, `places` [experts] has the index of each expert's matrix, or -1.
     """
 
     words: PairArray
@@ -192,11 +192,11 @@ class Matrix:
 
     @property
     def int8(self) -> bool:
-        """Return True if the weights are int8."""
+        """Return whether the weights are int8."""
         return self.form.weights is Weights.INT8
 
     def fill_scales(self, values: Float32Array, offset: int, half: int | None) -> None:
-        """Write the scales of outputs `offset` on, or of those in half 0 or 1 of each panel."""
+        """Write the scales of outputs from `offset` on; with `half`, of the outputs in half 0 or 1 of each panel."""
         if self.scales is None:
             raise ValueError("a matrix of codes needs scales of its outputs")
         if half is None:
@@ -227,7 +227,7 @@ class Int8Strips:
 class GroupStrips:
     """Int8 activations with a scale per SCALED inputs, for codes: strips of quads, scales and sums.
 
-    `words` are uint32 [rows * `row_words`]. `span` and `offset` are those of the weights' form.
+    `words` are uint32 [rows * `row_words`]. `span` and `offset` come from the weights' form.
     """
 
     words: PairArray
@@ -242,7 +242,7 @@ class GroupStrips:
 
 @dataclass(frozen=True, slots=True)
 class StripColumns:
-    """Columns of bfloat16 strips [rows, width], from `first` on; operations write theirs beside others."""
+    """Columns of bfloat16 strips [rows, width] from `first` on, into which one of several operations writes."""
 
     words: PairArray
     width: int
@@ -250,18 +250,18 @@ class StripColumns:
 
     @property
     def rows(self) -> int:
-        """Return the most rows."""
+        """Return the number of rows that fit."""
         return 2 * self.words.size // self.width
 
     def fields(self, n: int) -> dict[str, Any]:
-        """Return the fields of an operation that writes n of the columns. Raises ValueError if there are fewer."""
+        """Return the fields of an operation that writes n columns. Raises ValueError if there are fewer."""
         if not 0 <= self.first <= self.width - n or (self.first | self.width) % 2:
             raise ValueError(f"{n} columns from {self.first} on are not within strips of {self.width}")
         return {"out": self.words, "stride": self.width // 2, "first": self.first}
 
 
 def strip_columns(out: PairArray | StripColumns, n: int) -> dict[str, Any]:
-    """Return the fields of an operation that writes n columns, all of them in plain strips."""
+    """Return the fields of an operation that writes n columns; plain strips have exactly n."""
     return (out if isinstance(out, StripColumns) else StripColumns(out, n)).fields(n)
 
 
@@ -284,16 +284,16 @@ def row_words(x: Strips, k: int) -> int:
 
 
 def multiplies(form: PackedForm, x: Strips) -> bool:
-    """Return True if there is a GEMM of such weights and activations."""
+    """Return whether there is a GEMM for these weights and activations."""
     if isinstance(x, GroupStrips):
         return form.codes and (form.span, form.offset) == (x.span, x.offset)
     return (form.weights is Weights.INT8) == isinstance(x, Int8Strips)
 
 
 def strips_for(form: PackedForm, pairs: PairArray, int8: Int8Strips, exact: bool = False) -> Strips:
-    """Return the activations that weights of `form` multiply, in one of these two memories.
+    """Return activations that weights of `form` can multiply, in the memory of `pairs` or of `int8`.
 
-    With `exact`, codes multiply bfloat16 activations too.
+    With `exact`, codes also multiply bfloat16 activations.
     """
     if form.codes and not exact:
         return GroupStrips(int8.words, form.span, form.offset)
@@ -301,5 +301,5 @@ def strips_for(form: PackedForm, pairs: PairArray, int8: Int8Strips, exact: bool
 
 
 def most_int8_words(k: int) -> int:
-    """Count the words that int8 strips of any form need for a row of k inputs."""
+    """Count the words of a row of k inputs in the largest form of int8 strips."""
     return GroupStrips.row_words(k, min(_LEAST_GROUP.values()))

@@ -1,4 +1,4 @@
-"""How ranks wait for each other: barriers, and links that carry what a step needs of another host's memory."""
+"""Barriers of ranks, and links that carry the data of a step between the memories of two hosts."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from pypto_serving.types.arrays import Array, PairArray, UInt8Array
 
 
 class RanksGone(PyptoError):
-    """A step was given up, because a barrier was closed."""
+    """A step was given up because a barrier was closed."""
 
     def __init__(self) -> None:
         super().__init__("a rank that this one waits for is gone")
 
 
 class RankBarrier(LibraryObject):
-    """Owns one rank's end of a barrier. `counts` is memory that all ranks share, zero at first, with a count for each.
+    """Owns one rank's end of a barrier. `counts` is memory shared by all ranks, with one count per rank, 0 at first.
 
-    To wait for the n-th time is to advance the count `own`, if any, and to wait until all counts, or those `awaited`,
-    are n.
+    The n-th wait increments the count `own`, if any, and waits until all counts, or the counts `awaited`, are n.
     """
 
     drop = "drop_barrier"
@@ -50,16 +49,16 @@ class RankBarrier(LibraryObject):
         return len(counts) // RankBarrier.num_bytes(1)
 
     def wait(self) -> bool:
-        """Wait until every rank has come as often as this one; return False if the barrier is closed."""
+        """Wait until every rank has called this as often as this rank; return False if the barrier is closed."""
         return bool(self._lib.wait_barrier(self.handle))
 
     def close(self) -> None:
-        """Let all ranks that wait, now and later, return."""
+        """Make all present and future waits return."""
         self._lib.close_counts(self._counts, self._ranks)
 
 
 class Extent(enum.Enum):
-    """How many rows of an array a step has: one for each token, row of logits, or row; or one more than rows."""
+    """Number of rows of an array in a step: one per token, per row of logits or per row; or one more than rows."""
 
     TOKENS = enum.auto()
     LOGITS = enum.auto()
@@ -68,9 +67,9 @@ class Extent(enum.Enum):
 
 
 class Mirrored:
-    """An array of 32-bit words that both hosts have. It has `most` rows; a step has as many of them as `extent` says.
+    """An array of 32-bit words that both hosts have. It has `most` rows; `extent` says how many of them a step uses.
 
-    With `known`, this host remembers what the other one has, and sends only words that differ.
+    With `known`, this host remembers the other host's content, and sends only words that differ.
     """
 
     def __init__(self, array: Array, extent: Extent, most: int, known: bool = True) -> None:
@@ -80,7 +79,7 @@ class Mirrored:
 
 
 class Mirrors:
-    """Arrays that a link carries at once."""
+    """Arrays that a link transfers together."""
 
     def __init__(self, arrays: Sequence[Mirrored]) -> None:
         self._kept = tuple(arrays)
@@ -91,7 +90,7 @@ class Mirrors:
 
 
 class Link(LibraryObject):
-    """Owns one end of a connection, whose file descriptor it takes over. It fails if no byte moves for `patience_s`."""
+    """Owns one end of a connection and its file descriptor. Fails if no byte is transferred for `patience_s`."""
 
     drop = "unlink"
 
@@ -105,10 +104,10 @@ class Link(LibraryObject):
 
 
 class ReceiveThread(LibraryObject):
-    """Owns a thread that writes what arrives on a link to the arrays `mirrors`: equally many for each of `slots` steps.
+    """Owns a thread that receives data of a link into the arrays `mirrors`, the same number for each of `slots` steps.
 
-    It then advances all `counts` of a barrier. With `publishes`, `counts` is the memory of a board instead, on which
-    it publishes the step. When nothing more can arrive, it closes the counts.
+    After each step, it increments all `counts` of a barrier. With `publishes`, `counts` is the memory of a StepBoard,
+    on which it publishes the step. When the link has ended, it closes the counts.
     """
 
     drop = "end_receive_thread"
@@ -125,7 +124,7 @@ class ReceiveThread(LibraryObject):
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """A rank's ends of the connections that `Topology.connections` names; None for those that it has no end of."""
+    """A rank's ends of the connections in `Topology.connections`; None for connections of other ranks."""
 
     steps: Link | None = None
     exchange: Link | None = None

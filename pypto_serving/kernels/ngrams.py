@@ -1,4 +1,4 @@
-"""NgramDrafter: propose what followed the last tokens of a row before, in prompt or output (csrc/ngrams.h)."""
+"""NgramDrafter: propose the tokens that followed an earlier occurrence of a row's last tokens (csrc/ngrams.h)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pypto_serving.types.arrays import Float32Array, Int32Array
 
 
 class NgramDrafter(LibraryObject):
-    """Owns an index of the tokens of R rows, updated when a row is asked for. Implements Drafter for any model.
+    """Owns an index of the tokens of R rows, updated by `propose`. Implements Drafter for any model.
 
-    The longest match wins; among equals the newest. The odds come from all proposals, also from those that were not
-    verified, so a row that begins or ends to repeat is noticed at no cost.
+    The longest match wins; among equally long ones, the newest. The odds are computed from all proposals, including
+    unverified ones, so a row that starts or stops repeating itself is noticed at no cost.
     """
 
     drop = "drop_ngrams"
 
     def __init__(self, rows: int, shortest: int, longest: int) -> None:
-        """Match at least the `shortest` number of last tokens; beyond `longest` no match is better than another.
+        """Match at least the last `shortest` tokens; matches longer than `longest` count as equally good.
 
-        Raises ConfigError where the package was built without its kernels.
+        Raises ConfigError if the package was built without its kernels.
         """
         if library() is None:
             raise ConfigError("the package was built without the CPU kernels, which look n-grams up")
@@ -37,7 +37,7 @@ class NgramDrafter(LibraryObject):
     ) -> tuple[Int32Array, Float32Array]:
         """Write at most `most` [n] drafts after the `known` [n] tokens of `rows` [n], in `tokens` [R, width].
 
-        Return how many each row got, and how probable it is that such a draft is right if those before it are.
+        Return, per row, the number of drafts, and the probability that a draft is right if all drafts before it are.
         """
         counts, odds = np.zeros(len(rows), np.int32), np.zeros(len(rows), np.float32)
         wanted = np.ascontiguousarray(rows), np.ascontiguousarray(known), np.ascontiguousarray(most)

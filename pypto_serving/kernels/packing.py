@@ -1,4 +1,4 @@
-"""Pack quantized weights on an engine's threads, from the layouts of checkpoints; round weights to int4."""
+"""Pack quantized weights from the layouts of checkpoints, on an engine's threads; round weights to int4."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pypto_serving.types.weights import Layout, StoredCodes, StoredFp8, StoredQu
 from pypto_serving.util import ceil_div
 
 MOST_ZERO = 16
-"""Largest zero point that kernels take. Files have none above 15."""
+"""Largest zero point that kernels support. Files have none above 15."""
 
 MOST_INPUTS = 128
-"""Most inputs of a group that are rounded to int4 together."""
+"""Largest group of inputs that are rounded to int4 together."""
 
 _NAN_E8M0, _NAN_E4M3, _BF16_EXPONENT = 0xFF, 0x7F, 0x7F80
 _SCALE_DTYPES = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32, "F8_E8M0": np.uint8}
@@ -34,10 +34,10 @@ def pack_quantized(
     half: int | None = None,
     outputs: range | None = None,
 ) -> None:
-    """Pack a stored matrix of n rows into outputs `offset` on of `room`, or into half 0 (gate) or 1 (up) of each panel.
+    """Pack a stored matrix of n rows into outputs from `offset` on of `room`, or into half 0 or 1 of each panel.
 
-    Only `outputs` of it are packed, by default all. Raises ValueError where it is of another form than `room`, does not
-    fit, or holds what its form may not, such as not-a-number.
+    Only `outputs` of it are packed, by default all. Raises ValueError if it has another form than `room`, does not fit,
+    or contains values that its form forbids, such as NaN.
     """
     k, mine = room.k, range(n) if outputs is None else outputs
     if packed_form(stored.form, n, k) != room.form:
@@ -81,7 +81,7 @@ def _rows(outputs: range) -> slice:
 def pack_rounded(engine: Engine, room: Matrix, source: Array, stored: ElementType, n: int) -> None:
     """Pack a stored matrix of n rows of floats as int8, rounded to nearest, symmetric, with a scale per output.
 
-    Raises ValueError where `room` is not int8, or too small, or `source` too short.
+    Raises ValueError if `room` is not int8 or too small, or if `source` is too short.
     """
     k, outputs = room.k, Matrix.outputs(n)
     if room.scales is None or room.compensation is None or not room.int8 or stored is ElementType.I8 or n < 1:
@@ -95,7 +95,7 @@ def pack_rounded(engine: Engine, room: Matrix, source: Array, stored: ElementTyp
 
 
 def _source(source: Array, layout: Layout, n: int, k: int, outputs: range) -> Array:
-    """Return the stored bytes of `outputs`; along outputs, those of the first row, after which others follow."""
+    """Return the stored bytes of `outputs`; in layouts along outputs, only their part of the first row."""
     size = n * k if layout is Layout.BYTES else n * k // 2
     if source.nbytes != size:
         raise ValueError(f"{source.nbytes} bytes are no [{n}, {k}] of {size}")
@@ -108,7 +108,7 @@ def _source(source: Array, layout: Layout, n: int, k: int, outputs: range) -> Ar
 
 
 def are_finite(values: NDArray[Any], dtype: str) -> bool:
-    """Return True if all stored numbers of `dtype` are finite, from their bits."""
+    """Return whether all stored numbers of `dtype` are finite, judging by their bits."""
     match dtype:
         case "BF16":
             return bool(((values & _BF16_EXPONENT) != _BF16_EXPONENT).all())
@@ -143,7 +143,7 @@ def _zeros(stored: StoredCodes, n: int, k: int) -> UInt8Array | None:
 
 
 def _fp8_scales(stored: StoredFp8, n: int, k: int, outputs: range) -> Float32Array:
-    """Return scales of each of `outputs` [outputs, groups]."""
+    """Return the scales of `outputs`, [outputs, groups]."""
     (rows, columns), scales = stored.form.block, stored.scales
     wanted = (ceil_div(n, rows), ceil_div(k, columns))
     if scales.shape != wanted or scales.dtype != np.float32:

@@ -44,13 +44,13 @@ from pypto_serving.kernels.operands import (
 from pypto_serving.types.arrays import Array, BFloat16Array, Float32Array, Int32Array, PairArray, UInt8Array
 
 StepArrays = tuple[Array, Array, Array, Array, Array, Sequence[Array], Sequence[Array]]
-"""The arrays of a step, in the order that `Recording.replay` takes them."""
+"""The arrays of a step, in the order of `Recording.replay`'s parameters."""
 
 
 class Recording:
-    """A step: operations in the order they were recorded, replayed by one native call.
+    """A step: operations in the order of recording, replayed by one native call.
 
-    Each method records one operation of csrc/ops.h. Its docstring says what replaying the operation does.
+    Each method records one operation of csrc/ops.h. Its docstring describes the effect of replaying the operation.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -61,9 +61,9 @@ class Recording:
         self.names: list[str] = []
 
     def _add(self, name: str, **fields: Any) -> Handle:
-        """Record the operation `name` of csrc/ops.h on these fields, and keep their arrays alive.
+        """Record the operation `name` of csrc/ops.h with these fields, and keep their arrays alive.
 
-        Raises TypeError or ValueError for fields of other types.
+        Raises TypeError or ValueError for fields of wrong types.
         """
         handle = self._lib.functions[name](self._handle, **fields)
         self._keep(fields)
@@ -77,9 +77,9 @@ class Recording:
     def embed(self, table: BFloat16Array | Matrix, x: Float32Array, first: int = 0) -> None:
         """Look up token embeddings: x [tokens, width] = rows of `table` [count, width].
 
-        The table is of tokens from `first` on; rows of others are not written. x may be [tokens, copies, width]; each
-        row is then written `copies` times. A packed table, such as a tied output layer, is of bfloat16 or int8; others
-        raise ValueError.
+        The table has the tokens from `first` on; rows of other tokens are not written. x may be [tokens, copies,
+        width]; each row is then written `copies` times. A packed table, such as a tied output layer, must be bfloat16
+        or int8, else ValueError is raised.
         """
         sources: dict[str, Any] = {"table": table, "packed": None, "scales": None}
         if isinstance(table, Matrix):
@@ -102,9 +102,9 @@ class Recording:
         self._add("rms_norm", x=start, weight=weight, **sizes, **activations(out), **strip_words(out, "out", "scales"))
 
     def quantize(self, x: PairArray, k: int, out: Int8Strips | GroupStrips, routing: Routing | None = None) -> None:
-        """Quantize bfloat16 strips [tokens, k] to int8, symmetric: the largest magnitude that shares a scale is 127.
+        """Quantize bfloat16 strips [tokens, k] to int8, symmetrically: the largest magnitude under each scale is 127.
 
-        A row or SCALED inputs of it share a scale. With `routing`, the rows are expert inputs.
+        There is one scale per row, or per SCALED inputs. With `routing`, the rows are expert inputs.
         """
         of = None if routing is None else routing.handle
         self._add("quantize", routing=of, x=x, k=k, **activations(out), **strip_words(out, "out", "scales"))
@@ -138,8 +138,8 @@ class Recording:
     ) -> None:
         """GEMM with SwiGLU (arXiv:2002.05202): silu(x G^T) * (x U^T) into strips.
 
-        `matrix` is packed from the halves gate G and up U. With `gates`, x G^T [tokens, n], it is U alone.
-        x G^T is clamped to at most `limit`, x U^T to [-limit, limit]. `routing` is that of `linear`.
+        `matrix` is packed from the halves gate G and up U. With `gates`, x G^T [tokens, n], it is only U.
+        x G^T is clamped to at most `limit`, x U^T to [-limit, limit]. `routing` as in `linear`.
         """
         epilogue = Epilogue.SWIGLU if gates is None else Epilogue.STRIPS
         self._linear(x, matrix, epilogue, out, routing=routing, limit=limit, gates=gates)
@@ -147,7 +147,7 @@ class Recording:
     def linear_groups(self, x: PairArray, matrix: Matrix, group: int, out: PairArray | StripColumns) -> None:
         """Grouped GEMM: x_g W_g^T for each `group` of columns of `out`, into strips.
 
-        The groups' strips x_g lie one after the other. Raises ValueError where a group is not whole panels.
+        The groups' strips x_g lie one after the other. Raises ValueError if a group is not whole panels.
         """
         if group % PANEL or (isinstance(out, StripColumns) and out.first % PANEL):
             raise ValueError(f"groups of {group} outputs are not whole panels")
@@ -184,8 +184,8 @@ class Recording:
     ) -> None:
         """QK-norm and RoPE of x [tokens, heads + 2 kv_heads, dim]; write the KV cache.
 
-        `queries` [tokens, heads, dim] receives the queries. `weights` [heads + kv_heads, dim] are the norm weights;
-        those of queries include the softmax scale, log2(e) / sqrt(dim). `cos` and `sin` are [positions, dim / 2].
+        `queries` [tokens, heads, dim] receives the queries. `weights` [heads + kv_heads, dim] are the norm weights,
+        for queries times the softmax scale, log2(e) / sqrt(dim). `cos` and `sin` are [positions, dim / 2].
         """
         inputs = {"x": x, "weights": weights, "cos": cos, "sin": sin, "eps": eps}
         self._add("qk_norm_rope", **inputs, heads=queries.shape[1], queries=queries, **cache.fields())
@@ -208,9 +208,9 @@ class Recording:
         """Route each token to its top `per_token` experts by router logits [tokens, experts].
 
         Expert weights are multiplied by `scale`. With Scoring.SQRT_SOFTPLUS, `bias` [experts] is added to the scores
-        for the selection only. `tid2eid` [vocab, per_token] selects by token id instead (hash routing). Operations on
-        experts have the matrices of the experts in `computed`, by default all, and skip the others. Raises ValueError
-        for more experts per token than there are.
+        only for the selection. `tid2eid` [vocab, per_token] selects by token id instead (hash routing). Operations on
+        experts have matrices only for the experts `computed`, by default all, and skip the others. Raises ValueError
+        if `per_token` exceeds the number of experts.
         """
         experts = logits.shape[1]
         routing = routing_fields(logits, per_token, scoring, range(experts) if computed is None else computed)
@@ -239,7 +239,7 @@ class Recording:
     ) -> None:
         """Unweighted RMSNorm and float32 GEMM: out [rows, outputs] = x / rms(x) W^T.
 
-        x is [tokens, ...], W [outputs, width] with a multiple of 4 outputs. `out` may be columns of an array. Serves
+        x is [tokens, ...], W [outputs, width] with a multiple of 4 outputs. `out` may be columns of an array. Used for
         hyper-connections and routers.
         """
         (outputs, width), (start, stride) = weight.shape, first_row(out)
@@ -260,8 +260,8 @@ class Recording:
         """Compute the block input: out [tokens, width] = sum over streams of pre * x [tokens, streams, width].
 
         The coefficients pre, post and comb come from mixes [rows, outputs] * scale + base, both [outputs]; comb is
-        normalised by `iterations` of Sinkhorn. `post_comb` [tokens, 20] receives post (4) and comb (4 x 4). Without it
-        there is only pre, for the rows that need logits.
+        normalized by `iterations` of Sinkhorn. `post_comb` [tokens, 20] receives post (4) and comb (4 x 4). Without it,
+        only pre is computed, for the rows that need logits.
         """
         rows = StepRows.LOGITS if post_comb is None else StepRows.TOKENS
         inputs = {"x": x, "mixes": mixes, "scale": scale, "base": base}
@@ -282,7 +282,7 @@ class Recording:
     ) -> PagedRows:
         """Describe paged rows: from `offset` on in each block of `arena` [blocks, bytes], one row per `ratio` tokens.
 
-        A block holds `size` tokens. Raises ValueError where the rows do not fit.
+        A block holds `size` tokens. Raises ValueError if the rows do not fit.
         """
         if not 0 <= offset <= arena.shape[1] - size // ratio * row_bytes:
             raise ValueError(f"{size // ratio} rows from byte {offset} on are not within blocks of {arena.shape[1]}")
@@ -296,8 +296,8 @@ class Recording:
     ) -> None:
         """RMSNorm and RoPE of x [tokens, heads * dim] at each token's position, rounded to bfloat16.
 
-        `out` is query panels, uint32 [tokens, panels, dim / 2, 32], where heads are written from `first` on. With one
-        head it may be pages: the result then goes to the token's slot. Raises ValueError for heads beyond the panels.
+        `out`: query panels, uint32 [tokens, panels, dim / 2, 32], which receive heads from `first` on; or, with one
+        head, pages, where the result goes to the token's slot. Raises ValueError for heads beyond the panels.
         """
         places: dict[str, Any] = (
             {"out": None, "pages": out.handle} if isinstance(out, PagedRows) else {"out": out, "pages": None}
@@ -314,7 +314,7 @@ class Recording:
         self._add("store_rows", x=x, width=math.prod(x.shape[1:]), pages=pages.handle)
 
     def previous_rows(self, pages: PagedRows, x: Float32Array) -> None:
-        """Copy to x [tokens, ...] the row at the position before each token's; zeros at position 0."""
+        """Copy the row at the position before each token's to x [tokens, ...]; zeros for position 0."""
         self._add("previous_rows", x=x, width=math.prod(x.shape[1:]), pages=pages.handle)
 
     def compressor_state(self, kv: Float32Array, gates: Float32Array, ape: Float32Array, state: PagedRows) -> None:
@@ -348,8 +348,8 @@ class Recording:
         """Write the top-k entries of each token that sees more than k to indices [tokens, k], ascending.
 
         The score is the sum over heads of weight * scale * relu(query . key). `queries` are in panels; `weights` are
-        [tokens, heads]. `scores` [INDEXER_TOKENS, most entries that a token sees] is scratch. Only `part` of `parts` of
-        the tokens is computed. Raises ValueError where there is no such part.
+        [tokens, heads]. `scores` [INDEXER_TOKENS, most entries that a token sees] is scratch memory. Only part `part`
+        of `parts` of the tokens is computed. Raises ValueError if there is no such part.
         """
         if not 0 <= part < parts:
             raise ValueError(f"part {part} of {parts}")
@@ -372,8 +372,8 @@ class Recording:
     ) -> None:
         """MLA over the sliding window of `kv` and over `compressed_kv`, whose entries are K and V of all heads.
 
-        `queries` are in panels. With `indices`, compressed entries are the indexer's top-k. The attention sinks
-        [panels * 32] are in base 2. The output is rotated back by the query position (inverse RoPE) and written to
+        `queries` are in panels. With `indices`, only the indexer's top-k compressed entries are used. The attention
+        sinks [panels * 32] are in base 2. The output is rotated back by the query position (inverse RoPE), written to
         strips [tokens, group * dim] of each group of heads, one group after the other.
         """
         topk = 0 if indices is None else indices.shape[1]
@@ -385,13 +385,13 @@ class Recording:
         self._add("mla_attention", **inputs, **heads, **counts, **pages, out=out)
 
     def wait(self, barrier: RankBarrier) -> None:
-        """Wait until every rank has come here, and see all that they have written."""
+        """Wait until every rank has reached this operation; then all of their writes are visible."""
         self._lib.record_barrier(self._handle, barrier.handle)
         self._kept.append(barrier)
         self.names.append("barrier")
 
     def exchange(self, link: Link, sent: Mirrors, received: Mirrors, counts: UInt8Array) -> None:
-        """Exchange arrays with the other host: send what this one wrote of `sent`, receive its part of `received`.
+        """Exchange arrays with the other host: send this host's part of `sent`, receive the other's of `received`.
 
         If that fails, close the barrier with these `counts`.
         """
@@ -409,9 +409,9 @@ class Recording:
     def pass_rows(
         self, source: Float32Array, out: Float32Array, part: int, parts: int, rows: StepRows = StepRows.TOKENS
     ) -> None:
-        """Copy part `part` of `parts` of the columns of all rows to the same place of `out`.
+        """Copy part `part` of `parts` of the columns of all rows to the same columns of `out`.
 
-        One side may have a further dimension in front, the steps in flight: the step's slot is then its index.
+        One side may have a further first dimension, the steps in flight, indexed by the step's slot.
         """
         sides = {"from": source, "to": out}
         slots = {
@@ -425,11 +425,11 @@ class Recording:
     def share_of_rows(
         self, rank: int, ranks: int, token_cost: int, x: Float32Array, mine: Float32Array
     ) -> Iterator[None]:
-        """Restrict the operations that are recorded inside to the share of rows that `rank` of `ranks` computes.
+        """Restrict operations recorded in the block to the share of rows that `rank` of `ranks` computes.
 
-        Its share of x [tokens, ...] is copied to `mine`, from token 0 on, and back at the end. All shares have about
-        the same work: a token costs `token_cost`, and 1 for each token of its context. Attention of all layers works on
-        the same share.
+        The share of x [tokens, ...] is copied to `mine`, from token 0 on, and back at the end. All shares have about
+        the same work: a token costs `token_cost`, plus 1 per token of its context. Attention in all layers uses the
+        same shares.
         """
         width = math.prod(x.shape[1:])
         self._lib.begin_share(self._handle, rank, ranks, token_cost)
@@ -452,8 +452,8 @@ class Recording:
     ) -> None:
         """Compute one step. The arrays are those of StepInputs: int32, contiguous except between the tables' rows.
 
-        `slot` is its place among the steps in flight. The time of each operation is added to `seconds` [operations].
-        Raises ValueError where these have another length, RanksGone if a barrier was closed.
+        `slot` is its index among the steps in flight. The time of each operation is added to `seconds` [operations].
+        Raises ValueError if `seconds` has another length, RanksGone if a barrier was closed.
         """
         if seconds is not None and len(seconds) != len(self.names):
             raise ValueError(f"seconds must be {len(self.names)} numbers, not {len(seconds)}")
@@ -469,10 +469,10 @@ class Recording:
     def replay_published(
         self, board: UInt8Array, buffers: Sequence[StepArrays], drafting: Recording | None = None
     ) -> None:
-        """Replay every step that is published on a StepBoard of this memory, until a barrier or the board is closed.
+        """Replay each step published on a StepBoard in the memory `board`, until a barrier or the board is closed.
 
-        A step takes the first elements of the arrays in one of `buffers`. If there is a `drafting`, it is replayed for
-        steps in the last buffer.
+        A step takes the first elements of the arrays in one of `buffers`. Steps in the last buffer replay `drafting`
+        instead, if given.
         """
         groups = [self._tables(slots, tables) for *_, slots, tables in buffers]
         fields = [(*arrays[:5], tables) for arrays, tables in zip(buffers, groups, strict=True)]

@@ -1,4 +1,4 @@
-"""Sample on an engine's threads, without sorting the vocabulary: csrc/sampling.h."""
+"""Sample on an engine's threads, without sorting the vocabulary; see csrc/sampling.h."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pypto_serving.types.sampler import DRAW, LogitAdjustments, Logprobs
 
 
 class NativeSampler:
-    """Implements Sampler with the kernels of `engine`. Logits are read in place; their rows may lie apart."""
+    """Implements Sampler with the kernels of `engine`. Logits are read in place; their rows need not be contiguous."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._lib = engine, engine._lib
@@ -57,7 +57,7 @@ class NativeSampler:
 
 
 def _fields(given: LogitAdjustments, rows: int, vocab: int) -> dict[str, Any]:
-    """Return the fields of AdjustedSample beside those of Sample."""
+    """Return the fields of AdjustedSample that Sample does not have."""
     table, mask_words = given.table, given.masks.shape[1]
     for name, array in (("rows", given.rows), ("positions", given.positions), ("mask_rows", given.mask_rows)):
         if array.shape != (rows,):
@@ -82,7 +82,7 @@ def _fields(given: LogitAdjustments, rows: int, vocab: int) -> dict[str, Any]:
 
 
 def _stride(logits: Float32Array) -> int:
-    """Return the floats from one row to the next."""
+    """Return the distance between rows, in floats."""
     if logits.dtype != np.float32 or logits.ndim != 2 or logits.shape[1] == 0 or logits.strides[1] != 4:
         raise ValueError(f"logits must be float32 [rows, vocab] in order of id, not {logits.dtype} {logits.shape}")
     return logits.strides[0] // 4
