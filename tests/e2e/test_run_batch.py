@@ -112,8 +112,8 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     bad.write_text('{"custom_id": "a"}\n')
     for source, target, words in (
         (tmp_path / "none", tmp_path / "out", "none cannot be read"),
-        (bad, tmp_path / "out", "line 1: this is no request"),
-        (good, good, "has lines that are no answers"),
+        (bad, tmp_path / "out", "line 1: this is not a request"),
+        (good, good, "has lines that are not answers"),
         (good, tmp_path / "no" / "out", "cannot be written"),
     ):
         code, said = finish(source, target)

@@ -30,7 +30,7 @@ def resolved(host: HostFacts = WITH_KERNELS, model: dict[str, Any] | None = None
 def test_an_address_that_cannot_be() -> None:
     for host in ("256.0.0.1", "192.0.2.1"):
         options = make_options({}, {"host": host}, "serve.yaml")
-        with pytest.raises(ConfigError, match=rf"^host in serve.yaml {host} is no address of this machine"):
+        with pytest.raises(ConfigError, match=rf"^host in serve.yaml {host} is not an address of this machine"):
             check_address(options, resolved(host=host).server)
 
 
