@@ -31,8 +31,8 @@ Block = Mapping[str, Any]
 def read_history(system: Any, messages: Sequence[Any], left_out: LeftOut) -> list[dict[str, Any]]:
     """Return the messages for an encoder, the system message first.
 
-    Blocks of text are joined by line breaks. Results of tools become messages of their own. Messages of one role that
-    follow each other become one. Images are refused in what a person has just written; elsewhere a text takes their
+    Blocks of text are joined by line breaks. Results of tools become messages of their own. Consecutive messages of
+    one role become one. Images are refused in what a person has just written; elsewhere a text takes their
     place. What hosted tools left behind is dropped.
     """
     history = _MessageHistory(left_out, newest_words([_speaker(message) for message in messages]))

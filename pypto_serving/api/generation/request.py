@@ -31,7 +31,7 @@ from pypto_serving.types.sampling import SamplingParams, check_named_ids
 from pypto_serving.util import brief
 
 MAY_LACK_CONTENT = frozenset({"assistant", "tool", "function"})
-"""Roles whose messages may have none."""
+"""Roles whose messages may omit `content`."""
 _PARTS = {"text": "text", "refusal": "refusal"}
 MAX_TIMEOUT_S = 86_400
 MAX_CHOICES = 512

@@ -348,7 +348,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._end(answer)
 
     def _end(self, answer: ApiError) -> None:
-        """Write an answer past the application, and close the connection."""
+        """Write an answer without the application, and close the connection."""
         body = answer.payload()
         retry = "".join(f"{name}: {value}\r\n" for name, value in answer.all_headers().items())
         head = (

@@ -16,7 +16,7 @@ RETRY_UNAVAILABLE_S = 5
 MAX_DROPPED_BODIES = 4
 """Receive and drop up to this multiple of the body limit, since clients read no answer while they send."""
 MAX_CHARS, MAX_PARAM_CHARS = 2000, 200
-"""Longest message, and longest name of a field in it; a client may have sent any."""
+"""Cut messages, and names of fields in them, to these lengths: clients may have sent parts of them."""
 _HEADERS = {401: (("www-authenticate", "Bearer"),)}
 """Of answers by status."""
 _PASSING = (408, 409, 429)

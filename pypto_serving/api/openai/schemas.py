@@ -115,7 +115,7 @@ _ACCEPTED_EVERYWHERE = frozenset(
         "spaces_between_special_tokens",
     }
 )
-"""`spaces_between_special_tokens`: the tokenizers of the served families put none there."""
+"""Fields without effect; for `spaces_between_special_tokens`, the served tokenizers never put spaces there."""
 _NAMED_EVERYWHERE: dict[str, tuple[Any, ...]] = {"store": (False,)}
 
 
