@@ -1,1 +1,1 @@
-"""All decisions about KV blocks, and no bytes: groups, pools, keys, prefix matches, block tables, tiers."""
+"""All decisions about KV blocks, without their bytes: groups, pools, keys, prefix matches, block tables, tiers."""

@@ -1,4 +1,4 @@
-"""The blocks of one request: BlockTable in one group, SequenceState in all groups."""
+"""The blocks of one request: BlockTable for one group, SequenceState for all groups."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pypto_serving.types.tier import Tier
 
 
 class BlockTable:
-    """The blocks of one request in one group. Changed by the KVCacheManager alone.
+    """The blocks of one request in one group. Changed only by the KVCacheManager.
 
-    - `keys[i]` names block i, `blocks[i]` is its id: the null block before `first`, where it was freed or not needed.
+    - `keys[i]`, `blocks[i]`: key and id of block i. Blocks before `first` were freed or not needed: the null block.
     - `capacity`: the number of tokens that fit.
     - `due`: at this many committed tokens, more than a run of blocks can be freed.
     - `resume_blocks`: the blocks, of any request, that resuming at `SequenceState.resume_point` needs. A window or
-      state holds one reference to each, besides those of the table.
+      state holds one reference to each, in addition to the table's.
     """
 
     __slots__ = ("blocks", "capacity", "due", "first", "group", "keys", "resume_blocks")
@@ -37,25 +37,25 @@ class BlockTable:
         self._set_first(0)
 
     def _set_first(self, first: int) -> None:
-        """Set the first block that is not freed."""
+        """Set the first block that has not been freed."""
         self.first = first
         self.due = self.group.passed_at(first + self.group.run)
 
     def missing(self, num_tokens: int) -> int:
-        """Return how many more blocks the table needs to hold `num_tokens` tokens."""
+        """Count the further blocks that the table needs to hold `num_tokens` tokens."""
         return self.group.missing(self.capacity, num_tokens)
 
     def live(self) -> list[int]:
-        """Return the blocks that are not freed."""
+        """Return the blocks that have not been freed."""
         return self.blocks[self.first :]
 
     def find_needed(self, num_tokens: int) -> list[int | None]:
-        """Return the blocks on the device that resuming at `num_tokens` needs, None for each that is missing."""
+        """Return the device blocks that resuming at `num_tokens` needs, with None for each missing one."""
         find, keys = self.group.pool.find, self.keys
         return [find(keys[i]) for i in self.group.needed(num_tokens)]
 
     def cached(self, num_tokens: int) -> list[int]:
-        """Return the table that a match of `num_tokens` gives a request without blocks, null before needed blocks."""
+        """Return the first table of a request with a match of `num_tokens`; null blocks precede the needed ones."""
         if num_tokens == 0 or self.blocks:
             return []
         found = self.find_needed(num_tokens)
@@ -64,7 +64,7 @@ class BlockTable:
         return [NULL_BLOCK] * self.group.needed(num_tokens).start + [block for block in found if block is not None]
 
     def start(self, cached: list[int]) -> None:
-        """Begin the table with cached blocks."""
+        """Fill the empty table with cached blocks."""
         self._set_first(cached.count(NULL_BLOCK))
         self.group.pool.share(cached[self.first :])
         self.blocks += cached
@@ -78,9 +78,9 @@ class BlockTable:
         return added
 
     def fill(self, num_tokens: int, found: Sequence[int | None]) -> list[tuple[int, bytes]]:
-        """Begin the table with the `found` blocks of `num_tokens` tokens and fresh ones for those missing.
+        """Fill the empty table with the `found` blocks of `num_tokens` tokens, and fresh blocks for missing ones.
 
-        Return each fresh one with the key of the content that it needs.
+        Return each fresh block with the key of the content to load.
         """
         pool, needed = self.group.pool, self.group.needed(num_tokens)
         pool.share(block for block in found if block is not None)
@@ -100,18 +100,18 @@ class BlockTable:
             self._set_first(stop)
 
     def resume_blocks_at(self, position: int) -> list[int]:
-        """Return the blocks on the device, of any request, that resuming at `position` needs."""
+        """Return the device blocks, of any request, that resuming at `position` needs."""
         return [block for block in self.find_needed(position) if block is not None]
 
     def hold_resume_blocks(self, position: int) -> None:
-        """Hold the resume blocks of `position` instead of those held before."""
+        """Hold the resume blocks of `position`, and release the ones held before."""
         blocks = self.resume_blocks_at(position)
         self.group.pool.share(blocks)
         self.group.pool.free(self.resume_blocks)
         self.resume_blocks = blocks
 
     def describe(self, i: int, tokens: array[int], salted: bool, events: EventLog) -> None:
-        """Describe block i to the events, if a tier holds it and nobody has described it."""
+        """Describe block i to the EventLog, if a tier holds it and it has no description yet."""
         keys, size, g = self.keys, self.group.block_size, self.group.index
         if events.lacks(g, keys[i]):
             content = tokens[i * size : (i + 1) * size].tobytes()
@@ -124,17 +124,17 @@ NOTHING: BlockIds = ()
 
 
 class SequenceState:
-    """The blocks of one request in all groups. Changed by the KVCacheManager alone.
+    """The blocks of one request in all groups. Changed only by the KVCacheManager.
 
     - `computed`: the number of tokens that are certainly computed.
-    - `committed`: the number of those that were committed; their blocks depend on known tokens only.
-      Their blocks are published up to the last resume point. Of those not needed to resume here, at most a run is not
-      freed.
+    - `committed`: the number of committed tokens, whose blocks depend only on known tokens.
+      Their blocks are published up to the last resume point. Blocks not needed to resume here are freed, except for at
+      most one run.
     - `capacity`: the number of tokens that fit the tables of all groups.
-    - `due`: the number of computed tokens from which a commit has work to do: a resume point, or blocks to free.
+    - `due`: the number of computed tokens at which a commit has work to do: a resume point, or blocks to free.
     - `resume_point`: the last committed resume point. The tables hold its resume blocks.
     - `filled`: the number of tokens that are loaded, or being loaded, into the tables before the request runs.
-    - `origins`: the tiers from which blocks were loaded for this request at any time.
+    - `origins`: all tiers from which blocks were ever loaded for this request.
     - `asked`: shared tiers were asked for its blocks.
     - `salted`: its blocks are not reported in KV events.
 
@@ -179,16 +179,16 @@ class SequenceState:
             table.clear()
 
     def extend_keys(self, tokens: array[int]) -> None:
-        """Compute the keys that `tokens`, known from position 0 on, allow."""
+        """Compute the keys of all blocks that `tokens`, from position 0 on, determine."""
         with memoryview(tokens) as view, view.cast("B") as data:
             self.chain.extend(data)
 
     # Growth.
 
     def grow(self, num_tokens: int) -> BlockIds | None:
-        """Append fresh blocks until `num_tokens` tokens fit. Return them; if a pool lacks some, append none: None.
+        """Append fresh blocks until `num_tokens` tokens fit, and return them. If a pool has too few, return None.
 
-        First free the blocks of windows and states that are not needed any more: while a sequence decodes, only here.
+        First free blocks of windows and states that are no longer needed; while a sequence decodes, only here.
         """
         committed = self.computed - self.points.lag
         if self.recent and committed > self.committed:
@@ -204,7 +204,7 @@ class SequenceState:
         return added
 
     def start(self, num_tokens: int, matched: int) -> BlockIds | None:
-        """Do what `grow` does for a request without blocks that has `matched` cached tokens. Return its tables."""
+        """Like `grow`, for a request without blocks that has `matched` cached tokens. Return its whole tables."""
         cached = [table.cached(matched) for table in self.tables]
         for table, blocks in zip(self.tables, cached, strict=True):
             pool = table.group.pool
@@ -219,7 +219,7 @@ class SequenceState:
         return self.block_ids()
 
     def free_passed(self, num_tokens: int) -> None:
-        """Note that `num_tokens` are committed, and free the blocks that are not needed to resume there."""
+        """Record that `num_tokens` are committed, and free the blocks that are not needed to resume there."""
         due: float = self.points.last(num_tokens) + self.points.step
         for table in self.recent:
             table.free_passed(num_tokens)

@@ -1,4 +1,4 @@
-"""EventLog: owner of the events that report to routers which blocks each tier caches."""
+"""EventLog: owner of the events that tell routers which blocks each tier caches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Content = tuple[bytes, bytes, bool]
 
 
 class HeldBlock:
-    """A block that `tiers` hold; `content` is None until a request with its tokens describes it."""
+    """A block held by `tiers`; `content` is None until a request with its tokens describes it."""
 
     __slots__ = ("content", "tiers")
 
@@ -21,8 +21,8 @@ class HeldBlock:
 class EventLog:
     """Owns the events since the last `take`, and the content of each block that some tier holds.
 
-    Pools report which keys they hold and forget, the KVCacheManager describes the blocks. A block has no events until
-    it is described; `num_unknown` blocks are not.
+    Pools report the keys that they add and remove; the KVCacheManager describes the blocks. A block has no events
+    before it is described; `num_unknown` blocks have no description yet.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class EventLog:
         self.num_unknown = 0
 
     def held(self, tier: Tier, g: int, key: bytes) -> None:
-        """Note that a tier holds one more block."""
+        """Record that a tier holds another block."""
         block = self._blocks.get((g, key))
         if block is None:
             block = self._blocks[g, key] = HeldBlock()
@@ -42,7 +42,7 @@ class EventLog:
             self._events.append(BlockStored(tier, g, key, *block.content))
 
     def gone(self, tier: Tier, g: int, key: bytes) -> None:
-        """Note that a tier forgot a block."""
+        """Record that a tier no longer holds a block."""
         block = self._blocks[g, key]
         block.tiers.remove(tier)
         if block.content is not None:
@@ -51,7 +51,7 @@ class EventLog:
             self._let_go.append((g, key))
 
     def cleared(self, tier: Tier) -> None:
-        """Note that a tier forgot everything. Blocks it holds again before the next `take` keep their content here."""
+        """Record that a tier forgot all blocks. Blocks that it holds again before the next `take` stay described."""
         for pair, block in self._blocks.items():
             if tier in block.tiers:
                 block.tiers.remove(tier)
@@ -64,12 +64,12 @@ class EventLog:
         return (g, key) in self._blocks
 
     def lacks(self, g: int, key: bytes) -> bool:
-        """Return whether a tier holds this block and nobody has described it."""
+        """Return whether a tier holds this block and it has no description yet."""
         block = self._blocks.get((g, key))
         return block is not None and block.content is None
 
     def describe(self, g: int, key: bytes, content: Content) -> None:
-        """Set the content of a block that `lacks` it, and report it for each tier that holds the block."""
+        """Set the content of a block that `lacks` it, and add an event for each tier that holds the block."""
         block = self._blocks[g, key]
         block.content = content
         self.num_unknown -= 1

@@ -21,9 +21,9 @@ from pypto_serving.util import ceil_div
 
 
 class ResumePoints:
-    """Multiples of `step`: a block ends there in every group, so a sequence can be resumed there. Never changes.
+    """Multiples of `step`. In every group a block ends there, so a sequence can be resumed there. Immutable.
 
-    Every `interval` tokens lies a checkpoint that all sequences share: CHECKPOINT_TOKENS, rounded up to a resume point.
+    All sequences have a checkpoint every `interval` tokens: CHECKPOINT_TOKENS, rounded up to a resume point.
     A computed token can be committed, and its blocks published, once `lag` more tokens are known.
     """
 
@@ -39,7 +39,7 @@ class ResumePoints:
     def checkpoints(self, start: int, end: int, prompt_len: int) -> Iterator[int]:
         """Yield the checkpoints in (start, end]: multiples of `interval`, and the last point of the prompt.
 
-        The latter also at `start`: another request may have computed the whole prompt without keeping its end.
+        Yield the latter even at `start`: another request may have computed the whole prompt without keeping its end.
         """
         yield from range(start // self.interval * self.interval + self.interval, end + 1, self.interval)
         if start <= self.last(prompt_len) <= end:
@@ -47,11 +47,11 @@ class ResumePoints:
 
 
 Find = Callable[[bytes], object | None]
-"""Returns where the block with a key is, None for nowhere."""
+"""Returns the place of the block with a key, or None."""
 
 
 class KVGroup(ABC):
-    """Owns the pool of one group on the device, and answers what the group's kind asks of a sequence.
+    """Owns the pool of one group on the device, and implements the rules of the group's kind.
 
     Block i of a sequence holds tokens [i * B, (i + 1) * B), B = `block_size`. At n computed tokens:
 
@@ -60,7 +60,7 @@ class KVGroup(ABC):
         needed          [---------------)                   complete blocks with such rows: 1 and 2
         passed  [-------)                                   blocks without such rows: 0
 
-    `index` is the group's place in block tables and on wires.
+    `index` is the group's index in block tables and messages.
     """
 
     def __init__(self, index: int, spec: KVCacheGroupSpec, points: ResumePoints, events: EventLog | None) -> None:
@@ -84,9 +84,9 @@ class KVGroup(ABC):
         return ceil_div(num_tokens, self.block_size)
 
     def missing(self, capacity: int, num_tokens: int) -> int:
-        """Return how many blocks a table that holds `capacity` tokens has to get to hold `num_tokens`.
+        """Count the blocks to add to a table that holds `capacity` tokens so that it holds `num_tokens`.
 
-        If these are fewer than a run, they are all up to the end of one.
+        Fewer blocks than a run are rounded up to the end of a run.
         """
         count = -((capacity - num_tokens) // self.block_size)
         if 0 < count < self.run:
@@ -94,7 +94,7 @@ class KVGroup(ABC):
         return count
 
     def live_blocks(self, num_tokens: int, step_tokens: int) -> int:
-        """Return the max number of blocks of a request of `num_tokens`, of which `step_tokens` are not committed."""
+        """Return the largest number of blocks of a request of `num_tokens`, `step_tokens` of them not committed."""
         return self.spec.live_blocks(num_tokens, step_tokens, self._points.step)
 
     def first_needed(self, num_tokens: int) -> int:
@@ -107,14 +107,14 @@ class KVGroup(ABC):
 
     @abstractmethod
     def accepted(self, keys: Keys, limit: int, find: Find) -> int:
-        """Return the last resume point n <= `limit` at which this group can resume with the blocks that `find` finds.
+        """Return the last resume point n <= `limit` at which this group can resume with the blocks that `find` returns.
 
-        `keys[i]` names block i. Another group may not accept n.
+        `keys[i]` is the key of block i. Other groups may not accept n.
         """
 
     @abstractmethod
     def passed_at(self, block: int) -> float:
-        """Return from how many committed tokens on block `block`, and all before it, are not needed any more."""
+        """Return the number of committed tokens from which on block `block` and all earlier ones are not needed."""
 
     @abstractmethod
     def useful(self, start: int, end: int) -> Iterator[int]:
@@ -125,7 +125,7 @@ class HistoryGroup(KVGroup):
     """Full or compressed attention: every block of [0, n) is needed to resume at n."""
 
     def accepted(self, keys: Keys, limit: int, find: Find) -> int:
-        """Return the last resume point before the first block that is missing."""
+        """Return the last resume point before the first missing block."""
         last = min(limit // self.block_size, len(keys))
         missing = next((i for i in range(last) if find(keys[i]) is None), last)
         return self._points.last(missing * self.block_size)
@@ -143,9 +143,9 @@ class RecentGroup(KVGroup):
     spec: RecentSpec
 
     def accepted(self, keys: Keys, limit: int, find: Find) -> int:
-        """Return the last resume point whose needed blocks are all there.
+        """Return the last resume point with all of its needed blocks.
 
-        If one of a candidate's blocks is missing, every candidate between it and that block needs it too.
+        If a candidate lacks a block, all earlier candidates after that block need it, too, so they are skipped.
         """
         last = self._points.last(min(limit, len(keys) * self.block_size))
         while last > 0:
@@ -176,6 +176,6 @@ GroupKey = tuple[KVGroup, bytes]
 def make_groups(
     specs: Sequence[KVCacheGroupSpec], points: ResumePoints, events: EventLog | None
 ) -> tuple[KVGroup, ...]:
-    """Return one object for each spec; their pools have to be opened."""
+    """Return one object for each spec; their pools must be opened before use."""
     kinds: list[type[KVGroup]] = [HistoryGroup if spec.keeps_history else RecentGroup for spec in specs]
     return tuple(kind(g, spec, points, events) for g, (kind, spec) in enumerate(zip(kinds, specs, strict=True)))

@@ -11,7 +11,7 @@ from pypto_serving.util import hash128
 
 TOKEN_BYTES = 4
 VERSION = b"2"
-"""Of the rule for keys. Blocks that another version has stored are not found."""
+"""Version of the rule for keys. Blocks stored under another version are not found."""
 
 
 Keys = Sequence[bytes]
@@ -23,9 +23,9 @@ class KeyChain:
 
     links[i] = BLAKE2b-128(links[i - 1] + int32 tokens of [i * step, (i + 1) * step + lag))
 
-    `step` is the distance of resume points. No sequence resumes inside a link, so one hash names its blocks in all
-    groups: chained by group, DeepSeek V4 hashed 83 keys for each 128 tokens, of which six can ever be found. `lag` is
-    the max number of tokens after a block on which its content depends.
+    `step` is the distance of resume points. No sequence resumes inside a link, so one hash per link suffices for the
+    blocks of all groups. With a chain per group, DeepSeek V4 computed 83 keys per 128 tokens, though at most six of
+    them can ever be found. `lag`: the largest number of tokens after a block on which its content depends.
     """
 
     __slots__ = ("_lag", "_root", "_step", "links")
@@ -43,13 +43,13 @@ class KeyChain:
             links.append(parent)
 
     def until(self, position: int) -> bytes | None:
-        """Return the link that names tokens [0, position), None if it is not known. A link must end at `position`."""
+        """Return the link of tokens [0, position), or None if it is unknown. A link must end at `position`."""
         last = position // self._step - 1
         return self.links[last] if last < len(self.links) else None
 
 
 class DerivedKeys(Keys):
-    """Keys of one group, made when they are asked for.
+    """Keys of one group, computed on demand.
 
     Block i is block b of link l, where l, b = divmod(i, blocks in a link). Its key is BLAKE2b-128(links[l] + tags[b]).
     """
@@ -73,9 +73,9 @@ class DerivedKeys(Keys):
 
 
 class KeyRule:
-    """Makes the keys of sequences of `groups`. Never changes.
+    """Makes the keys of sequences of `groups`. Immutable.
 
-    The links themselves are the keys of one group with blocks as long as links, if possible one that keeps its history.
+    If a group's blocks are as long as links, the links are its keys; a group that keeps its history is preferred.
     """
 
     def __init__(self, groups: Sequence[GroupSpec], step: int, lag: int) -> None:
@@ -89,9 +89,9 @@ class KeyRule:
         self._named_by_links = min(of_links, key=lambda g: not groups[g].keeps_history, default=None)
 
     def keys(self, fingerprint: bytes, cache_salt: str) -> tuple[KeyChain, list[Keys]]:
-        """Return an empty chain, and the keys that follow from it, by group.
+        """Return an empty chain, and the keys derived from it, by group.
 
-        They differ between models, numerics, sets of groups and tenants.
+        Keys differ between models, numerics, sets of groups and tenants.
         """
         root = hash128(VERSION, fingerprint, cache_salt.encode(), *self._tags)
         chain = KeyChain(root, self._step, self._lag)

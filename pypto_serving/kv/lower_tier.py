@@ -1,4 +1,4 @@
-"""LowerTier: what the engine core knows of one tier below the device; ActiveTransfers: what moves between tiers."""
+"""LowerTier: the core's view of one tier below the device; ActiveTransfers: all transfers between tiers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pypto_serving.types.tier import KEY_BYTES, TierConfig, TierInventory, Trans
 from pypto_serving.util import Backoff, Rate
 
 MAX_DISCARDED = 1 << 16
-"""Discarded blocks that a shared tier is known to hold; of more, the oldest are forgotten."""
+"""Limit of remembered discarded blocks of a shared tier; the oldest are forgotten first."""
 
 
 class TierCounters(msgspec.Struct):
@@ -39,14 +39,14 @@ class TierCounters(msgspec.Struct):
     saved_s: float = 0.0
 
     def loaded(self, done: TransferDone, num_bytes: int) -> None:
-        """Count the pieces of a load, of which `num_bytes` were moved."""
+        """Count the pieces of a load that moved `num_bytes`."""
         self.loaded_blocks += sum(done.done)
         self.failed_blocks += len(done.done) - sum(done.done)
         self.loaded_bytes += num_bytes
         self.load_s += done.elapsed_s
 
     def stored(self, done: TransferDone, num_bytes: int) -> None:
-        """Count the pieces of a store, of which `num_bytes` were moved."""
+        """Count the pieces of a store that moved `num_bytes`."""
         self.stored_blocks += sum(done.done)
         self.failed_blocks += len(done.done) - sum(done.done)
         self.stored_bytes += num_bytes
@@ -56,15 +56,15 @@ class TierCounters(msgspec.Struct):
 class LowerTier:
     """The pools of one tier, one per group, the blocks waiting to be stored there, and its speed.
 
-    Changed by the TierManager and its parts alone. Slot i of a group is block i + 1 of its pool.
+    Changed only by the TierManager and its parts. Slot i of a group is block i + 1 of its pool.
 
-    - `backlog`: blocks to store, the next one first. `storing`: blocks on their way down.
-    - `backoff`: after stores that failed as a whole.
-    - Loads that took `spent_s` spared computing `spared_tokens`; `saved_s` does not count them yet.
-    - `discarded`: blocks that a shared store may hold and that are neither loaded nor stored, the oldest first.
-    - `lacking`: groups of which a block could not be stored, and none was stored in a new slot since.
-    - `stuck`: a transfer is overdue, or the tier is `left_out` of this life of the worker. Nothing is begun there.
-    - `clearing`: its store has not forgotten everything yet.
+    - `backlog`: blocks to store, the next one first. `storing`: blocks being stored.
+    - `backoff`: pause after stores of which no block succeeded.
+    - `spent_s`, `spared_tokens`: time of loads and the tokens that they spared, not yet counted in `saved_s`.
+    - `discarded`: blocks that a shared store may hold but that must not be loaded or stored, oldest first.
+    - `lacking`: groups in which a block could not be stored, and none was stored in a new slot since.
+    - `stuck`: a transfer is overdue, or the tier is `left_out` of this life of the worker. No transfer begins.
+    - `clearing`: its store has not forgotten all blocks yet.
     """
 
     def __init__(self, config: TierConfig, groups: Sequence[KVGroup], events: EventLog | None = None) -> None:
@@ -85,7 +85,7 @@ class LowerTier:
         self.forget_all()
 
     def forget_all(self) -> None:
-        """Hold nothing, be writable, and know of no transfer."""
+        """Reset to an empty, writable tier without transfers."""
         self._num_evicted += sum(pool.num_evicted for pool in self.pools.values())
         tier, events = self.config.tier, self._events
         if events is not None:
@@ -100,12 +100,12 @@ class LowerTier:
         self.stop_transfers()
 
     def stop_transfers(self) -> None:
-        """Know of no transfer."""
+        """Forget all transfers."""
         self.stuck = self.left_out = False
         self.storing.clear()
 
     def open(self, inventory: TierInventory) -> None:
-        """Hold what a store says it holds."""
+        """Take over the inventory of a store."""
         self.forget_all()
         self.stuck = self.left_out = inventory.left_out
         self.writable, self.shared = inventory.writable, inventory.shared
@@ -117,15 +117,15 @@ class LowerTier:
             pool.fill(slots[mine].tolist(), held)
 
     def find(self, group: KVGroup, key: bytes) -> int | None:
-        """Return the pool's block that holds `key`."""
+        """Return the block of the pool that holds `key`, or None."""
         return self.pools[group].find(key)
 
     def lacks(self, block: GroupKey) -> bool:
-        """Return whether a block can be stored: it is not here, not on its way, and was not discarded."""
+        """Return whether a block should be stored: it is not here, not being stored, and was not discarded."""
         return self.find(*block) is None and block not in self.storing and block not in self.discarded
 
     def learn(self, found: Iterable[GroupKey]) -> None:
-        """Hold blocks that others have stored, as far as there are free slots to stand for them."""
+        """Record blocks that other replicas have stored, as far as there are free slots to represent them."""
         for group, key in found:
             pool = self.pools[group]
             if pool.find(key) is None and pool.num_free and (group, key) not in self.discarded:
@@ -134,7 +134,7 @@ class LowerTier:
                 pool.free(block_ids)
 
     def discard(self, group: KVGroup, key: bytes) -> None:
-        """Forget a block, and do not store it. A shared store may hold it too, and is not believed."""
+        """Forget a block, and never store it. If a shared store reports it, ignore that."""
         self.backlog.pop((group, key), None)
         if self.shared:
             self.discarded[group, key] = None
@@ -145,18 +145,18 @@ class LowerTier:
             self.pools[group].drop(tier_block)
 
     def put_off(self, block: GroupKey, at_most: int) -> None:
-        """Queue a block to be stored. Of more than `at_most` the first is dropped: the device has evicted it."""
+        """Queue a block to be stored. Above `at_most` blocks, drop the first, which the device has evicted."""
         self.backlog[block] = None
         if len(self.backlog) > at_most:
             self.backlog.popitem(last=False)
             self.counters.lost_blocks += 1
 
     def accepts(self, now_s: float) -> bool:
-        """Return whether blocks may be stored here now."""
+        """Return whether stores may begin now."""
         return self.writable and not self.stuck and self.backoff.is_over(now_s)
 
     def stats(self, queued_bytes: int) -> TierStats:
-        """Return one snapshot; a tier that is stuck, or lacks room, counts as not writable."""
+        """Return one snapshot; a tier that is stuck or lacks room counts as not writable."""
         return TierStats(
             tier=self.config.tier,
             writable=self.writable and not self.stuck and not self.lacking,
@@ -170,7 +170,7 @@ class LowerTier:
 
 
 def fastest(tiers: Iterable[LowerTier], group: KVGroup, key: bytes) -> LowerTier | None:
-    """Return the first of `tiers`, which are in order of speed, that holds a block and is not stuck."""
+    """Return the first of `tiers`, fastest first, that holds a block and is not stuck."""
     for tier in tiers:
         if not tier.stuck and tier.find(group, key) is not None:
             return tier
@@ -178,14 +178,14 @@ def fastest(tiers: Iterable[LowerTier], group: KVGroup, key: bytes) -> LowerTier
 
 
 SLOWEST_BYTES_PER_S = 50e6
-"""A transfer is overdue after its time-out and the time that a tier of this speed takes for all on its way there."""
+"""A transfer is overdue after its time-out plus the time to move all bytes in transfer with the tier at this speed."""
 
 MOVES: tuple[TransferKind, ...] = ("load", "store")
 """Transfers that hold references to blocks."""
 
 
 class TransferState(enum.Enum):
-    """PREPARING: decided. FILLING: sent to the worker. QUARANTINED: nobody waits, but the worker may still write."""
+    """PREPARING: decided. FILLING: sent to the worker. QUARANTINED: not awaited, but the worker may still write."""
 
     PREPARING = "preparing"
     FILLING = "filling"
@@ -205,8 +205,8 @@ class Moved(NamedTuple):
 class Transfer:
     """One transfer, which holds a reference to each of its blocks on both sides until it ends.
 
-    `moved` is in order of position for a load, and reversed for a store: the front of a sequence is freed last, and so
-    evicted last. A `void` transfer publishes nothing, since its blocks were to be forgotten. It is overdue at `due_s`.
+    `moved` is in order of position for a load, and in reverse for a store, so that the front of a sequence is freed,
+    and evicted, last. A `void` transfer publishes nothing, since its blocks shall be forgotten. Overdue at `due_s`.
     """
 
     job_id: int
@@ -222,9 +222,9 @@ class Transfer:
 
 @dataclass(slots=True, eq=False)
 class Fill:
-    """The transfers that request `request_id` began. They spare computing `num_tokens`.
+    """The transfers that request `request_id` began, which spare computing `num_tokens`.
 
-    `num_transfers` of them have not ended; `ended` are the others, with the seconds that each took.
+    `num_transfers` have not ended yet; `ended` has the ended ones, with their durations in seconds.
     """
 
     request_id: str
@@ -235,11 +235,11 @@ class Fill:
 
 
 class ActiveTransfers:
-    """Owns every Transfer until it ends, and the jobs that were not handed to the worker yet.
+    """Owns every Transfer until it ends, and the jobs not yet sent to the worker.
 
-    A transfer that hangs keeps its device blocks. So all transfers together leave `longest_blocks` of each group free,
-    enough for one sequence of the longest length. A load may exceed this if it is the only one; if such a load is
-    overdue after `timeout_s` and nothing can run for want of its blocks, the worker is replaced.
+    A hanging transfer keeps its device blocks. So all transfers together must leave `longest_blocks` of each group
+    free, enough for one sequence of the longest length. A single load may exceed this; if it is overdue after
+    `timeout_s`, and nothing can run because its blocks are missing, the worker is replaced.
     """
 
     def __init__(self, groups: Sequence[KVGroup], longest_blocks: Sequence[int], timeout_s: float) -> None:
@@ -257,7 +257,7 @@ class ActiveTransfers:
         return iter(self._transfers.values())
 
     def begin(self, kind: TransferKind, tier: LowerTier, moved: list[Moved], fill: Fill | None = None) -> None:
-        """Decide a transfer, as a part of `fill` if given. It takes over a reference to each block that it moves."""
+        """Add a transfer, as a part of `fill` if given. It takes over one reference to each block that it moves."""
         self._num_jobs += 1
         num_bytes = 0 if kind == "find" else sum(piece.group.block_bytes for piece in moved)
         self._transfers[self._num_jobs] = Transfer(self._num_jobs, kind, tier, moved, num_bytes, fill)
@@ -278,7 +278,7 @@ class ActiveTransfers:
         )
 
     def take_jobs(self, now_s: float) -> list[TransferJob]:
-        """Return the jobs to hand to the worker now. From now on it may write."""
+        """Return the jobs to send to the worker now. From then on, the worker may write to their blocks."""
         jobs, self._outbox = self._outbox, []
         for job in jobs:
             transfer = self._transfers[job.job_id]
@@ -288,7 +288,7 @@ class ActiveTransfers:
         return jobs
 
     def end(self, job_id: int) -> Transfer:
-        """Remove the transfer of a job that ended. The caller frees its blocks."""
+        """Remove and return the transfer of an ended job. The caller must free its blocks."""
         transfer = self._transfers.pop(job_id)
         for group, block, _, _ in transfer.moved if transfer.kind in MOVES else ():
             held = self._held[group]
@@ -306,13 +306,13 @@ class ActiveTransfers:
         return block in self._held[group]
 
     def abandon(self, fill: Fill) -> None:
-        """Quarantine the transfers of a fill that nobody waits for any more."""
+        """Quarantine the transfers of a fill for which no request waits any more."""
         for transfer in self:
             if transfer.fill is fill:
                 transfer.state = TransferState.QUARANTINED
 
     def forget_all(self) -> None:
-        """Drop all transfers, since the worker is gone, and free their slots in host memory, which stays."""
+        """Drop all transfers, since the worker is gone, and free their slots in host memory, which survives it."""
         for transfer in self:
             for piece in transfer.moved if transfer.tier.config.tier == "host" else ():
                 transfer.tier.pools[piece.group].free([piece.tier_block])
@@ -322,11 +322,11 @@ class ActiveTransfers:
             held.clear()
 
     def moving(self, tier: LowerTier | None = None, *kinds: TransferKind) -> list[Transfer]:
-        """Return the transfers that hold references to blocks, of one tier or of all; of `kinds` alone if given."""
+        """Return the transfers that hold references to blocks, of one tier or all; only of `kinds`, if given."""
         return [each for each in self if each.kind in (kinds or MOVES) and tier in (None, each.tier)]
 
     def num_bytes(self, tier: LowerTier, *kinds: TransferKind) -> int:
-        """Return the bytes on their way to or from a tier; in transfers of `kinds` alone if given."""
+        """Return the bytes on their way to or from a tier; only in transfers of `kinds`, if given."""
         return sum(transfer.num_bytes for transfer in self.moving(tier, *kinds))
 
     def references(self, group: KVGroup) -> Counter[int]:

@@ -1,4 +1,4 @@
-"""KVCacheManager: owner of block tables; decides which blocks a request uses, in all groups at once."""
+"""KVCacheManager: owner of block tables; decides which blocks a request uses in all groups."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ TRANSFER_TIMEOUT_S: float = default_of(FaultConfig, "transfer_timeout_s")
 class KVCacheManager:
     """Owns the block tables of all requests, the groups with their device pools, and the tiers below the device.
 
-    Block i of a table holds tokens [i * B, (i + 1) * B). Blocks that `KVGroup.needed` does not name any more are freed
-    at commit and leave a null entry. A request's life:
+    Block i of a table holds tokens [i * B, (i + 1) * B). Blocks that are no longer in `KVGroup.needed` are freed at
+    commit; their entries become null. A request's life:
 
         (match | load_prefix)* → reserve → (reserve | commit)* → release → ... → forget
 
-    Nothing here does I/O or reads a clock. `tiers` configures the tiers, whose transfers leave room for a sequence of
-    `longest_blocks` blocks in each group; `events` notes what happens to cached blocks.
+    No method does I/O or reads a clock. `tiers` configures the lower tiers, whose transfers leave room for a sequence
+    of `longest_blocks` blocks in each group; `events` records changes of cached blocks.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class KVCacheManager:
         self.open(num_blocks, fingerprint)
 
     def open(self, num_blocks: tuple[int, ...], fingerprint: bytes, inventories: Iterable[TierInventory] = ()) -> None:
-        """Begin a new device life: empty pools of `num_blocks`, no requests, and tiers that hold their inventories."""
+        """Begin a new life of the device, with empty pools of `num_blocks`, no requests, and tiers by inventory."""
         self.fingerprint = fingerprint
         if self._events is not None:
             self._events.cleared("device")
@@ -71,7 +71,7 @@ class KVCacheManager:
     def match(self, request_id: str, tokens: array[int], cache_salt: str = "") -> int:
         """Return how many of `tokens` are cached on the device: the longest prefix that every group accepts.
 
-        That is at most all but one. Changes no block. For a request whose blocks were loaded, those are the match.
+        At most all tokens but one. Changes no block. If blocks were loaded for the request, return their tokens.
         """
         sequence = self._sequences.get(request_id)
         if sequence is None:
@@ -85,11 +85,11 @@ class KVCacheManager:
         return longest_prefix(sequence, len(tokens) - 1, on_device)
 
     def num_nameable(self, num_tokens: int) -> int:
-        """Return how many of the first `num_tokens` tokens lie before a resume point and in blocks with known keys."""
+        """Return the last resume point of the first `num_tokens` tokens up to which block keys can be known."""
         return self.points.last(max(0, num_tokens - self.points.lag)) if self.prefix_caching else 0
 
     def next_key(self, request_id: str, num_tokens: int) -> bytes | None:
-        """Return the key that names a request's tokens up to the first resume point after `num_tokens`, if known."""
+        """Return the key of a request's tokens up to the first resume point after `num_tokens`, or None if unknown."""
         return self._sequences[request_id].chain.until(self.points.last(num_tokens) + self.points.step)
 
     def num_shared(self, request_id: str, other_id: str, limit: int) -> int:
@@ -97,9 +97,9 @@ class KVCacheManager:
         return shared_prefix(self._sequences[request_id], self._sequences[other_id], limit)
 
     def load_prefix(self, request_id: str, tokens: array[int], matched: int, may_begin: bool = True) -> PrefixLoad:
-        """Begin to load what lower tiers hold of a request's `tokens` beyond those `matched`, if that pays.
+        """Begin to load the blocks of a request's `tokens` after those `matched` from lower tiers, if that pays.
 
-        BEGUN: the request has to wait until `transferred` names it, then match again. It may hold blocks meanwhile.
+        BEGUN: the request must wait until `transferred` returns it, then match again. It may hold blocks meanwhile.
         """
         sequence = self._sequences[request_id]
         if not self._has_tiers or sequence.filled or not self.prefix_caching:
@@ -109,9 +109,9 @@ class KVCacheManager:
         return self.tiers.promotions.load_prefix(request_id, sequence, len(tokens), matched, may_begin)
 
     def _describe_lower(self, sequence: SequenceState, tokens: array[int], start: int, events: EventLog) -> None:
-        """Describe the blocks that tiers hold of a sequence beyond `start` tokens, up to the first that none holds.
+        """Describe a sequence's blocks after `start` tokens, up to the first one that no tier holds.
 
-        Those before are on the device, and were described when they were published or loaded.
+        Earlier blocks are on the device, and were described when they were published or loaded.
         """
         end = len(sequence.chain.links) * self.points.step
         for table in sequence.histories[:1]:
@@ -123,11 +123,11 @@ class KVCacheManager:
                 table.describe(i, tokens, sequence.salted, events)
 
     def holds_fill(self, request_id: str) -> bool:
-        """Return whether a waiting request holds blocks that were, or are being, loaded for it."""
+        """Return whether a waiting request holds blocks that were loaded, or are being loaded, for it."""
         return bool(self._sequences[request_id].filled)
 
     def give_up_fill(self, request_id: str) -> None:
-        """Release the blocks that were to be loaded for a request. Those that arrived stay cached on the device."""
+        """Release the blocks of a request's fill. Blocks that have arrived stay cached on the device."""
         sequence = self._sequences[request_id]
         arrived = {pair: tier for pair, tier in sequence.origins.items() if pair[0].pool.find(pair[1]) is not None}
         sequence.origins = arrived
@@ -141,7 +141,7 @@ class KVCacheManager:
         return overdue
 
     def transferred(self, done: TransferDone, now_s: float) -> list[str]:
-        """Publish the blocks of a transfer that ended. Return the requests that can be scheduled again."""
+        """Publish the blocks of an ended transfer. Return the requests that can be scheduled again."""
         ended = self.tiers.take_done(done, now_s)
         for request_id, complete in ended:
             if not complete:
@@ -149,7 +149,7 @@ class KVCacheManager:
         return [request_id for request_id, _ in ended]
 
     def sources(self, request_id: str, matched: int) -> Counter[Tier]:
-        """Return how many of the `matched` tokens came from which tier, by the blocks of a group that keeps history."""
+        """Count the `matched` tokens by the tier they came from, judging by the blocks of a full-history group."""
         sequence = self._sequences[request_id]
         if not sequence.origins:
             return Counter({"device": matched})
@@ -161,10 +161,10 @@ class KVCacheManager:
     # Growth.
 
     def reserve(self, request_id: str, num_tokens: int, matched: int = 0) -> BlockIds | None:
-        """Grow the tables to hold `num_tokens` tokens in every group, or return None and change nothing.
+        """Grow the tables to hold `num_tokens` tokens in every group, or change nothing and return None.
 
-        For a request without blocks the blocks of the `matched` tokens come first, and the result is its whole table;
-        later the result is what was appended.
+        For a request without blocks, begin with the blocks of the `matched` tokens, and return the whole tables;
+        otherwise return the appended blocks.
         """
         sequence = self._sequences[request_id]
         if num_tokens <= sequence.capacity:
@@ -174,9 +174,9 @@ class KVCacheManager:
         return sequence.grow(num_tokens)
 
     def growth(self, num_computed: int, num_tokens: int) -> list[int]:
-        """Return how many more blocks of each group a request of `num_computed` tokens needs to reach `num_tokens`.
+        """Count, per group, the blocks that a request of `num_computed` tokens needs to grow to `num_tokens`.
 
-        It is 0 for a window or state, which frees blocks as it grows.
+        0 for a window or state, which frees blocks as it grows.
         """
         return [
             group.num_blocks(num_tokens) - group.num_blocks(num_computed) if group.keeps_history else 0
@@ -192,10 +192,10 @@ class KVCacheManager:
         spare: float,
         reserved: Iterable[int],
     ) -> bool:
-        """Return whether a request with `matched` cached tokens may grow to `num_tokens` with the blocks free now.
+        """Return whether a request with `matched` cached tokens can grow to `num_tokens` with the blocks free now.
 
-        Of its tokens, `step_tokens` are computed and not committed. `reserved` blocks of each group, and the share
-        `spare` of each pool, are left to others.
+        `step_tokens` of its tokens are computed but not committed. `reserved` blocks of each group, and the share
+        `spare` of each pool, must stay free.
         """
         for table, others in zip(self._sequences[request_id].tables, reserved, strict=True):
             pool = table.group.pool
@@ -208,17 +208,17 @@ class KVCacheManager:
         return True
 
     def will_fit(self, request_id: str, num_tokens: int) -> bool:
-        """Return whether a request can grow to `num_tokens` once the blocks being stored in lower tiers are free."""
+        """Return whether a request can grow to `num_tokens` once running stores to lower tiers free their blocks."""
         tables = zip(self._sequences[request_id].tables, self.tiers.demotions.coming_free(), strict=True)
         return all(table.missing(num_tokens) <= table.group.pool.num_free + coming for table, coming in tables)
 
     # Progress.
 
     def commit(self, request_id: str, tokens: array[int], num_computed: int, prompt_len: int) -> None:
-        """Commit tokens [0, num_computed), which are certainly computed, as far as the tokens after them are known.
+        """Commit tokens [0, num_computed), which are certainly computed, as far as enough later tokens are known.
 
-        Publish complete blocks that resuming at some point needs. Free blocks that resuming at the last committed token
-        does not need.
+        Publish complete blocks that are needed to resume at any point. Free blocks that are not needed to resume at the
+        last committed token.
         """
         sequence = self._sequences[request_id]
         sequence.computed = num_computed
@@ -239,7 +239,7 @@ class KVCacheManager:
         sequence.free_passed(end)
 
     def _publish(self, table: BlockTable, sequence: SequenceState, tokens: array[int], start: int, end: int) -> None:
-        """Publish the useful blocks of one group that end in (start, end], between two resume points."""
+        """Publish the useful blocks of one group that end in (start, end]; both are resume points."""
         keys, blocks, pool = table.keys, table.blocks, table.group.pool
         keep = self._has_tiers and table.group.keeps_history
         for i in table.group.useful(start, end):
@@ -250,10 +250,10 @@ class KVCacheManager:
                 table.describe(i, tokens, sequence.salted, self._events)
 
     def _pass_resume_points(self, sequence: SequenceState, start: int, end: int, prompt_len: int) -> None:
-        """Keep the resume blocks of windows and states in (start, end], between two resume points.
+        """Keep the resume blocks of windows and states in (start, end]; both are resume points.
 
-        1. At each checkpoint: have them stored in lower tiers once nobody refers to them.
-        2. At `end`: hold them, instead of those held before.
+        1. At each checkpoint: mark them to be stored in lower tiers once they are free.
+        2. At `end`: hold them, and release the ones held before.
         """
         if sequence.recent and self._has_tiers:
             for position in self.points.checkpoints(start, end, prompt_len):
@@ -263,7 +263,7 @@ class KVCacheManager:
             table.hold_resume_blocks(end)
 
     def _keep_resume_blocks(self, sequence: SequenceState, position: int) -> None:
-        """Have the resume blocks of a committed position stored in lower tiers once nobody refers to them."""
+        """Mark the resume blocks of a committed position to be stored in lower tiers once they are free."""
         for table in sequence.recent if self._has_tiers else ():
             for block_id in table.resume_blocks_at(position):
                 table.group.pool.keep(block_id)
@@ -271,9 +271,9 @@ class KVCacheManager:
     # The end.
 
     def release(self, request_id: str) -> None:
-        """Free all blocks of a request in every group; it may reserve again. Unknown ids are ignored.
+        """Free all blocks of a request in every group; it may reserve again later. Ignore unknown ids.
 
-        The resume blocks of its last resume point are kept in lower tiers.
+        The resume blocks of its last resume point will be stored in lower tiers.
         """
         sequence = self._sequences.get(request_id)
         if sequence is None:
@@ -288,7 +288,7 @@ class KVCacheManager:
         sequence.clear()
 
     def demote(self, request_id: str, now_s: float) -> None:
-        """Release a preempted request, and have its blocks stored in lower tiers before they are evicted."""
+        """Release a preempted request, and begin to store its blocks in lower tiers before they are evicted."""
         sequence = self._sequences[request_id]
         keys = [
             (table.group, key)
@@ -307,9 +307,9 @@ class KVCacheManager:
         self._sequences.pop(request_id, None)
 
     def discard(self, request_id: str) -> None:
-        """Forget in all tiers the cached blocks of a request, which may be corrupt. Requests that share them keep them.
+        """Forget the cached blocks of a request in all tiers, since they may be corrupt. Running requests keep them.
 
-        A copy that a lower tier has stored is not erased, and is found again by another process.
+        The bytes in a lower tier are not erased, so another process may find them again.
         """
         sequence = self._sequences[request_id]
         end = len(sequence.chain.links) * self.points.step
@@ -321,7 +321,7 @@ class KVCacheManager:
                 group.pool.drop(block_id)
 
     def clear(self, tiers: Collection[Tier]) -> None:
-        """Forget the cached blocks of some tiers. Running requests keep what they use; nobody else finds it."""
+        """Forget the cached blocks of some tiers. Running requests keep theirs, but no other request finds these."""
         self.tiers.clear(tiers)
         if "device" in tiers:
             for group in self.groups:
@@ -330,11 +330,11 @@ class KVCacheManager:
     # Views.
 
     def take_events(self) -> list[KVEvent]:
-        """Return what happened to cached blocks since the last call, in order."""
+        """Return the events of cached blocks since the last call, in order."""
         return [] if self._events is None else self._events.take()
 
     def usage(self) -> tuple[float, ...]:
-        """Return the share of each group's blocks that requests hold, in [0, 1], without those only being stored."""
+        """Return, per group, the share of blocks in use, in [0, 1], without blocks used only by stores."""
         pools = zip((group.pool for group in self.groups), self.tiers.demotions.coming_free(), strict=True)
         return tuple([1 - (pool.num_free + coming) / pool.num_blocks for pool, coming in pools])
 

@@ -12,18 +12,18 @@ NULL_BLOCK = 0
 
 
 class BlockPool:
-    """Owns the blocks of one group in one tier: their references, contents, and places in the queue of free blocks.
+    """Owns the blocks of one group in one tier: their references, contents, and order in the queue of free blocks.
 
-    - A block with a key holds published content and stays findable while it is free.
-    - A kept block is stored in lower tiers once nobody refers to it.
-    - Free blocks without content, `_empty`, are used first, from the end. Then come new ones, then those of the queue
-      `_free` from its front, the least recently used first.
+    - A block with a key holds published content, and can be found even while it is free.
+    - A kept block is stored in lower tiers once it is free.
+    - Order of use: free blocks without content, `_empty`, from the end; then new blocks; then the queue `_free`, least
+      recently used first.
     - Block 0 is the null block. It is never handed out.
     - `num_free` of its `num_blocks` can be handed out.
-    - `released` are the kept blocks that came free, the first one first, until a reader removes them from there.
-    - `events` gets the keys that are published and forgotten, those of group `g` in `tier`.
-    - A new block never held published content. It is made when it is handed out for the first time, so a pool costs
-      what it has held.
+    - `released`: kept blocks in the order in which they became free; a reader removes them.
+    - `events` receives published and forgotten keys, as those of group `g` in `tier`.
+    - A new block never held published content. It is created when first handed out, so the memory of a pool grows with
+      its use.
     """
 
     def __init__(self, num_blocks: int, events: EventLog | None = None, tier: Tier = "device", g: int = 0) -> None:
@@ -48,7 +48,7 @@ class BlockPool:
 
     @property
     def num_published(self) -> int:
-        """Blocks whose content can be found, in use or not."""
+        """Number of blocks whose content can be found, in use or free."""
         return len(self._by_key)
 
     def find(self, key: bytes) -> int | None:
@@ -56,11 +56,11 @@ class BlockPool:
         return self._by_key.get(key)
 
     def is_free(self, block_id: int) -> bool:
-        """Return whether nobody refers to a block."""
+        """Return whether a block has no references."""
         return block_id >= len(self._references) or not (self._references[block_id] or block_id == NULL_BLOCK)
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Take one more reference to blocks that are published or in use."""
+        """Add one reference to each of these blocks, which are published or in use."""
         references = self._references
         for block_id in block_ids:
             if references[block_id] == 0:
@@ -70,9 +70,9 @@ class BlockPool:
             references[block_id] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out `count` blocks without content, with one reference each; published ones are evicted if need be.
+        """Hand out `count` blocks without content, with one reference each; evict published ones if necessary.
 
-        Raises RuntimeError when fewer are free: callers ask `num_free` first.
+        Raises RuntimeError if fewer are free; callers must check `num_free` first.
         """
         if count > self.num_free:
             raise RuntimeError(f"{count} blocks asked for, {self.num_free} are free")
@@ -94,7 +94,7 @@ class BlockPool:
         return block_ids
 
     def _evict(self) -> int:
-        """Take the front of the queue of free blocks."""
+        """Take the first block of the queue of free blocks, and forget its content."""
         block_id, _ = self._free.popitem(last=False)
         self._used_before_new = max(0, self._used_before_new - 1)
         if self._keys[block_id] is not None:
@@ -104,7 +104,7 @@ class BlockPool:
         return block_id
 
     def _make(self, count: int, references: int = 1) -> range:
-        """Make new blocks, each with as many references."""
+        """Create `count` new blocks with `references` each."""
         first = len(self._references)
         self._references += [references] * count
         self._keys += [None] * count
@@ -112,7 +112,7 @@ class BlockPool:
         return range(first, first + count)
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Drop one reference to each block; the first of `block_ids` is evicted last."""
+        """Remove one reference from each block; the first of `block_ids` is evicted last."""
         references, keys, empty, free = self._references, self._keys, self._empty, self._free
         before = len(empty) + len(free)
         for block_id in reversed(block_ids):
@@ -130,7 +130,7 @@ class BlockPool:
         self.num_free += len(empty) + len(free) - before
 
     def publish(self, block_id: int, key: bytes) -> None:
-        """Make a complete block findable by `key`, unless it has a key or another block holds this one."""
+        """Make a complete block findable by `key`, unless it has a key already or another block has this key."""
         if self._keys[block_id] is not None or key in self._by_key:
             return
         self._keys[block_id], self._used[block_id] = key, True
@@ -139,35 +139,35 @@ class BlockPool:
             self._events.held(self._tier, self._g, key)
 
     def is_new(self, block_id: int) -> bool:
-        """Return whether a block never held published content, or lost what backs it."""
+        """Return whether a block never held published content, or has lost its storage."""
         return not self._used[block_id]
 
     def make_new(self, block_id: int) -> None:
-        """Note that what backs a block is lost, or was never there."""
+        """Record that the storage of a block is lost or never existed."""
         self._used[block_id] = False
 
     def keep(self, block_id: int) -> None:
-        """Have a published block stored in lower tiers as soon as it is free."""
+        """Mark a published block to be stored in lower tiers as soon as it is free."""
         if self._keys[block_id] is not None and block_id not in self._kept:
             self._kept.add(block_id)
             if self._references[block_id] == 0:
                 self.released[block_id] = None
 
     def num_references(self, block_id: int) -> int:
-        """Return how many references a block has."""
+        """Return the number of references to a block."""
         return self._references[block_id]
 
     def key(self, block_id: int) -> bytes | None:
-        """Return the key of a published block, None for others."""
+        """Return the key of a published block, or None for others."""
         return self._keys[block_id]
 
     def touch(self, block_id: int, last: bool = True) -> None:
-        """Move a block in the queue to its end, or, with `last` false, to its front."""
+        """Move a block to the end of the queue or, with `last` false, to its front."""
         if block_id in self._free:
             self._free.move_to_end(block_id, last=last)
 
     def use_new_last(self) -> None:
-        """Move new blocks to the end of the queue, and make none before it: what backs them may not have room."""
+        """Move new blocks to the end of the queue, and create further ones only last: their storage may lack room."""
         for block_id in reversed(self._empty):
             if not self._used[block_id]:
                 self._free[block_id] = None
@@ -185,14 +185,14 @@ class BlockPool:
         self._empty = [block_id for block_id in self._empty if self._keys[block_id] is None]
 
     def drop(self, block_id: int) -> None:
-        """Forget the content of a block, which is damaged or cleared. A free one is used next."""
+        """Forget the content of a block, which is damaged or cleared. A free block is used next."""
         self._forget(block_id)
         if block_id in self._free:
             del self._free[block_id]
             self._empty.append(block_id)
 
     def drop_all(self) -> None:
-        """Forget the content of all blocks, those in use too."""
+        """Forget the content of all blocks, including those in use."""
         for block_id in list(self._by_key.values()):
             self.drop(block_id)
 
@@ -207,7 +207,7 @@ class BlockPool:
             self.released.pop(block_id, None)
 
     def check(self, references: dict[int, int]) -> None:
-        """Assert that reference counts equal `references`, and that free + in use is everything."""
+        """Assert that reference counts equal `references`, and that each block is either free or in use."""
         assert self.num_free == len(self._free) + len(self._empty) + self._num_unmade
         free = {*self._free, *self._empty}
         for block_id, (count, key) in enumerate(zip(self._references, self._keys, strict=True)):

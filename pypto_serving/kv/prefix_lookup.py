@@ -1,4 +1,4 @@
-"""Prefix lookup: how many tokens of a sequence are cached, on the device alone or with tiers below it."""
+"""Prefix lookup: count the cached tokens of a sequence, on the device or including lower tiers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ FindIn = Callable[[KVGroup], Find]
 
 
 def on_device(group: KVGroup) -> Find:
-    """Find blocks of a group on the device."""
+    """Return a function that finds blocks of a group on the device."""
     return group.pool.find
 
 
 def on_device_or_in(tiers: Sequence[LowerTier]) -> FindIn:
-    """Find blocks on the device or in one of `tiers`."""
+    """Return a function that finds blocks on the device or in one of `tiers`."""
 
     def find_in(group: KVGroup) -> Find:
         find_on_device = group.pool.find
@@ -33,9 +33,9 @@ def on_device_or_in(tiers: Sequence[LowerTier]) -> FindIn:
 
 
 def longest_prefix(sequence: SequenceState, limit: int, find_in: FindIn) -> int:
-    """Return the largest n <= `limit` that every group accepts: each shrinks the candidate until none objects.
+    """Return the largest n <= `limit` that every group accepts: groups shrink the candidate until all accept it.
 
-    A group that keeps its history accepts every resume point before the one that it returned, so it is asked once.
+    A full-history group accepts every resume point before the one that it returned, so it is asked only once.
     """
     candidate, agreed = limit, -1
     for table in sequence.histories:

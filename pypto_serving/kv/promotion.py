@@ -1,4 +1,4 @@
-"""Promotions: loads prefixes of waiting requests from lower tiers to the device, if that is faster than computing."""
+"""Promotions: load prefixes of waiting requests from lower tiers to the device, if that is faster than computing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pypto_serving.util import Rate
 
 
 class PrefixLoad(enum.Enum):
-    """COMPUTE: there is nothing to load. BEGUN: wait for transfers. LATER: loading pays, and can begin after others."""
+    """COMPUTE: load nothing. BEGUN: wait for transfers. LATER: loading pays, but must wait for other loads."""
 
     COMPUTE = "compute"
     BEGUN = "begun"
@@ -24,13 +24,13 @@ class PrefixLoad(enum.Enum):
 
 
 class Promotions:
-    """Owns the Fills, the blocks that each brings, and which request waits for which fill.
+    """Owns the Fills, the blocks that each one loads, and the requests that wait for fills.
 
-    - `waits`: the fill that each waiting request waits for. The request that began a fill comes before others that want
-      some of the same blocks; it is absent once it has given up.
-    - `_filling`: the fill that brings a block.
+    - `waits`: for each waiting request, its fill. The request that began a fill precedes others that want some of the
+      same blocks; it is removed when it gives up.
+    - `_filling`: for each block being loaded, its fill.
 
-    Measures whether loading is faster than computing. A part of the TierManager, which shares `tiers` and `transfers`.
+    Estimates whether loading is faster than computing. A part of the TierManager, which shares `tiers` and `transfers`.
     """
 
     def __init__(self, tiers: Sequence[LowerTier], transfers: ActiveTransfers) -> None:
@@ -41,7 +41,7 @@ class Promotions:
         self._filling: dict[GroupKey, Fill] = {}
 
     def forget_all(self) -> None:
-        """Forget every fill, because the worker is gone."""
+        """Forget all fills, since the worker is gone."""
         self.waits.clear()
         self._filling.clear()
 
@@ -50,17 +50,17 @@ class Promotions:
     def load_prefix(
         self, request_id: str, sequence: SequenceState, num_tokens: int, matched: int, may_begin: bool
     ) -> PrefixLoad:
-        """Begin to load what lower tiers hold of `num_tokens` tokens beyond `matched`, if that pays.
+        """Begin to load the blocks of `num_tokens` tokens after `matched` from lower tiers, if that pays.
 
-        First, tiers that others fill too are asked once what they hold. Then the prefix that all tiers hold together is
-        considered, then the one that all but the slowest hold, and so on. What would begin a transfer, or wait for one,
-        is tried later if not `may_begin`. Such a prefix
+        First, ask shared tiers once which blocks they hold. Then consider the prefix that all tiers hold together, next
+        the one without the slowest tier, and so on. Without `may_begin`, return LATER instead of beginning a transfer
+        or waiting for one. Cases for each prefix:
 
-        1. is no longer than the match, and neither are those after it: compute;
-        2. was refused just before, and the slowest tier adds nothing to it: go on to the next;
-        3. is being loaded in part for another request: wait for that;
-        4. is expected to be loaded faster than computed: load it, or compute if its blocks do not fit (see `_fill`);
-        5. is not: it is refused.
+        1. Not longer than the match, so neither are the following ones: compute.
+        2. Equal to the refused one before, since the slowest tier adds nothing: consider the next.
+        3. Some of its blocks are being loaded for another request: wait for that.
+        4. Loading is expected to be faster than computing: load it, or compute if its blocks do not fit (see `_fill`).
+        5. Otherwise refuse it.
         """
         if not sequence.asked:
             unknown = list(self._unknown(sequence, num_tokens))
@@ -91,13 +91,13 @@ class Promotions:
         return PrefixLoad.COMPUTE
 
     def _shared(self) -> list[LowerTier]:
-        """Return the tiers that others fill too, so that they have to be asked, and that can answer."""
+        """Return the shared tiers, which other replicas also fill so that they must be asked, if they can answer."""
         return [tier for tier in self._tiers if tier.shared and not tier.stuck]
 
     def _unknown(self, sequence: SequenceState, num_tokens: int) -> Iterator[GroupKey]:
-        """Yield the blocks within `num_tokens` known tokens that resuming needs and that only shared tiers may hold.
+        """Yield the blocks for resuming within `num_tokens` known tokens that only shared tiers may hold.
 
-        Any resume point may be a checkpoint of another replica: where its prompts and turns ended is not known.
+        Any resume point may be a checkpoint of another replica, since the ends of its prompts and turns are unknown.
         """
         if not self._shared():
             return
@@ -117,14 +117,14 @@ class Promotions:
             self._transfers.begin("find", tier, pieces, fill)
 
     def _fill_of(self, wanted: Iterable[GroupKey]) -> Fill | None:
-        """Return the fill of another request that brings one of these blocks, and that this request still wants."""
+        """Return the fill of another request that loads one of these blocks, which are still missing, or None."""
         fills = (fill for pair in wanted if (fill := self._filling.get(pair)) is not None)
         return next((fill for fill in fills if self.waits.get(fill.request_id) is fill), None)
 
     def _pays(self, num_tokens: int, blocks: Iterable[GroupKey]) -> bool:
-        """Return whether loading `blocks` should be faster than computing `num_tokens`; if not, count the refusal.
+        """Return whether loading `blocks` should be faster than computing `num_tokens`; if not, count a refusal.
 
-        Tiers load in parallel, each first the bytes already on their way.
+        Tiers load in parallel; each must first move the bytes that are already queued.
         """
         sizes: Counter[LowerTier] = Counter()
         for group, key in blocks:
@@ -144,8 +144,8 @@ class Promotions:
     def _fill(self, request_id: str, sequence: SequenceState, num_tokens: int, num_spared: int) -> PrefixLoad:
         """Give a request the blocks of its first `num_tokens` tokens and load the missing ones, if they fit.
 
-        That spares computing `num_spared` tokens. Loads that hang keep their blocks, so beside other loads a fill
-        leaves room for one sequence of the longest length, or waits for the other fills.
+        This spares computing `num_spared` tokens. Hanging loads keep their blocks, so if there are other loads, a fill
+        must leave room for one sequence of the longest length, or wait for the other fills.
         """
         found = [table.find_needed(num_tokens) for table in sequence.tables]
         for table, blocks in zip(sequence.tables, found, strict=True):
@@ -163,7 +163,7 @@ class Promotions:
     def _load(
         self, request_id: str, sequence: SequenceState, num_tokens: int, found: Sequence[list[int | None]], fill: Fill
     ) -> None:
-        """Begin to load what is not `found` on the device, each block from the fastest tier that has it."""
+        """Begin to load the blocks not `found` on the device, each from the fastest tier that has it."""
         self.waits[request_id] = fill
         parts: dict[LowerTier, list[Moved]] = {tier: [] for tier in self._tiers}
         for table, blocks in zip(sequence.tables, found, strict=True):
@@ -198,14 +198,14 @@ class Promotions:
     # Done.
 
     def found(self, transfer: Transfer, done: TransferDone) -> list[tuple[str, bool]]:
-        """Note what a tier that was asked holds. Return what `_ended` does."""
+        """Record the answer of a tier that was asked for blocks. Return the result of `_ended`."""
         if not transfer.void:
             pieces = zip(transfer.moved, done.done, strict=True)
             transfer.tier.learn((piece.group, piece.key) for piece, ok in pieces if ok)
         return self._ended(transfer, True, done.elapsed_s)
 
     def loaded(self, transfer: Transfer, done: TransferDone) -> list[tuple[str, bool]]:
-        """Publish the blocks that arrived, and forget those that the tier does not hold. Return what `_ended` does."""
+        """Publish the loaded blocks, and forget blocks that the tier lacked. Return the result of `_ended`."""
         tier, num_bytes = transfer.tier, 0
         for piece, ok in zip(transfer.moved, done.done, strict=True):
             group, block, tier_block, key = piece
@@ -228,7 +228,7 @@ class Promotions:
     def _ended(self, transfer: Transfer, ok: bool, elapsed_s: float) -> list[tuple[str, bool]]:
         """Count a transfer of a fill as ended. After the last one, return the requests that waited for the fill.
 
-        With each comes whether it got all that it waited for.
+        Each is returned with whether all of its blocks were loaded.
         """
         fill = transfer.fill
         assert fill is not None
@@ -252,7 +252,7 @@ class Promotions:
         self._count_saved()
 
     def _credit(self, fill: Fill) -> None:
-        """Credit each tier, by its bytes, with tokens that a fill spared, and debit the time of its loads."""
+        """Credit each tier with tokens that a fill spared, in proportion to bytes, and debit the time of its loads."""
         num_bytes = sum(transfer.num_bytes for transfer, _ in fill.ended)
         for transfer, elapsed_s in fill.ended if num_bytes else ():
             transfer.tier.spared_tokens += fill.num_tokens * transfer.num_bytes / num_bytes
@@ -260,13 +260,13 @@ class Promotions:
         self._count_saved()
 
     def _count_saved(self) -> None:
-        """Convert spared tokens to seconds, once the prefill speed is known: after a restart, loads come before."""
+        """Convert spared tokens to seconds once the prefill speed is known; after a restart, loads may precede that."""
         for tier in self._tiers if self.prefill_rate.measured else ():
             tier.counters.saved_s += self.prefill_rate.seconds(tier.spared_tokens) - tier.spent_s
             tier.spared_tokens = tier.spent_s = 0.0
 
     def check(self) -> None:
-        """Assert that a transfer brings each block that a request waits for."""
+        """Assert that a transfer loads each block for which a request waits."""
         moving = {(piece.group, piece.key) for transfer in self._transfers for piece in transfer.moved}
         assert self._filling.keys() <= moving, "a block is said to come, but nothing brings it"
         fills = {transfer.fill for transfer in self._transfers}

@@ -21,14 +21,14 @@ from pypto_serving.types.tier import (
 )
 
 CHECKED_BLOCKS = 1 << 16
-"""Max published blocks of a pool that is searched for leaks, since requests wait meanwhile."""
+"""Search only pools with at most this many published blocks for leaks, since requests wait during the search."""
 
 
 class TierManager:
     """Owns the tiers below the device and their transfers; `promotions` and `demotions` are its two parts.
 
-    Works on the device pools of `groups`, which the KVCacheManager owns: it refers to blocks while they are moved, and
-    publishes them when they are filled. Reads no clock: times and speeds are arguments.
+    Uses the device pools of `groups`, which the KVCacheManager owns: holds references to blocks while they are moved,
+    and publishes them when they are filled. Reads no clock: times and speeds are arguments.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class TierManager:
         self.demotions = Demotions(groups, self.tiers, policy, self.transfers)
 
     def open(self, inventories: Iterable[TierInventory]) -> None:
-        """Begin a new worker life with empty device pools. Host memory keeps what it held, except moving blocks."""
+        """Begin a new worker life with empty device pools. Host memory keeps its blocks, except moving ones."""
         self.transfers.forget_all()
         self.promotions.forget_all()
         self.demotions.forget_all()
@@ -60,7 +60,7 @@ class TierManager:
                 self._clear(tier)
 
     def take_done(self, done: TransferDone, now_s: float) -> list[tuple[str, bool]]:
-        """End a transfer. Return the requests that waited for it, and whether each got all that it waited for."""
+        """End a transfer. Return the requests that waited for it, each with whether all of its blocks were loaded."""
         transfer = self.transfers.end(done.job_id)
         if transfer.kind == "store":
             self.demotions.stored(transfer, done, now_s)
@@ -73,21 +73,21 @@ class TierManager:
         return []
 
     def overdue(self, now_s: float) -> list[str]:
-        """Mark the tiers that are stuck now. Return the requests that wait for them, which should compute instead."""
+        """Mark tiers that have become stuck. Return the requests that wait for them, which should compute instead."""
         late = [transfer for transfer in self.transfers if now_s > transfer.due_s]
         for tier in self.tiers:
             tier.stuck = tier.left_out or any(transfer.tier is tier for transfer in late)
         return self.promotions.waiting_for(late)
 
     def hanging(self, now_s: float) -> tuple[Tier, ...]:
-        """Return the tiers of overdue transfers that hold device blocks; none while other transfers may free some."""
+        """Return the tiers of overdue transfers that hold device blocks; () while other transfers may free some."""
         moving = self.transfers.moving()
         if any(now_s <= transfer.due_s for transfer in moving):
             return ()
         return tuple(sorted({transfer.tier.config.tier for transfer in moving}))
 
     def clear(self, tier_names: Collection[Tier]) -> None:
-        """Forget what some lower tiers hold, and have their stores do so. Moving blocks will not be published."""
+        """Forget the blocks of some lower tiers, and clear their stores. Moving blocks will not be published."""
         for transfer in self.transfers:
             transfer.void |= "device" in tier_names or transfer.tier.config.tier in tier_names
         for tier in self.tiers:
@@ -95,7 +95,7 @@ class TierManager:
                 self._clear(tier)
 
     def discard(self, blocks: Sequence[GroupKey]) -> None:
-        """Forget these blocks in every lower tier. Transfers that contain one will publish nothing."""
+        """Forget these blocks in every lower tier. Transfers that contain any of them will publish nothing."""
         unwanted = set(blocks)
         for transfer in self.transfers.moving():
             transfer.void |= any((piece.group, piece.key) in unwanted for piece in transfer.moved)
@@ -104,7 +104,7 @@ class TierManager:
                 tier.discard(group, key)
 
     def _clear(self, tier: LowerTier) -> None:
-        """Forget what a tier holds. If its store has not when the worker dies, its next inventory is forgotten too."""
+        """Forget a tier's blocks. If the worker dies before the store is cleared, also ignore its next inventory."""
         tier.clearing = True
         tier.backlog.clear()
         tier.discarded.clear()
@@ -125,13 +125,13 @@ class TierManager:
         return tuple(tier.stats(self.transfers.num_bytes(tier)) for tier in self.tiers)
 
     def is_idle(self, now_s: float) -> bool:
-        """Return whether nothing moves and nothing waits to be stored where it can be."""
+        """Return whether no block is moving, and no block waits for a tier that accepts stores."""
         return not self.transfers and not any(tier.backlog for tier in self.tiers if tier.accepts(now_s))
 
     def check(self) -> None:
         """Assert in every tier and group: free + held + in use = total, and references equal those of transfers.
 
-        Pools that hold more than CHECKED_BLOCKS are left out.
+        Skips pools with more than CHECKED_BLOCKS published blocks.
         """
         for tier in self.tiers:
             references: dict[KVGroup, Counter[int]] = {group: Counter() for group in tier.pools}
