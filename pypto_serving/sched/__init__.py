@@ -1,1 +1,1 @@
-"""Scheduling: decide which tokens of which requests the next step computes. No I/O, no clock, no torch."""
+"""Scheduling: decide which tokens of which requests a step computes. No I/O, no clock, no torch."""

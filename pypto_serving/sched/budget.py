@@ -1,4 +1,4 @@
-"""Divide a step's token budget: prompt chunks, the share kept for prompts, drafts."""
+"""Divide a step's token budget among decodes, prompt chunks and drafts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pypto_serving.util import ceil_div
 def chunk(config: EngineConfig, step: Step, request: Request, missing: int) -> int:
     """Return how many of a request's `missing` tokens to schedule in this step; 0 if they must wait.
 
-    A prompt that is cut gets a multiple of the program's `chunk_tokens`.
+    A prompt is cut at a multiple of the program's `chunk_tokens`.
     """
     if missing > 1 and request.num_unscored:
         return scored_chunk(config, step, request, missing)
@@ -22,9 +22,9 @@ def chunk(config: EngineConfig, step: Step, request: Request, missing: int) -> i
 
 
 def scored_chunk(config: EngineConfig, step: Step, request: Request, missing: int) -> int:
-    """Return how many of `missing` tokens of a prompt to schedule whose tokens are scored; 0 if they must wait.
+    """Return how many `missing` tokens to schedule of a prompt whose tokens are scored; 0 if they must wait.
 
-    Take the logits that this needs from the step's `scored_budget`. The prompt is cut where that ends, also without
+    Take the necessary logits from the step's `scored_budget`. The prompt is cut where that budget ends, even without
     chunked prefill. Positions of the row, half open:
 
         [0, first)              delivered before, or in flight
@@ -42,10 +42,10 @@ def scored_chunk(config: EngineConfig, step: Step, request: Request, missing: in
 
 
 def prompt_share(config: EngineConfig, step: Step, head: Request | None) -> int:
-    """Return the part of the budget that decodes leave to prompts, so that neither starves.
+    """Return the part of the budget that is reserved for prompts, so that neither prompts nor decodes starve.
 
-    `head` is the first prompt in order. Without chunked prefill it needs room for all of its tokens; it gets that
-    in every other step.
+    `head` is the first prompt in order. Without chunked prefill it needs room for all of its tokens, and gets it in
+    every other step.
     """
     if head is None:
         return 0
@@ -55,14 +55,14 @@ def prompt_share(config: EngineConfig, step: Step, head: Request | None) -> int:
 
 
 def decode_share(config: EngineConfig, num_running: int) -> int:
-    """Return the max number of decodes of one step: an equal part for each stage of a pipeline, so that none idles."""
+    """Return the limit of decodes in one step: an equal part per stage of a pipeline, so that no stage idles."""
     return ceil_div(num_running, config.limits.traits.stages)
 
 
 def allow_drafts(step: Step, limit: int, num_decodes: int, prompt_waits: bool) -> None:
     """Allow the step at most `limit` drafts, and each of its `num_decodes` an equal share.
 
-    They take little from prompts that wait, since they may turn out not to pay.
+    If prompts wait, drafts get only a small part of the budget, since they may not pay.
     """
     if prompt_waits:
         limit = min(limit, step.budget // 8)
@@ -71,9 +71,9 @@ def allow_drafts(step: Step, limit: int, num_decodes: int, prompt_waits: bool) -
 
 
 def num_drafts(config: EngineConfig, step: Step, request: Request) -> int:
-    """Return how many drafts a decode may verify beside its own token, within draft budget and longest length.
+    """Return how many drafts a decode may verify in addition to its own token, within draft budget and length limit.
 
-    A device that samples learns what a guide says before it knows its own drafts, so guided requests have none there.
+    A sampling device gets a guide's masks before it knows its own drafts, so guided requests have no drafts there.
     """
     if request.has_guide and config.limits.traits.samples_on_device:
         return 0

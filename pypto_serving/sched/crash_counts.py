@@ -1,4 +1,4 @@
-"""CrashCounts: which requests may have crashed the worker, and how often."""
+"""CrashCounts: count the worker crashes that each request may have caused."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 ALONE_CRASHES = 2
-"""After this many crashes a request is a suspect, and runs in steps of its own."""
+"""After this many crashes, a request is a suspect, and runs alone in its steps."""
 MAX_CRASHES = 3
 """After this many crashes a request fails."""
 
 
 @dataclass(slots=True)
 class _Suspicion:
-    """`count` crashed steps that the tokens [start, end) of one request can all explain."""
+    """The tokens [start, end) of one request were part of `count` crashed steps."""
 
     count: int
     start: int
@@ -25,9 +25,9 @@ class CrashCounts:
 
     A request's count grows by one when a step that computes its tokens crashes.
 
-    The tokens that crash a kernel lie in every interval that crashed. So a crash whose interval does not overlap the
-    earlier ones starts the count again, and a request is cleared once the interval is committed. Drafts belong to the
-    interval. A suspect has none, so no request fails for its drafts.
+    The tokens that crash a kernel lie in every crashed interval. So a crash whose interval does not overlap the earlier
+    ones restarts the count, and a request is cleared once the interval is committed. Drafts belong to the interval.
+    A suspect gets no drafts, so no request fails because of its drafts.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class CrashCounts:
 
     @property
     def suspects(self) -> list[str]:
-        """Ids of the requests that must run alone."""
+        """Return the ids of requests that must run alone."""
         return [request_id for request_id, found in self._suspicions.items() if found.count >= ALONE_CRASHES]
 
     def add(self, request_id: str, start: int, end: int) -> int:
@@ -52,7 +52,7 @@ class CrashCounts:
         return found.count
 
     def clear_committed(self, request_id: str, num_committed: int) -> None:
-        """Clear a request if its suspect tokens are committed."""
+        """Clear a request if its suspicious tokens are committed."""
         found = self._suspicions.get(request_id)
         if found is not None and num_committed >= found.end:
             self.forget(request_id)

@@ -11,16 +11,16 @@ from pypto_serving.sched.request import Request, Status, by_order
 from pypto_serving.types.tier import TransferDone
 
 MAX_LOADING = 32
-"""Max requests that wait for KV loads at once. Another one whose load pays is put off."""
+"""Limit of requests that wait for KV loads at once. Further requests whose load pays are put off."""
 STALLED_S = 1.0
-"""Once no load has ended for so long, requests no longer wait for their turn to load, but compute."""
+"""If no load has ended for this time, requests compute instead of waiting for their turn to load."""
 
 
 class LoadWait:
     """Requests whose blocks come from a lower tier. A part of the Scheduler, with which it shares requests and queue.
 
     loading    its transfers have not ended (WAITING_FOR_KV); it is not in the queue. The KV manager owns these waits.
-    put off    its loads can begin once others have ended; it is not in the queue, so later requests are not held up
+    put off    its loads can begin when others have ended; it is not in the queue, so it does not block later requests
     loaded     its blocks have arrived; it is in the queue again and holds them
     """
 
@@ -61,14 +61,14 @@ class LoadWait:
         return True
 
     def transferred(self, done: Iterable[TransferDone], now_s: float) -> None:
-        """Record transfers that ended and queue the requests that waited for them."""
+        """Record ended transfers, and queue the requests that waited for them."""
         for transfer in done:
             self._queue_again(self._kv.transferred(transfer, now_s), now_s)
 
     def update(self, now_s: float) -> None:
-        """Queue the requests whose transfers take too long, which compute, and those whose turn may have come.
+        """Queue requests whose transfers are overdue, so that they compute, and put-off requests that may load now.
 
-        Once a load has ended, this is the turn of as many as may wait for loads; if loads stall, of all.
+        After a load has ended, put-off requests may try until MAX_LOADING are loading; if loads stall, all may.
         """
         self._queue_again(self._kv.expire_fills(now_s), now_s)
         if now_s - self._ended_s >= STALLED_S:
@@ -78,7 +78,7 @@ class LoadWait:
         self._has_room = False
 
     def _bring_back(self, count: int) -> None:
-        """Queue the first `count` requests that were put off."""
+        """Queue the first `count` put-off requests."""
         while count > 0 and (request := self._put_off.first()) is not None:
             self._put_off.remove(request)
             self._queue.push(request)
@@ -97,7 +97,7 @@ class LoadWait:
                 self._loaded[request_id] = None
 
     def release_one(self, beneficiary: Request) -> bool:
-        """Free the blocks loaded for the last other request in the queue that has some. Return False if none has."""
+        """Free the loaded blocks of the last other request in the queue that has some. Return False if none has."""
         last = next((request_id for request_id in reversed(self._loaded) if request_id != beneficiary.id), None)
         if last is not None:
             del self._loaded[last]
@@ -121,7 +121,7 @@ class LoadWait:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Numbers of requests that are put off, that are loading, and that are loaded."""
+        """Return the numbers of requests that are put off, loading, and loaded."""
         return len(self._put_off), len(self._loading), len(self._loaded)
 
     def __len__(self) -> int:

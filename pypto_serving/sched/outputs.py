@@ -12,10 +12,10 @@ from pypto_serving.util import counted
 
 
 def stop_reason(request: Request, token_id: int) -> str | None:
-    """Return why the token just appended ends the request, or None.
+    """Return the reason why the token just appended ends the request, or None.
 
     - `stop`: it is a stop token or an end-of-sequence token.
-    - `length`: the request has its longest length.
+    - `length`: the request has reached its length limit.
     """
     params = request.source.params
     if request.num_output_tokens >= params.min_tokens:
@@ -29,7 +29,7 @@ def stop_reason(request: Request, token_id: int) -> str | None:
 
 
 def token_added(request: Request, token_id: int) -> RequestOutput:
-    """Return the output with one token."""
+    """Return an output with one token."""
     return RequestOutput(
         request_id=request.id,
         token_ids=token_id.to_bytes(4, "little"),
@@ -38,7 +38,7 @@ def token_added(request: Request, token_id: int) -> RequestOutput:
 
 
 def tokens_added(request: Request, row: RowResult, count: int) -> RequestOutput:
-    """Return the output with the first `count` tokens of a row's result."""
+    """Return an output with the first `count` tokens of a row's result."""
     values = [each.logprobs for each in row.logprobs[:count]]
     return RequestOutput(
         request_id=request.id,
@@ -83,14 +83,14 @@ def merged(added: RequestOutput, last: RequestOutput) -> RequestOutput:
 
 
 def deadline_passed(request: Request, now_s: float) -> RequestFault:
-    """Return the 504 of a request whose deadline passed."""
+    """Return the 504 fault of a request whose deadline has passed."""
     after_s, count = now_s - request.source.arrival_s, request.num_output_tokens
     done = f"with {counted(count, 'output token')}" if request.scheduled_s else "in the queue"
     return RequestFault(504, "deadline_exceeded", f"the timeout of the request passed after {after_s:.1f} s, {done}")
 
 
 def model_changed() -> RequestFault:
-    """Return the 500 of a request that another model began to answer."""
+    """Return the 500 fault of a request that another model began to answer."""
     return RequestFault(
         500,
         "model_changed",
@@ -99,7 +99,7 @@ def model_changed() -> RequestFault:
 
 
 def crashes_worker(count: int) -> RequestFault:
-    """Return the 500 of a request whose crash count is too high."""
+    """Return the 500 fault of a request whose crash count is too high."""
     return RequestFault(
         500,
         "request_failed",

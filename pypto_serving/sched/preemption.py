@@ -1,4 +1,4 @@
-"""Preemption: frees blocks for a running request, if need be by preempting another one."""
+"""Preemption: free blocks for a running request, if necessary by preempting another one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pypto_serving.sched.step import Step
 def free_blocks(registry: RequestRegistry, step: Step, request: Request, count: int, anyone: bool) -> bool:
     """Free blocks so that `count` more tokens of `request` may fit. Return False if that is not possible now.
 
-    In this order:
+    In order of preference:
 
     1. take blocks that were loaded for a waiting request;
     2. wait, if stores in progress will free enough;
@@ -24,11 +24,11 @@ def free_blocks(registry: RequestRegistry, step: Step, request: Request, count: 
 
 
 def preempt_for(registry: RequestRegistry, step: Step, request: Request, anyone: bool) -> bool:
-    """Preempt the last request in order that this step does not serve. Return False if there is none.
+    """Preempt the last request in order that is not in this step. Return False if there is none.
 
     Only requests after `request` in order are candidates, so the first in order always makes progress. With `anyone`,
-    every other request is a candidate. Free all blocks of the victim and queue it again. It need not compute again what
-    a lower tier has stored.
+    every other request is a candidate. Free all blocks of the victim and queue it again. It can load blocks that a
+    lower tier has stored, instead of recomputing them.
     """
     candidates = [
         other

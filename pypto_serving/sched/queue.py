@@ -1,4 +1,4 @@
-"""WaitingQueue: which waiting request starts next, in order or fairly; Deadlines: which must have ended by now."""
+"""WaitingQueue: choose the waiting request to start next, in order or fairly. Deadlines: find expired requests."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pypto_serving.sched.step import Scheduled
 
 
 class TokenShares:
-    """Tokens computed for each salt that has unfinished requests. Owned by the Scheduler. Cached tokens are free.
+    """Tokens computed for each salt with unfinished requests, not counting cached ones. Owned by the Scheduler.
 
-    A salt without requests is forgotten. When it has some again, it begins with what the salt with the fewest tokens
-    has: time without requests gives no claim.
+    A salt without requests is forgotten. When it has requests again, it starts with the smallest count of any salt, so
+    that idle time gives no advantage.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class TokenShares:
         return self._num_tokens[salt]
 
     def rank(self, request: Request) -> tuple[int, int, int]:
-        """Return what decides which of several requests starts: priority, then tokens of the salt, then arrival."""
+        """Return the sort key of a request for starting: priority, then tokens of its salt, then arrival."""
         priority, arrival = request.order
         return priority, self._num_tokens[request.source.cache_salt], arrival
 
@@ -34,34 +34,34 @@ class TokenShares:
         return len(self._num_tokens)
 
     def enter(self, request: Request) -> None:
-        """Count a request that arrived."""
+        """Add an arriving request to the count of its salt."""
         salt = request.source.cache_salt
         if salt not in self._num_tokens:
             self._num_tokens[salt] = min(self._num_tokens.values(), default=0)
         self._num_requests[salt] += 1
 
     def leave(self, request: Request) -> None:
-        """Count a request that ended."""
+        """Remove an ended request from the count of its salt."""
         salt = request.source.cache_salt
         self._num_requests[salt] -= 1
         if not self._num_requests[salt]:
             del self._num_requests[salt], self._num_tokens[salt]
 
     def charge(self, scheduled: Iterable[Scheduled]) -> None:
-        """Count the tokens of a step."""
+        """Add the tokens of a step to their salts."""
         for entry in scheduled:
             self._num_tokens[entry.request.source.cache_salt] += entry.count + entry.num_drafts
 
 
 _SLACK = 16
-"""A heap may hold twice as many entries as there are requests, and this many more."""
+"""A heap may hold twice as many entries as requests, plus this many."""
 
 
 class RequestHeap:
     """Requests by unique keys, the smallest first. Each call costs O(log n) on average.
 
-    A removed request is forgotten at once. Its entries hold its id alone, and are dropped at the top of the heap or
-    once they are many.
+    A removed request is forgotten at once. Its heap entries, which contain only its id, are dropped when they reach the
+    top, or when there are too many.
     """
 
     def __init__(self, key: Callable[[Request], Any]) -> None:
@@ -101,8 +101,8 @@ class RequestHeap:
 class WaitingQueue:
     """Requests that may start, by priority and then by arrival. Owned by the Scheduler.
 
-    With `shares`, among requests of equal priority those come first whose salt got the fewest tokens. Tokens change
-    with every step, so each salt has a heap of its own, and `peek` compares the first requests of these.
+    With `shares`, requests of equal priority are ordered by the tokens that their salt got, fewest first. These change
+    with every step, so each salt has its own heap, and `peek` compares the first requests of all heaps.
     """
 
     def __init__(self, shares: TokenShares | None = None) -> None:
@@ -141,18 +141,18 @@ class WaitingQueue:
 
 
 class Deadlines:
-    """Requests that must have ended by a time, wherever they are. Owned by the Scheduler."""
+    """Requests with deadlines, in any state. Owned by the Scheduler."""
 
     def __init__(self) -> None:
         self._heap = RequestHeap(lambda request: (request.source.deadline_s, request.order))
 
     def add(self, request: Request) -> None:
-        """Add a request that arrived, if it has a deadline."""
+        """Add an arriving request, if it has a deadline."""
         if request.source.deadline_s is not None:
             self._heap.push(request)
 
     def remove(self, request: Request) -> None:
-        """Remove a request that ended."""
+        """Remove an ended request."""
         self._heap.remove(request)
 
     def take_expired(self, now_s: float) -> Iterator[Request]:

@@ -1,4 +1,4 @@
-"""RequestRegistry: owner of all Requests, from their arrival to their last output; lends rows to running ones."""
+"""RequestRegistry: owner of all Requests from arrival to last output; lends rows to running ones."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutp
 class RequestRegistry:
     """Owns every Request from `enter` to its last output, and the totals of all steps. A part of the Scheduler.
 
-    A request is in exactly one of these:
+    A request is in exactly one of these states:
 
         waiting        the queue: not started, preempted, or put back after a worker died
         prefix_wait    waits for a prefix that a running request computes
         load_wait      waits for blocks from a lower tier (WAITING_FOR_KV), or for its turn to load them
         running        has a row and blocks
 
-    A row is a number that is lent to a running request; `free_rows` are those that are not lent.
+    A row is a number that is lent to a running request; `free_rows` are the others.
     """
 
     def __init__(self, config: EngineConfig, kv: KVCacheManager) -> None:
@@ -69,18 +69,18 @@ class RequestRegistry:
         self.prefix_wait.add_producer(request)
 
     def take_dropped_rows(self) -> list[int]:
-        """Return the rows that the worker has to drop with the next plan."""
+        """Return the rows that the worker must drop with the next plan."""
         dropped, self._dropped_rows = self._dropped_rows, []
         return dropped
 
     def put_back(self, request: Request) -> None:
-        """Queue a request again, with nothing computed."""
+        """Queue a request again, without computed tokens."""
         self._leave(request)
         request.status = Status.WAITING
         self.waiting.push(request)
 
     def put_all_back(self) -> None:
-        """Queue all requests again, with nothing computed, because the worker is gone."""
+        """Queue all requests again, without computed tokens, because the worker is gone."""
         for request in [*self.running.values(), *self.load_wait.clear()]:
             self.put_back(request)
         self._dropped_rows.clear()
@@ -88,7 +88,7 @@ class RequestRegistry:
     def finish(
         self, request: Request, reason: str, fault: RequestFault | None = None, now_s: float = 0.0
     ) -> RequestOutput:
-        """End a request: free its row and blocks and forget it. Requests end nowhere else."""
+        """End a request: free its row and blocks, and forget it. Every request ends here."""
         self._leave(request)
         self._stop_waiting(request)
         self._deadlines.remove(request)
@@ -101,20 +101,20 @@ class RequestRegistry:
         return outputs.finished(request, reason, fault, now_s)
 
     def finish_expired(self, now_s: float) -> list[RequestOutput]:
-        """End the requests whose deadlines have passed, wherever they are."""
+        """End the requests whose deadlines have passed, in any state."""
         return [
             self.finish(request, "error", outputs.deadline_passed(request, now_s), now_s)
             for request in self._deadlines.take_expired(now_s)
         ]
 
     def _stop_waiting(self, request: Request) -> None:
-        """Remove a request that starts or ends from wherever it waits."""
+        """Remove a request that starts or ends from its waiting state."""
         self.waiting.remove(request)
         self.load_wait.forget(request)
         self.prefix_wait.forget(request.id)
 
     def _leave(self, request: Request) -> None:
-        """Free the row and blocks of a running request. Its results still in flight will be dropped."""
+        """Free the row and blocks of a running request. Its results in flight will be dropped."""
         if request.status is not Status.RUNNING:
             return
         del self.running[request.id]
@@ -133,7 +133,7 @@ class RequestRegistry:
         return (*self.waiting, *self.prefix_wait, *self.load_wait)
 
     def check(self) -> None:
-        """Assert that each request is in one place, and that rows agree."""
+        """Assert that each request is in exactly one state, and that rows are consistent."""
         rows = [*self.free_rows, *(request.row for request in self.running.values())]
         assert sorted(rows) == list(range(self._num_rows)), "rows leaked"
         found = Counter([*self.running, *(request.id for request in self._all_waiting())])

@@ -17,7 +17,7 @@ from pypto_serving.types.step import BackendTraits
 PLAIN_TRAITS = BackendTraits()
 MAX_NOTED_LOADS = 4
 LOWEST_TEMPERATURE = 1e-5
-"""Below this temperature a request is greedy, since dividing float32 logits by less could overflow."""
+"""Requests with lower temperatures are greedy, since dividing float32 logits by these could overflow."""
 
 
 class Status(enum.Enum):
@@ -42,15 +42,15 @@ class Request:
 
     Other fields:
 
-    - `max_tokens`: the longest length, prompt and output together.
+    - `max_tokens`: the length limit, prompt and output together.
     - `num_computable`: how many of these tokens are ever computed; see `num_uncomputed_tokens`.
     - `num_unscored`: prompt tokens whose log-probabilities are still to be delivered.
     - `order`: the scheduling order, by priority value and then by arrival.
-    - `life`: how often the request left its row; results of an earlier life are dropped.
+    - `life`: how often the request has left its row; results of earlier lives are dropped.
     - `num_cached_tokens`: tokens cached when the request first started, -1 before that.
-    - `has_guide`: a guide limits which token may follow the last one.
+    - `has_guide`: a guide restricts the next token.
     - `plans_ahead`: a token may be scheduled while it is being sampled. False in a pipeline, which would wait for it,
-      and where a device that samples needs the guide's answer first.
+      and if a sampling device needs the guide's answer first.
     """
 
     source: EngineRequest
@@ -95,7 +95,7 @@ class Request:
         self.plans_ahead = traits.stages == 1 and not (self.has_guide and traits.samples_on_device)
 
     def loaded(self, now_s: float) -> None:
-        """Record when the wait for a KV load began and ended, for the first MAX_NOTED_LOADS."""
+        """Record begin and end of a wait for a KV load, for the first MAX_NOTED_LOADS."""
         if len(self.loads) < 2 * MAX_NOTED_LOADS:
             self.loads += self.load_since_s, now_s
 

@@ -14,7 +14,7 @@ from pypto_serving.types.step import NOT_FINITE, RowFault, StepResult, num_taken
 def take_result(registry: RequestRegistry, step: Step, result: StepResult, now_s: float) -> list[RequestOutput]:
     """Apply the result of a step. Return the new tokens of each request.
 
-    Ignores rows of requests that left since the step was planned.
+    Ignores rows of requests that have left their row since the step was planned.
     """
     plain = plain_tokens(result)
     rows = rows_of(result) if plain is None else {}
@@ -27,7 +27,7 @@ def take_result(registry: RequestRegistry, step: Step, result: StepResult, now_s
         if not entry.samples or (request.has_guide and request.num_committed + entry.count < len(request.tokens)):
             _take_back(request, entry.num_drafts)
             _advance(registry, request, entry.count)
-            if request.num_committed == request.max_tokens:  # it samples no token
+            if request.num_committed == request.max_tokens:  # the request samples no token
                 added.append(registry.finish(request, "length", now_s=now_s))
         elif plain is not None:
             added.append(_append(registry, entry, plain[request.row], now_s))
@@ -37,7 +37,7 @@ def take_result(registry: RequestRegistry, step: Step, result: StepResult, now_s
 
 
 def _append(registry: RequestRegistry, entry: Scheduled, token_id: int, now_s: float) -> RequestOutput:
-    """Do what `_take_row` does, at less cost, for a row of one token and nothing else. Most rows are such."""
+    """Fast form of `_take_row` for a row with one token and nothing else, as most rows are."""
     request = entry.request
     request.num_placeholders -= 1 + entry.num_drafts
     request.num_computed_tokens -= entry.num_drafts
@@ -55,8 +55,8 @@ def _append(registry: RequestRegistry, entry: Scheduled, token_id: int, now_s: f
 def _take_row(registry: RequestRegistry, entry: Scheduled, row: RowResult, now_s: float) -> RequestOutput | None:
     """Append the tokens of a row, up to the one that ends its request. Take back rejected drafts.
 
-    Forced tokens after what was sampled are not computed yet, so steps in flight do not reach the last token.
-    A fault after the token that ends the request is ignored, unless it is one of the prompt's logits.
+    Forced tokens after the sampled ones are not computed yet, so steps in flight do not reach the last token.
+    If a token ends the request, a later fault is ignored, except a fault of the prompt's logits.
     """
     request, reason = entry.request, None
     request.num_placeholders -= 1 + entry.num_drafts
@@ -83,7 +83,7 @@ def _take_row(registry: RequestRegistry, entry: Scheduled, row: RowResult, now_s
 
 
 def _take_prompts(registry: RequestRegistry, step: Step, result: StepResult, now_s: float) -> list[RequestOutput]:
-    """Deliver log-probabilities of prompt tokens. End the requests that failed and did not sample."""
+    """Deliver log-probabilities of prompt tokens. End requests that failed without sampling."""
     scored = {each.row: each.logprobs for each in result.prompt_logprobs}
     faults = {fault.row: fault for fault in result.faults}
     found = []
@@ -108,7 +108,7 @@ def _fail(registry: RequestRegistry, request: Request, fault: RowFault, now_s: f
 
 
 def _advance(registry: RequestRegistry, request: Request, count: int) -> None:
-    """Confirm that `count` more tokens are computed."""
+    """Commit `count` more tokens as computed."""
     request.num_committed += count
     registry.kv.commit(request.id, request.tokens, request.num_committed, request.prompt_len)
     if registry.crash_counts:
@@ -116,7 +116,7 @@ def _advance(registry: RequestRegistry, request: Request, count: int) -> None:
 
 
 def _measure(registry: RequestRegistry, step: Step, result: StepResult) -> None:
-    """Record the times of a step, and its speed: as that of decoding if most rows decode, else of prefill."""
+    """Record the times of a step, and its speed: as decoding speed if most rows decode, else as prefill speed."""
     registry.counters.record_times(result)
     num_tokens = sum(entry.count for entry in step.scheduled)
     if num_tokens > 2 * len(step.scheduled):
@@ -126,7 +126,7 @@ def _measure(registry: RequestRegistry, step: Step, result: StepResult) -> None:
 
 
 def _take_back(request: Request, count: int) -> None:
-    """Take back `count` tokens, drafts among them, that were planned and are not computed."""
+    """Take back `count` planned tokens, including drafts, that were not computed."""
     request.num_computed_tokens -= count
     if request.has_guide:  # forced tokens are known before they are planned
         request.num_placeholders = max(0, request.num_computed_tokens + 1 - len(request.tokens))

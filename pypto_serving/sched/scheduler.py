@@ -1,4 +1,4 @@
-"""Scheduler: decide which tokens each step computes, and take in the results."""
+"""Scheduler: decide which tokens each step computes, and process the results."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _least_recent = attrgetter("last_step", "order")
 class Scheduler:
     """Owns the steps in flight and, in its RequestRegistry, all requests and the rows lent to them.
 
-    `admission` starts waiting requests, `preemption` frees blocks for running ones, `results` applies those of steps.
+    `admission` starts waiting requests, `preemption` frees blocks for running ones, `results` applies results of steps.
 
     The caller begins each turn with `begin_turn()`, then calls `plan()` while fewer than `config.depth` steps are in
-    flight. It commits results in the order of their plans. Time is an argument. The same calls give the same plans.
+    flight, and commits results in the order of plans. Time is an argument, so equal calls give equal plans.
     """
 
     def __init__(self, config: EngineConfig, kv: KVCacheManager) -> None:
@@ -74,9 +74,9 @@ class Scheduler:
     # Planning.
 
     def begin_turn(self, now_s: float) -> list[RequestOutput]:
-        """Do what is due before steps are planned. Return the last outputs of requests whose deadlines have passed.
+        """Prepare for planning steps. Return the last outputs of requests whose deadlines have passed.
 
-        Queue requests that need not wait any longer, and plan demotions.
+        Queue requests whose wait has ended, and plan demotions.
         """
         expired = self.expire(now_s)
         self._registry.load_wait.update(now_s)
@@ -99,9 +99,9 @@ class Scheduler:
         return self._dispatch(step) if step.scheduled else None
 
     def _schedule_all(self, step: Step, now_s: float) -> None:
-        """Schedule decodes, then prompts, then again decodes with what prompts leave of the budget.
+        """Schedule decodes, then prompts, then more decodes with the rest of the budget.
 
-        A share of the budget is kept for prompts. Drafts get what is left once every decode has its own token.
+        A share of the budget is reserved for prompts. Drafts get the rest after every decode has its own token.
         """
         running = self._registry.running
         decodes, prompts = decodes_and_prompts(running.values())
@@ -119,7 +119,7 @@ class Scheduler:
         self._schedule_decodes(step, left, min(share, step.budget))
 
     def _schedule_decodes(self, step: Step, decodes: Iterator[Request], limit: int) -> int:
-        """Schedule up to `limit` decodes and return how many. One that finds no blocks does not count."""
+        """Schedule up to `limit` decodes and return their number. Decodes that find no blocks do not count."""
         before = len(step.scheduled)
         for request in decodes if limit > 0 else ():
             self._schedule(step, request, 1)
@@ -128,7 +128,7 @@ class Scheduler:
         return len(step.scheduled) - before
 
     def _schedule_prompts(self, step: Step, prompts: list[Request], now_s: float) -> None:
-        """Schedule running and waiting prompts in order. Blocks that running ones still need stay reserved for them."""
+        """Schedule running and waiting prompts in order. Reserve the blocks that running prompts still need."""
         registry = self._registry
         for request in prompts:
             admission.reserve_growth(registry, step, request)
@@ -140,9 +140,9 @@ class Scheduler:
         admission.admit_all(registry, step, now_s)
 
     def _schedule(self, step: Step, request: Request, missing: int, anyone: bool = False) -> None:
-        """Add as many of a running request's `missing` tokens as fit; preempt others if nothing else frees blocks.
+        """Schedule as many of a running request's `missing` tokens as fit; preempt others if nothing else frees blocks.
 
-        Drafts never cause a preemption: without blocks for them, the request is scheduled without drafts.
+        Drafts never cause a preemption: if there are no blocks for drafts, schedule the request without them.
         """
         if request.status is not Status.RUNNING:
             return
@@ -187,7 +187,7 @@ class Scheduler:
     def commit(self, result: StepResult, now_s: float) -> list[RequestOutput]:
         """Apply the result of the oldest step in flight. Return the new tokens of each request.
 
-        Ignores rows of requests that left since the step was planned. Raises RuntimeError for any other step's result.
+        Ignores rows that requests have left since the step was planned. Raises RuntimeError for another step's result.
         """
         step = self._in_flight.popleft()
         if result.step_id != step.step_id:
@@ -199,7 +199,7 @@ class Scheduler:
     def take_transfers(self, now_s: float) -> Transfers | None:
         """Return the transfers to start now, or None.
 
-        Steps planned before may still write to blocks freed since, so loads start after the last of those steps.
+        Steps in flight may still write to blocks freed since they were planned, so loads start after these steps.
         """
         jobs = self.kv.tiers.transfers.take_jobs(now_s)
         return Transfers(0, self._last_writer, jobs) if jobs else None
@@ -209,9 +209,9 @@ class Scheduler:
         self._registry.load_wait.transferred(done, now_s)
 
     def hanging_tiers(self, now_s: float) -> tuple[Tier, ...]:
-        """Return the tiers whose transfers hang, if nothing can run because they hold blocks.
+        """Return the tiers whose hanging transfers hold blocks without which nothing can run.
 
-        Only the end of the worker frees such blocks.
+        Only the end of the worker frees these blocks.
         """
         if not self._lacks_blocks or self._in_flight or self._registry.load_wait.is_busy:
             return ()
@@ -222,7 +222,7 @@ class Scheduler:
     def worker_ready(
         self, num_blocks: tuple[int, ...], fingerprint: bytes, inventories: Sequence[TierInventory], now_s: float
     ) -> list[RequestOutput]:
-        """Take over a new worker: its empty KV pools and the contents of its stores.
+        """Begin to use a new worker, with empty KV pools and the contents of its stores.
 
         Return the last outputs of requests that fail because another model began to answer them.
         Raises ConfigError if a pool is too small for one request.
@@ -235,9 +235,9 @@ class Scheduler:
         return [self._registry.finish(request, "error", outputs.model_changed(), now_s) for request in begun]
 
     def worker_lost(self, now_s: float) -> list[RequestOutput]:
-        """Queue all requests again with nothing computed, since device and steps in flight are gone.
+        """Queue all requests again without computed tokens, since device and steps in flight are lost.
 
-        Add to the crash counts of requests whose steps were being computed. Return the last outputs of those that fail.
+        Increase the crash counts of requests whose steps were being computed. Return the last outputs of failed ones.
         """
         registry = self._registry
         ends: dict[str, int] = {}
@@ -260,7 +260,7 @@ class Scheduler:
     # Views.
 
     def log_ids_in_flight(self) -> dict[str, str]:
-        """Return the log ids of the requests of steps in flight, by request id."""
+        """Return the log ids of all requests in steps in flight, by request id."""
         requests = [entry.request for step in self._in_flight for entry in step.scheduled]
         return {request.id: request.source.log_id for request in requests}
 
@@ -300,10 +300,10 @@ class Scheduler:
 
 
 def decodes_and_prompts(running: Iterable[Request]) -> tuple[list[Request], list[Request]]:
-    """Sort running requests by what they compute next.
+    """Split running requests by their number of missing tokens.
 
-    Decodes: one token is missing; the least recently served come first.
-    Prompts: more are missing; in order of priority and arrival.
+    Decodes lack one token; least recently scheduled first.
+    Prompts lack more; in order of priority and arrival.
     """
     decodes, prompts = [], []
     for request in running:

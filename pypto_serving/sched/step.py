@@ -18,8 +18,8 @@ from pypto_serving.util import Rate
 class Scheduled(msgspec.Struct, frozen=True):
     """The tokens of one request in a step: `count` tokens, then `num_drafts` draft tokens.
 
-    `samples` is true if they reach the request's last token, so that the step samples the next. The first position is
-    known once all earlier steps are committed: it is `num_committed` then.
+    `samples`: the tokens include the request's last one, so the step samples the next. The first position is known once
+    all earlier steps are committed: `num_committed` at that time.
     """
 
     request: Request
@@ -32,8 +32,8 @@ class Scheduled(msgspec.Struct, frozen=True):
 class RowResult(NamedTuple):
     """The result of one row.
 
-    Its tokens, their log-probabilities if asked for, a fault that ends the row; how many drafts were verified, and how
-    many of them accepted.
+    Its tokens, their log-probabilities if asked for, a fault that ends the row; numbers of verified and of accepted
+    drafts.
     """
 
     token_ids: Sequence[int]
@@ -44,7 +44,7 @@ class RowResult(NamedTuple):
 
 
 def plain_tokens(result: StepResult) -> dict[int, int] | None:
-    """Return the token of each row if every row got one and nothing else, else None."""
+    """Return the token of each row if every row has exactly one token and nothing else, else None."""
     if result.counts or result.logprobs or result.faults:
         return None
     return dict(zip(id_list(result.rows), id_list(result.token_ids), strict=True))
@@ -71,11 +71,11 @@ class Step:
     """A step that is being planned, then in flight. Owned by the Scheduler.
 
     - `budget`: the number of tokens left to schedule.
-    - `draft_budget`: the part of it that drafts may take, and `draft_share` those of one request.
+    - `draft_budget`: the part of it for drafts; `draft_share`: the limit of drafts per request.
     - `scored_budget`: how many prompt tokens may still be scored.
     - `new_blocks`: one list per KV group: row, block id, row, ...
-    - `admits`: further requests may start; false once a running or waiting one does not find blocks.
-    - `num_set_aside`: waiting requests that could not start and were passed by later ones.
+    - `admits`: further requests may start; false once a running or waiting request finds no blocks.
+    - `num_set_aside`: waiting requests that could not start, and over which later ones were considered.
     - `reserved`: the blocks of each group that running prompts will need after this step.
     """
 
@@ -111,7 +111,7 @@ class Step:
         self.scheduled.append(Scheduled(request, request.life, count, num_drafts, samples))
 
     def reserve(self, blocks: Sequence[int], sign: int) -> None:
-        """Add to the blocks of each group that running prompts will need, or subtract from them."""
+        """Add `sign` times `blocks` to the blocks of each group that running prompts will need."""
         self.reserved = [before + sign * more for before, more in zip(self.reserved, blocks, strict=True)]
 
     def add_blocks(self, row: int, blocks: Sequence[Sequence[int]]) -> None:
@@ -152,8 +152,8 @@ def step_plan(step: Step, dropped_rows: Sequence[int]) -> StepPlan:
 class Counters:
     """Totals since the start; rows and tokens of the last step; `max_step_rows`, the largest batch so far.
 
-    `decode_rate` is the speed of steps of mostly decodes, in output tokens. `num_draft_rounds` counts how often a row
-    had drafts to verify, `accepted_at[i]` how often its first i + 1 drafts were accepted.
+    `decode_rate`: output tokens per second of steps of mostly decodes. `num_draft_rounds`: how often a row had drafts
+    to verify; `accepted_at[i]`: how often its first i + 1 drafts were accepted.
     """
 
     num_steps: int = 0
@@ -174,7 +174,7 @@ class Counters:
     decode_rate: Rate = field(default_factory=Rate)
 
     def record_times(self, result: StepResult) -> None:
-        """Add where the time of a step in the worker went."""
+        """Add the times of a step's parts in the worker."""
         self.packing_s += result.packing_s
         self.sampling_s += result.sampling_s
         self.computing_s += max(0.0, result.elapsed_s - result.packing_s - result.sampling_s)
@@ -198,7 +198,7 @@ class Counters:
         return sum(self.accepted_at)
 
     def record_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """Count the drafts that a row verified, and how many of them were accepted, also after its last token."""
+        """Count the drafts that a row verified and accepted, including accepted ones after its last token."""
         self.num_draft_rounds += 1
         self.num_drafts += num_drafts
         self.accepted_at += [0] * (num_drafts - len(self.accepted_at))
