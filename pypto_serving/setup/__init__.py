@@ -1,1 +1,1 @@
-"""Decide everything before anything starts: options, defaults, memory plan, facts about the machine, model files."""
+"""Decide the configuration before a start: options, defaults, memory plan, facts about the machine, model files."""

@@ -1,4 +1,4 @@
-"""Choose how a model is computed: kernels or torch, threads, precision, the platform of an NPU, and drafts."""
+"""Choose kernels or torch, threads, precision, the platform of an NPU, and drafts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pypto_serving.types.model import ModelSpec
 from pypto_serving.util import format_size, install_extra
 
 WEIGHT_BYTES_PER_THREAD = 32 << 20
-"""Fewer bytes of weights are read faster by one thread less."""
+"""If there are fewer bytes of weights per thread, one thread less reads them faster."""
 _INSTALL = install_extra("torch")
 
 
 def choose_kernels(settings: Settings, model: ModelSpec, host: HostFacts) -> str:
-    """Choose the instruction set of the kernels, or torch; raise ConfigError if the wanted one cannot serve."""
+    """Choose the instruction set of the kernels, or torch. Raises ConfigError if the user's choice cannot work."""
     options, obstacle = settings.options, why_torch(settings.options, model)
     if not host.kernels:
         obstacle = obstacle or "this installation has no kernels, because there was no C++ compiler"
@@ -41,15 +41,15 @@ def choose_kernels(settings: Settings, model: ModelSpec, host: HostFacts) -> str
 
 
 def why_torch(options: Options, model: ModelSpec) -> str:
-    """Say why the kernels cannot serve the model, with the option to look at; empty if they can."""
+    """Return why the kernels cannot serve the model, with the option responsible, or ""."""
     option = model.needs_torch_option
     return f"{model.needs_torch} (see {options.label(option)})" if option else model.needs_torch
 
 
 def require_torch(options: Options, model: ModelSpec, host: HostFacts) -> None:
-    """Refuse what torch would compute where it is not installed; raises ConfigError, in one line that says what helps.
+    """Raise ConfigError, with the remedy, if torch would have to compute but is not installed.
 
-    Cases, in this order: no kernels were built; the user chose torch; float32; sizes or options the kernels refuse.
+    Cases, in this order: no kernels were built; the user chose torch; float32; sizes or options that kernels lack.
     """
     if host.torch:
         return
@@ -70,7 +70,7 @@ def require_torch(options: Options, model: ModelSpec, host: HostFacts) -> None:
 
 
 def _check_quantized(options: Options, model: ModelSpec, obstacle: str) -> None:
-    """Raise ConfigError for quantised weights that torch would have to serve."""
+    """Raise ConfigError for quantized weights if torch would have to compute."""
     if model.quantization and (obstacle or options.kernels == "torch"):
         raise ConfigError(
             f"the weights of {model.path} are quantised ({model.quantization}), which only the CPU kernels "
@@ -79,7 +79,7 @@ def _check_quantized(options: Options, model: ModelSpec, obstacle: str) -> None:
 
 
 def choose_packed_cache(settings: Settings, host: HostFacts, kernels: str) -> str:
-    """Choose the folder for packed weights, empty for none. A start never fails for it."""
+    """Choose the folder for packed weights, or "". It never makes a start fail."""
     wanted, reason = settings.options.packed_cache, settings.origin_or("packed_cache", "default")
     folder = host.cache_dir if wanted else ""
     if wanted and kernels in ("", "torch"):
@@ -91,7 +91,7 @@ def choose_packed_cache(settings: Settings, host: HostFacts, kernels: str) -> st
 
 
 def choose_threads(settings: Settings, model: ModelSpec, host: HostFacts) -> int:
-    """Choose one thread per CPU, or fewer where a thread's share of the weights would cost more than it saves."""
+    """Choose one thread per CPU, or fewer if a thread would have too small a share of the weights to pay."""
     useful, reason = host.num_cpus, "one per CPU this process may use"
     if (by_weights := max(1, model.weight_bytes // WEIGHT_BYTES_PER_THREAD)) < useful:
         useful, reason = by_weights, f"the weights are only {format_size(model.weight_bytes)}"
@@ -104,17 +104,17 @@ _OBSTACLES = {
     "head": "this model has no output layer of bf16 that can be rounded",
     "kv_dtype": "the KV cache of this model has a form of its own",
 }
-"""Why a model leaves no choice, by option."""
+"""By option: why a model does not allow it."""
 
 
 def choose_precision(settings: Settings, model: ModelSpec, kernels: str) -> dict[str, Any]:
-    """Choose what the CPU kernels round to int8, as fields of ModelConfig. KV groups have the dtype asked for already.
+    """Choose the parts that CPU kernels round to int8, as fields of ModelConfig. KV groups already have their dtype.
 
-    A rounded output layer embeds tokens too where both are tied: a bf16 table beside it would take more memory than
-    without the option. On the bundled model logits are off by 0.7 % in bf16, by 1.1 % with only the products in int8,
-    and by 1.3 % like this.
+    If output layer and embedding are tied, a rounded output layer also embeds tokens: an extra bf16 table would take
+    more memory than not rounding. On the bundled model, logits have an error of 0.7 % in bf16, 1.1 % with only the
+    products in int8, and 1.3 % with the embedding rounded, too.
 
-    Raises ConfigError for a value that the model, or torch if that was chosen, does not leave open.
+    Raises ConfigError for a value that the model, or torch if chosen, does not support.
     """
     _choose_kv_dtype(settings, model, kernels)
     return {
@@ -152,9 +152,9 @@ def _obstacle(model: ModelSpec, kernels: str, name: str) -> str:
 def choose_platform(
     settings: Settings, model: ModelSpec, host: HostFacts, backend: BackendDefaults
 ) -> tuple[str, BackendDefaults]:
-    """Choose the platform, empty for a backend without any, and return the backend as it is there.
+    """Choose the platform, "" for a backend without platforms, and return the backend's defaults there.
 
-    Raises ConfigError where nothing is installed that could run programs, and for models and memory they cannot have.
+    Raises ConfigError if no runtime is installed, and for models or memory sizes that programs do not support.
     """
     options, given = settings.options, settings.options.npu_platform
     if not backend.platforms:
@@ -182,7 +182,7 @@ def choose_platform(
 
 
 def _check_model(settings: Settings, model: ModelSpec) -> None:
-    """Raise ConfigError for weights that the programs do not take."""
+    """Raise ConfigError for weights that the programs do not support."""
     options = settings.options
     if model.quantization:
         raise ConfigError(
@@ -198,9 +198,9 @@ _SHORT_FORMS = ("spec_method", "spec_tokens")
 
 
 def given_speculation(options: Options) -> Speculation | None:
-    """Return what `speculative_config`, or `spec_method` and `spec_tokens` in its place, asks for; None for no drafts.
+    """Return the drafts asked for by `speculative_config`, or by `spec_method` and `spec_tokens`; None for no drafts.
 
-    Raises ConfigError for both forms at once, and for a number of drafts where nothing makes them.
+    Raises ConfigError for both forms at once, and for a number of drafts without a method.
     """
     given: Speculation | None = options.speculative_config
     method = None if options.spec_method == OFF else options.spec_method
@@ -218,7 +218,7 @@ def given_speculation(options: Options) -> Speculation | None:
 def choose_drafts(
     settings: Settings, host: HostFacts, backend: BackendDefaults, topology: Topology, kernels: str
 ) -> Speculation | None:
-    """Choose how drafts are made, None for no drafts. Raises ConfigError for what cannot make or verify them."""
+    """Choose the method of drafts, or None. Raises ConfigError if drafts cannot be made or verified here."""
     options, given = settings.options, given_speculation(settings.options)
     form = "spec_method" if options.speculative_config is None else "speculative_config"
     origin = settings.origin_or("speculative_config", "default")

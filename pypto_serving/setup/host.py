@@ -1,4 +1,4 @@
-"""Facts about this machine that limit what it can serve: free memory, CPUs, and folders on its disks."""
+"""Facts about this machine that limit the configuration: free memory, CPUs, folders on its disks."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from pypto_serving.parallel.topology import NumaNode
 from pypto_serving.types.tier import PART_NAME
 
 MIN_FILES, MAX_FILES = 64, 65536
-"""Open files that an engine or a client needs at least, and the most that are of use."""
+"""Required and largest useful limit of open files, for an engine or a client."""
 
 
 class DiskFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a folder for KV blocks.
 
-    obstacle: why no block can be kept there; empty if blocks can.
-    disk_bytes, free_bytes: size of the disk, and bytes left on it.
-    used: the folder has blocks already that can be read.
+    obstacle: why blocks cannot be stored there, or "".
+    disk_bytes, free_bytes: size of the disk, and its free bytes.
+    used: the folder already has readable blocks.
     """
 
     obstacle: str = ""
@@ -39,15 +39,15 @@ class DiskFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about this machine, or about the part of it that each of `num_replicas` has.
+    """Facts about this machine, or about the part of it for each of `num_replicas`.
 
     available_bytes: memory that can be allocated now without swapping, within a container's limit.
-    num_cpus: CPUs that it may use at once; nodes: NUMA nodes of all that it may use.
-    kernels: instruction sets that the CPU kernels were built for and this machine runs, best first.
+    num_cpus: number of CPUs that can be used at once; nodes: NUMA nodes of all allowed CPUs.
+    kernels: instruction sets that both the CPU kernels and this machine support, best first.
     torch, mooncake, pypto, otel (OpenTelemetry): whether they are installed.
     npu: whether Ascend's driver shows a device.
-    cache_dir: folder for files that may be deleted at any time; empty if the user has none.
-    kv_disk: facts about the folder of the disk tier, if one is wanted.
+    cache_dir: folder for files that may be deleted at any time; "" if the user has none.
+    kv_disk: facts about the folder of the disk tier, if configured.
     """
 
     available_bytes: int
@@ -65,7 +65,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def raise_file_limit() -> None:
-    """Raise this process's soft limit of open files as far as is of use; raise ConfigError if it stays too low."""
+    """Increase this process's soft limit of open files to at most MAX_FILES. Raises ConfigError if it stays too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
     if wanted < MIN_FILES:
@@ -77,9 +77,9 @@ def raise_file_limit() -> None:
 
 
 def read_host_facts(root: Path = Path("/"), kv_disk: str | None = None) -> HostFacts:
-    """Read all facts: memory and CPUs from /proc and the control groups of this process, and what is installed.
+    """Read all facts: memory and CPUs from /proc and this process's control groups, and installed packages.
 
-    `root` is for tests; `kv_disk` is the folder of the disk tier, if one is wanted.
+    `root` is for tests; `kv_disk` is the folder of the disk tier, if configured.
     """
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return HostFacts(
@@ -99,12 +99,12 @@ def _has_otel() -> bool:
     """Return whether OpenTelemetry's SDK and the exporter of its protocol are installed."""
     try:
         return all(map(importlib.util.find_spec, ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc")))
-    except ModuleNotFoundError:  # of a package around them
+    except ModuleNotFoundError:  # a parent package is missing
         return False
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address to listen on; a name other than localhost may be any."""
+    """Return whether an address is reachable only from this machine. Of names, only localhost counts."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -113,7 +113,7 @@ def is_loopback(host: str) -> bool:
 
 
 def read_cache_dir() -> str:
-    """Find our folder in the user's cache, empty for none; see https://specifications.freedesktop.org/basedir-spec/latest/."""
+    """Return our folder in the user's cache, or ""; see https://specifications.freedesktop.org/basedir-spec/latest/."""
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if given.is_absolute():
         return str(given / "pypto-serving")
@@ -124,13 +124,13 @@ def read_cache_dir() -> str:
 
 
 def read_disk_facts(folder: Path) -> DiskFacts:
-    """Try to make a folder in `folder`, or `folder` itself, and remove it again."""
+    """Return facts about `folder`. Create and remove a folder in it, or in its nearest existing parent, as a test."""
     existing, used = folder.absolute(), False
     while not os.path.lexists(existing):
         existing = existing.parent
     try:
         with contextlib.suppress(FileNotFoundError):
-            folder.lstat()  # raises for a name that is too long
+            folder.lstat()  # raises if the name is too long
         if existing == folder.absolute():
             parts = [path for path in existing.iterdir() if PART_NAME.fullmatch(path.name)]
             read_only = os.statvfs(existing).f_flag & os.ST_RDONLY
@@ -148,7 +148,7 @@ _MEMORY_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Limit, use, and the key in memory.stat of page cache that can be taken back: in control groups v2, then v1."""
+"""Files of limit and use, and the key in memory.stat of reclaimable page cache, for control groups v2, then v1."""
 
 
 def _control_groups(root: Path, controller: str) -> Iterator[Path]:
@@ -168,7 +168,7 @@ def _control_groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _available_bytes(root: Path) -> int:
-    """Return MemAvailable, or less under the tightest limit; page cache under a limit counts as free."""
+    """Return MemAvailable, or the free bytes under the tightest limit if less; there, page cache counts as free."""
     kib = _keyed_int(root / "proc/meminfo", "MemAvailable:")
     free = kib * 1024 if kib is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for group in _control_groups(root, "memory"):
@@ -181,7 +181,7 @@ def _available_bytes(root: Path) -> int:
 
 
 def _num_cpus(allowed: int, root: Path) -> int:
-    """Count the CPUs of the tightest quota, at least 1, at most those `allowed`."""
+    """Return the number of CPUs of the tightest quota, from 1 to `allowed`."""
     for group in _control_groups(root, "cpu"):
         v2, v1 = group / "cpu.max", (group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us")
         quota, _, period = (_read(v2) or " ".join(map(_read, v1))).strip().partition(" ")
@@ -214,10 +214,10 @@ NODES = "sys/devices/system/node"
 
 
 def read_nodes(allowed: Collection[int], root: Path = Path("/")) -> tuple[NumaNode, ...]:
-    """List the nodes whose memory this process may use, each with those of its CPUs that are `allowed`.
+    """Return the nodes whose memory this process may use, each with its `allowed` CPUs.
 
-    CPUs of a node without such memory count with the nearest that has some. Nodes without CPUs are left out. Where
-    the system names no nodes, all CPUs are of node 0. See
+    CPUs of a node without such memory count to the nearest node that has some. Nodes without CPUs are omitted. If the
+    system reports no nodes, all CPUs belong to node 0. See
     https://docs.kernel.org/admin-guide/mm/numaperf.html and Documentation/ABI/stable/sysfs-devices-node.
     """
     folder = root / NODES
@@ -233,7 +233,7 @@ def read_nodes(allowed: Collection[int], root: Path = Path("/")) -> tuple[NumaNo
 
 
 def _intersection(nodes: Sequence[int], *lists: str) -> list[int]:
-    """Keep the nodes that are in all lists, where a list that is missing holds all."""
+    """Return the nodes that are in all lists; a missing list contains all nodes."""
     return [node for node in nodes if all(not text.strip() or node in set(_ids(text)) for text in lists)]
 
 
@@ -247,14 +247,14 @@ def _allowed_memory(root: Path) -> str:
 
 
 def _nearest(folder: Path, online: Sequence[int], place: int, usable: Collection[int]) -> int | None:
-    """Return the node of `usable` nearest to the one at `place` among those online; its file lists all distances."""
+    """Return the node of `usable` nearest to online[place], whose file lists the distances to all online nodes."""
     distances = _read(folder / f"node{online[place]}/distance").split()
     known = dict(zip(online, map(int, filter(str.isdigit, distances)), strict=False))
     return min(usable, key=lambda node: (known.get(node, len(online) << 8), node), default=None)
 
 
 def _ids(text: str) -> Iterator[int]:
-    """Yield the numbers of a list such as `0-3,8`; parts that are none are skipped."""
+    """Yield the numbers of a list such as `0-3,8`; skip parts that are not numbers."""
     for item in text.strip().split(","):
         first, _, last = item.partition("-")
         if first.isdigit() and (last or first).isdigit():

@@ -1,4 +1,4 @@
-"""Choose what the options of the KV cache leave open: block sizes, tiers below the device, and endpoints for events."""
+"""Choose block sizes, tiers below the device, and endpoints of KV events."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from pypto_serving.types.tier import INDEX_BYTES, Tier, TierConfig
 from pypto_serving.util import format_size, install_extra
 
 LARGEST_BLOCK = 1024
-"""Tokens of the largest block that is chosen without being asked for."""
+"""Limit of the block size, in tokens, if the user does not choose it."""
 
 
 def choose_block_size(settings: Settings, model: ModelSpec, backend: BackendDefaults) -> ModelSpec:
-    """Return `model` with the KV groups to serve; warn of blocks that a remote store moves slowly."""
+    """Return `model` with the block sizes to use; warn of blocks that a remote store moves slowly."""
     if backend.traits.page_tokens:
         return _in_pages(settings, model, backend.traits.page_tokens)
     options, (group, *others) = settings.options, model.kv_groups
@@ -38,7 +38,7 @@ def choose_block_size(settings: Settings, model: ModelSpec, backend: BackendDefa
 
 
 def _in_pages(settings: Settings, model: ModelSpec, size: int) -> ModelSpec:
-    """Give every group blocks of the size that the backend demands. Raises ConfigError if another was asked for."""
+    """Give every group the block size that the backend requires. Raises ConfigError if the user chose another."""
     if settings.options.block_size not in (None, size):
         label = settings.options.label("block_size")
         raise ConfigError(f"{label} is {settings.options.block_size}, but this backend has blocks of {size}; drop it")
@@ -48,7 +48,7 @@ def _in_pages(settings: Settings, model: ModelSpec, size: int) -> ModelSpec:
 
 
 def _larger_block(group: KVCacheGroupSpec, longest: int) -> tuple[KVCacheGroupSpec, str]:
-    """Double the block size until blocks are large enough, up to half of the `longest` sequence; say why."""
+    """Double the block size until blocks are large enough, up to half of the `longest` sequence; return the reason."""
     while group.block_bytes < REMOTE_BLOCK_BYTES and 2 * group.block_size <= min(LARGEST_BLOCK, longest // 2):
         group = msgspec.structs.replace(group, block_size=2 * group.block_size)
     reason = f"kv-remote moves blocks of {format_size(REMOTE_BLOCK_BYTES)} and more at full speed"
@@ -71,15 +71,15 @@ def _warn_of_small_blocks(settings: Settings, model: ModelSpec) -> None:
 
 
 MAX_SLOTS = 1 << 22
-"""Blocks of one group in one tier; a disk keeps INDEX_BYTES in memory for each."""
+"""Limit of blocks of one group in one tier; the disk tier keeps INDEX_BYTES in memory for each."""
 REMOTE_BYTES, REMOTE_BLOCKS = 1 << 40, 1 << 16
-"""Bounds of what the engine core remembers of a remote store, which has a size of its own."""
+"""Limits of the engine core's record of a remote store, which has a size of its own: bytes, and blocks per group."""
 
 
 def choose_tiers(
     settings: Settings, model: ModelSpec, host: HostFacts, backend: BackendDefaults, host_bytes: int
 ) -> tuple[TierConfig, ...]:
-    """Choose the tiers, from fast to slow, with `host_bytes` of host memory; raise ConfigError for impossible ones."""
+    """Choose the tiers, from fast to slow, with `host_bytes` of host memory. Raises ConfigError for impossible ones."""
     options = settings.options
     disk_bytes = _record(settings, backend, host_bytes)
     if options.kv_disk_size and not options.kv_disk:
@@ -123,7 +123,7 @@ def _record(settings: Settings, backend: BackendDefaults, host_bytes: int) -> in
 def _tier(
     settings: Settings, model: ModelSpec, tier: Tier, option: str, size_bytes: int, place: str = ""
 ) -> TierConfig:
-    """Share `size_bytes` out among the groups; raise ConfigError naming `option` if a block of history does not fit."""
+    """Divide `size_bytes` among the groups. Raises ConfigError about `option` if a block of history does not fit."""
     largest = REMOTE_BLOCKS if tier == "remote" else MAX_SLOTS
     slots = tuple(min(count, largest) for count in tier_slots(model.kv_groups, size_bytes))
     for group, count in zip(model.kv_groups, slots, strict=True):
@@ -136,9 +136,9 @@ def _tier(
 
 
 def _check_disk(settings: Settings, model: ModelSpec, disk: DiskFacts, tier: TierConfig) -> None:
-    """Raise ConfigError for a folder that can neither be written nor has blocks; warn of a disk that is too small.
+    """Raise ConfigError for a folder that is neither writable nor has blocks; warn of a disk that is too small.
 
-    Blocks that are there already are part of the tier, so a used folder is bounded by the disk, not by its free space.
+    Existing blocks are part of the tier, so the limit of a used folder is the size of the disk, not its free space.
     """
     options, label = settings.options, f"{settings.options.label('kv_disk')} is {tier.place}"
     size = options.label("kv_disk_size")
@@ -161,9 +161,9 @@ def _check_disk(settings: Settings, model: ModelSpec, disk: DiskFacts, tier: Tie
 
 
 def choose_events(settings: Settings, num_replicas: int) -> tuple[str, str]:
-    """Choose the endpoints of KV events and of their replay for the first replica, empty for none.
+    """Choose the endpoints of KV events and of their replay for the first replica, or "".
 
-    The other replicas have the ports after it. By default, replays have the ports after those of all events.
+    The other replicas use the following ports. By default, replays use the ports after those of all events.
     """
     options = settings.options
     endpoint, replay = options.kv_events or "", options.kv_events_replay or ""
@@ -187,7 +187,7 @@ def choose_events(settings: Settings, num_replicas: int) -> tuple[str, str]:
 
 
 def endpoint_of(endpoint: str, index: int) -> str:
-    """Return the endpoint of replica `index`, where that of the first is `endpoint`; empty for none."""
+    """Return the endpoint of replica `index`, given the first replica's `endpoint`; "" if that is ""."""
     if not endpoint or index == 0 or _is_free_port(endpoint):
         return endpoint
     if endpoint.startswith("ipc:"):
@@ -197,7 +197,7 @@ def endpoint_of(endpoint: str, index: int) -> str:
 
 
 def check_ports(options: Options, engine: EngineConfig, server: ServerConfig) -> None:
-    """Raise ConfigError if KV events of a replica, or their replay, would take the port of the HTTP server."""
+    """Raise ConfigError if KV events of a replica, or their replay, would use the port of the HTTP server."""
     http = f"tcp://{f'[{server.host}]' if ':' in server.host else server.host}:{server.port}"
     for name in ("kv_events", "kv_events_replay"):
         if _clash(getattr(engine.cache, name), http):
@@ -209,13 +209,13 @@ def _taken(options: Options, name: str, endpoint: str, other: str) -> ConfigErro
 
 
 def _clash_of_replicas(one: str, other: str, count: int) -> bool:
-    """Return whether endpoints of `count` replicas, the first at `one` and `other`, cannot all be bound."""
+    """Return whether endpoints of `count` replicas collide, given the first replica's `one` and `other`."""
     indices = range(count)
     return any(_clash(endpoint_of(one, i), endpoint_of(other, j)) for i in indices for j in indices)
 
 
 def _clash(one: str, other: str) -> bool:
-    """Return whether two endpoints cannot both be bound: one path, or the same port of the same address, or of any."""
+    """Return whether two endpoints collide: equal paths, or equal ports of equal addresses or of any address."""
     if one == other:
         return not _is_free_port(one)
     (address, port), (other_address, other_port) = _parts(one), _parts(other)
@@ -223,7 +223,7 @@ def _clash(one: str, other: str) -> bool:
 
 
 def _parts(endpoint: str) -> tuple[str, int]:
-    """Return address and port of a TCP endpoint; `*` is any address, and port 0 any free one, or no TCP."""
+    """Return address and port of a TCP endpoint: `*` is any address; port 0 is any free port, or not TCP."""
     if not endpoint.startswith("tcp:") or _is_free_port(endpoint):
         return "", 0
     address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
@@ -232,12 +232,12 @@ def _parts(endpoint: str) -> tuple[str, int]:
 
 
 def _is_free_port(endpoint: str) -> bool:
-    """Return whether `endpoint` takes any free port."""
+    """Return whether `endpoint` uses any free port."""
     return endpoint.startswith("tcp:") and endpoint.rpartition(":")[2] in ("*", "0")
 
 
 def _beside(endpoint: str, num_replicas: int) -> str:
-    """Return the endpoint of replays for events at `endpoint`, empty if there are not ports enough."""
+    """Return the endpoint of replays for events at `endpoint`, or "" if there are not enough ports."""
     address, _, port = endpoint.rpartition(":")
     if endpoint.startswith("ipc:"):
         return endpoint + ".replay"

@@ -17,16 +17,16 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def locate_model(name: str | None) -> Path:
-    """Return the folder of model `name`, fetched from the hub if it is no folder here.
+    """Return the folder of model `name`; if it is not a folder here, fetch it from the hub.
 
-    The bundled model is None, or "bundled" where no folder has that name.
+    The bundled model is None, or "bundled" unless a folder has that name.
     """
     if name is None or (name == BUNDLED.name and not Path(name).exists()):
         if not (BUNDLED / "config.json").exists():
             raise ModelError("this installation has no bundled model; name one: a folder or a hub name")
         return BUNDLED
     path = Path(name)
-    with contextlib.suppress(RuntimeError):  # ~NAME, where nobody here is called NAME
+    with contextlib.suppress(RuntimeError):  # ~NAME without a user NAME
         path = path.expanduser()
     try:
         if path.is_dir():
@@ -65,7 +65,7 @@ def _fetch(name: str) -> Path:
 
 
 def _why_not(error: BaseException) -> str:
-    """Say why fetching failed: what the hub answered, what the system refused, or else the network."""
+    """Return why fetching failed: the hub's answer, the system's error, or the network."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     chain: list[BaseException] = []

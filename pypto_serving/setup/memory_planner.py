@@ -1,4 +1,4 @@
-"""The memory planner: the longest sequence that fits, and the KV memory beside weights and workspace."""
+"""The memory planner: decide the longest sequence, and the KV memory beside weights and workspace."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from pypto_serving.types.step import BackendLimits
 from pypto_serving.util import ceil_div, format_size, one_of
 
 PROCESS_BYTES, TOKEN_BYTES = 256 << 20, 3072
-"""Memory of all processes beside weights, KV, activations and matchers of grammars; and more for each vocabulary token.
+"""Memory of all processes apart from weights, KV, activations and grammar matchers: a base, and bytes per vocabulary
+token.
 
-Processes are the API process, the core, the worker, and once a request needs them the reader with three copies, and the
-guide. The API process and two copies hold the tokenizer, the guide what compiling takes. Measured: 210 MiB with 640
-tokens, 500 MiB with 151,936.
+Processes: API process, core, worker; on demand, the reader with three copies, and the guide process. The API process
+and two copies hold the tokenizer, the guide a compiler. Measured: 210 MiB with 640 tokens, 500 MiB with 151,936.
 """
 
 
@@ -35,7 +35,7 @@ class TooLittleMemoryError(ConfigError):
 
 
 class MemoryPlanner:
-    """Decides the longest sequence and the KV memory; every figure is a function of the longest length.
+    """Decides the longest sequence and the KV memory. All sizes depend on the longest sequence.
 
     Raises ConfigError that names the option to change.
     """
@@ -75,7 +75,7 @@ class MemoryPlanner:
         return default if self.chunked else max(default, model_len)
 
     def model_len(self) -> tuple[int, str]:
-        """Decide the length of the longest sequence in tokens, and say why."""
+        """Decide the length of the longest sequence in tokens; return it with the reason."""
         self._check_room()
         limit, reason = self._longest()
         given = self.options.max_model_len
@@ -96,14 +96,14 @@ class MemoryPlanner:
         return best, reason
 
     def _longest(self) -> tuple[int, str]:
-        """Return the longest sequence of the model, or of the backend's programs, and whose it is."""
+        """Return the longest sequence that both the model and the backend's programs allow, and whose limit it is."""
         longest, programs = self.model.max_position_embeddings, self.backend.longest
         if programs and programs < longest:
             return programs, "the programs' longest sequence"
         return longest, "the model's longest sequence"
 
     def plan(self, model_len: int) -> tuple[MemoryPlan, str]:
-        """Plan for sequences of up to `model_len` tokens, and say why KV gets its memory."""
+        """Plan for sequences of up to `model_len` tokens; return the plan, and the reason for the KV memory."""
         groups = plan_groups(
             self.model.kv_groups,
             self._kv_limit(model_len),
@@ -125,11 +125,11 @@ class MemoryPlanner:
         return plan, reason
 
     def _uncommitted(self, model_len: int, step_tokens: int) -> int:
-        """Count the tokens of one sequence, `step_tokens` a step, that may be computed and not committed."""
+        """Count the tokens of one sequence, at `step_tokens` per step, that may be computed but not committed."""
         return min(model_len, step_tokens) * self.backend.depth + publication_lag(self.model.kv_groups)
 
     def rank_workspace(self, model_len: int) -> RankWorkspace:
-        """Describe the workspace of each rank, where there are several."""
+        """Describe the workspace of each rank."""
         limits = self.limits(model_len)
         sampled = min(limits.max_logits - limits.max_prompt_logprobs, limits.max_num_batched_tokens)
         sampled_bytes = 4 * self.model.vocab_size * ceil_div(sampled, limits.traits.stages)
@@ -145,7 +145,7 @@ class MemoryPlanner:
         )
 
     def _follower_bytes(self, model_len: int) -> int:
-        """Return the workspace of all ranks of the host but the leader."""
+        """Return the workspace of all ranks of the host except the leader."""
         parts, (_, *followers) = self.model.parts, self.topology.on_host(0)
         if parts is None or not followers:
             return 0
@@ -161,16 +161,16 @@ class MemoryPlanner:
         return leading + self._follower_bytes(model_len)
 
     def _row_bytes(self, limits: BackendLimits) -> int:
-        """Return the bytes of all rows in the worker, with what drafts are looked up in."""
+        """Return the bytes of all rows in the worker, including the index of n-gram drafts."""
         index = NGRAM_TOKEN_BYTES * limits.max_num_seqs * limits.max_model_len if self.ngram else 0
         return row_bytes(self.model.kv_groups, limits, self._num_buffers(limits)) + index
 
     def _num_buffers(self, limits: BackendLimits) -> int:
-        """Return how many buffers of a step the worker has; draft layers of the model need one more."""
+        """Return the number of the worker's step buffers; draft layers of the model need one more."""
         return limits.held_dispatches + (self.num_drafts > 0 and self.ngram is None)
 
     def limits(self, model_len: int) -> BackendLimits:
-        """Return what programs must be able to do for sequences of up to `model_len` tokens."""
+        """Return the limits of programs for sequences of up to `model_len` tokens."""
         return BackendLimits(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.step_tokens(model_len),
@@ -265,7 +265,7 @@ class MemoryPlanner:
             raise self._too_little(given, largest(self._fits, given))
 
     def _too_little(self, model_len: int, best: int) -> ConfigError:
-        """Make the error for a length that does not fit; `best` is one that does, or 0."""
+        """Make the error for a length that does not fit; `best` is the largest that fits, or 0."""
         need, limit = self._kv_needed(model_len), self._kv_limit(model_len)
         options = self.options
         ways = [options.giving("max_model_len", f"{best} or less")] if best >= 2 else []
@@ -282,7 +282,7 @@ class MemoryPlanner:
 
 
 def each_of(num_replicas: int) -> str:
-    """Write whose a size is, after it, if there are several replicas."""
+    """Return words to append to a size that applies to each of several replicas; "" for one replica."""
     return f" for each of {num_replicas} replicas" if num_replicas > 1 else ""
 
 
@@ -301,7 +301,7 @@ def largest(fits: Callable[[int], bool], high: int) -> int:
 def row_bytes(groups: Sequence[KVCacheGroupSpec], limits: BackendLimits, num_buffers: int) -> int:
     """Return the bytes of tokens and block tables of all rows in the worker, and of the tables in its buffers.
 
-    They are taken as rows are first used, and kept.
+    This memory is committed when rows are first used, and then kept.
     """
     tables = sum(group.table_blocks(limits.max_model_len) for group in groups)
     rows = max(limits.max_num_seqs, *limits.traits.padded_rows, 0)
@@ -330,7 +330,7 @@ def activation_bytes(model: ModelSpec, step_tokens: int) -> int:
 
 
 def size_option(num_bytes: int, *, up: bool = False) -> str:
-    """Write a size as the option kv-memory reads it: at least `num_bytes` when rounded `up`, otherwise at most."""
+    """Format a size for the option kv-memory, rounded `up` to at least `num_bytes`, or down to at most."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= 100 * factor:
             return f"{-(-num_bytes // factor) if up else num_bytes // factor}{unit}"

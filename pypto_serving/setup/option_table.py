@@ -1,6 +1,6 @@
-"""Every option, in one table: its rule, flag and help text, and its default or who decides it.
+"""Every option, in one table: rule, flag, help text, and default or who decides it.
 
-`Options`, flags, the configuration file, `LLM(...)`, help texts and fixed defaults follow from it.
+`Options`, flags, the configuration file, `LLM(...)`, help texts and fixed defaults are derived from the table.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from pypto_serving.types.tier import StorePolicy
 from pypto_serving.util import GIB, format_size, one_of
 
 ENVIRONMENT = {"api_key": KEY_VARIABLES[0]}
-"""Environment variables that give an option where nothing else does."""
+"""Environment variables for options that are not given otherwise."""
 REMOTE_BLOCK_BYTES = 256 << 10
-"""Blocks of at least this size move at full speed to and from a remote store."""
+"""A remote store moves blocks of at least this size at full speed."""
 
 MODEL, SERVER, BATCHING, KV, DEVICE = "Model", "Server", "Batching", "KV cache", "Device and process"
 
@@ -374,11 +374,11 @@ _FIELDS = {
     for part in (ServerConfig, SchedulerConfig, CacheConfig, ParallelConfig, FaultConfig, EngineConfig)
     for field in msgspec.structs.fields(part)
 }
-"""The default of each field of the configuration, by the name of its option; False for an empty text."""
+"""The default of each field of the configuration, by its option's name; False for ""."""
 
 
 def _complete(row: Option, panel: str) -> Option:
-    """Add the panel, and the default of the field if the row says nothing else."""
+    """Add the panel and, if the row has no default, the default of its configuration field."""
     says = row.decided or row.default is not None
     return row._replace(panel=panel, default=row.default if says else _FIELDS[row.name])
 
@@ -387,12 +387,12 @@ TABLE = tuple(_complete(row, panel) for panel, rows in _PANELS.items() for row i
 """All options, in the order of help texts."""
 RULES: Mapping[str, OptionRule] = MappingProxyType({row.name: row.rule for row in TABLE})
 REASONS: Mapping[str, str] = MappingProxyType({row.name: f"default: {row.note}" for row in TABLE if row.note})
-"""Reasons for fixed defaults that say more than `default`."""
+"""Reasons for fixed defaults that explain more than `default`."""
 ALIASES: Mapping[str, str] = MappingProxyType({row.alias: row.name for row in TABLE if row.alias})
 """Other names of options."""
 SERVER_OPTIONS = frozenset(row.name for row in TABLE if row.panel == SERVER and not row.offline)
-"""Options of the HTTP server alone."""
+"""Options that concern only the HTTP server."""
 DEFAULTS: Mapping[str, Any] = MappingProxyType({row.name: row.default for row in TABLE if row.default is not None})
-"""Defaults that depend on neither model nor machine; False where an option is off."""
+"""Defaults that depend on neither model nor machine; False if the option is off."""
 QUIET_DEFAULTS: Mapping[str, Any] = MappingProxyType({**DEFAULTS, "log_level": "warning"})
-"""Defaults of `LLM` and of commands that answer on the terminal, where logs would be in the way."""
+"""Defaults of `LLM` and of commands that answer on the terminal, where logs would disturb."""

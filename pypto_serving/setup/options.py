@@ -1,4 +1,4 @@
-"""Options that a user gives, by flag, configuration file or Python call alike, and the settings decided from them."""
+"""Options that a user gives by flag, configuration file or Python call, and the settings decided from them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from pypto_serving.setup.rules import OptionRule, SizeRule, SwitchRule, TextRule
 from pypto_serving.util import brief, format_size
 
 _VARIABLES = {**ENVIRONMENT, **dict.fromkeys(("host", "port", "uds"), "LISTEN_FDS")}
-"""What messages name for options of `from_environment`: an address is that of the service manager's socket."""
+"""Variables that messages name for options of `from_environment`; addresses come from the service manager's socket."""
 KEY_FILE = "api_key_file"
-"""Beside the options, the name of the file that `api_key` was read from."""
+"""Key, among given options, of the file from which `api_key` was read."""
 _Given = msgspec.defstruct("_Given", [(row.name, Any, None) for row in TABLE], frozen=True, kw_only=True)
 
 
 class Options(_Given, frozen=True, kw_only=True):  # type: ignore[misc,valid-type,call-arg]
     """The options that the user gave; None means not given. Values are checked and normalised here.
 
-    `from_file` lists the options that the configuration file `config_file` gave, `from_environment` those of
-    environment variables; the others are flags, or with `as_arguments` arguments of a Python call. `api_key_file` is
-    the file that `api_key` was read from, if any. Raises ConfigError, in one line that names the option, its value and
+    `from_file` lists options given by the configuration file `config_file`, `from_environment` options given by
+    environment variables; the others are flags or, with `as_arguments`, arguments of a Python call. `api_key_file` is
+    the file from which `api_key` was read, if any. Raises ConfigError, in one line that names the option, its value and
     the allowed values.
     """
 
@@ -56,9 +56,9 @@ class Options(_Given, frozen=True, kw_only=True):  # type: ignore[misc,valid-typ
             raise ConfigError(f"{self.label(name)} is {shown}, but must be {rule.allowed}{quotes}") from None
 
     def label(self, name: str, beside: str = "") -> str:
-        """Name option `name` as it was given: by its flag, its key in the configuration file, or its argument.
+        """Return the name of option `name` in the form in which it was given: flag, key in the file, or argument.
 
-        One that was not given is named like option `beside`, or like what the configuration file gave, if anything.
+        If it was not given, use the form of option `beside`, else the file's if that gave any option.
         """
         if name in self.from_environment:
             return _VARIABLES[name]
@@ -70,7 +70,7 @@ class Options(_Given, frozen=True, kw_only=True):  # type: ignore[misc,valid-typ
         return "MODEL" if name == "model" else "--" + shown
 
     def giving(self, name: str, value: object, beside: str = "") -> str:
-        """Write option `name` with `value` as the user would, where `label` has it; True and False are of a switch."""
+        """Return option `name` with `value` in the form of `label`; True and False are values of a switch."""
         if self._filed(name, beside):
             return f"{flag(name)}: {str(value).lower() if isinstance(value, bool) else value} in {self.config_file}"
         if self.as_arguments:
@@ -80,18 +80,18 @@ class Options(_Given, frozen=True, kw_only=True):  # type: ignore[misc,valid-typ
         return f"--{flag(name)} {value}"
 
     def _filed(self, name: str, beside: str) -> bool:
-        """Return whether the configuration file gave option `name`, or is where to give it."""
+        """Return whether option `name` was given, or should be given, in the configuration file."""
         if getattr(self, name) is not None:
             return name in self.from_file
         return beside in self.from_file if beside else bool(self.from_file)
 
     def origin(self, name: str) -> str:
-        """Say where the value of option `name` came from, as the reason for a setting."""
+        """Return the source of option `name`'s value, as the reason for a setting."""
         return f"given in {self.config_file}" if name in self.from_file else f"given by {self.label(name)}"
 
 
 def flag(name: str) -> str:
-    """Write the name of an option as users do: `max-model-len` for `max_model_len`."""
+    """Return the name of an option as users write it: `max-model-len` for `max_model_len`."""
     return name.replace("_", "-")
 
 
@@ -103,12 +103,11 @@ def make_options(
     environment: Mapping[str, str] | None = None,
     as_arguments: bool = False,
 ) -> Options:
-    """Make options of values `given` directly, which win, then of a configuration file, then of the `environment`.
+    """Make options from `given` values, which win, then a configuration file, then the `environment`.
 
-    None counts as not given; names may be written with dashes. `api_key_file` says where `api_key` is
-    from. Messages name what was `given` as flags, or as arguments
-    of a Python call, which starts no server. Raises ConfigError for a bad value, an unknown name, an option given
-    twice, or an argument that only a server needs.
+    None counts as not given; names may be written with dashes. `api_key_file` names the file of `api_key`. Messages
+    name `given` values as flags or, `as_arguments`, as arguments of a Python call, which starts no server. Raises
+    ConfigError for a bad value, an unknown name, an option given twice, or an argument that only a server uses.
     """
     direct = _known(given, "", as_arguments)
     filed = _known(file_values or {}, f" in {config_file}")
@@ -145,7 +144,7 @@ def _known(values: Mapping[str, Any], where: str, as_arguments: bool = False) ->
 
 
 def _hint(name: str, as_arguments: bool) -> str:
-    """Guess which option was meant by unknown `name`, or list them all."""
+    """Suggest an option for the unknown `name`, or list all options."""
     write = str if as_arguments else flag
     names = [name for name in RULES if name not in SERVER_OPTIONS] if as_arguments else [*RULES, KEY_FILE]
     switch = name.removeprefix("no_")
@@ -156,7 +155,7 @@ def _hint(name: str, as_arguments: bool) -> str:
 
 
 def _what_is_wrong(given: object, rule: OptionRule) -> str:
-    """Describe the fault of keys without showing them."""
+    """Describe what is wrong with API keys without showing them."""
     keys = given if isinstance(given, list | tuple) else [given]
     if not all(isinstance(key, str) for key in keys):
         return "is not text, but must be; put it in quotes"
@@ -180,7 +179,7 @@ def _shorten(text: str) -> str:
 class Setting(msgspec.Struct, frozen=True):
     """One decided value and the reason for it, for people to read.
 
-    The reason begins with `given` for what the user gave, and with `default` where nothing else was considered.
+    The reason begins with `given` for values of the user, and with `default` if nothing else was considered.
     """
 
     name: str
@@ -189,17 +188,17 @@ class Setting(msgspec.Struct, frozen=True):
 
     @property
     def is_given(self) -> bool:
-        """Return whether the user gave it."""
+        """Return whether the user gave the value."""
         return self.reason.startswith("given ")
 
     @property
     def is_decided(self) -> bool:
-        """Return whether the model or the machine decided it."""
+        """Return whether the model or the machine decided the value."""
         return not (self.is_given or self.reason.startswith("default"))
 
 
 class Settings:
-    """Owns the settings and warnings of one resolution; they grow as values are picked."""
+    """Owns the settings and warnings of one resolution, added as values are decided."""
 
     def __init__(self, options: Options, defaults: Mapping[str, Any]) -> None:
         self.options = options
@@ -246,9 +245,9 @@ MAX_CHARS = 1 << 20
 
 
 def read_text(path: Path, flag: str) -> str:
-    """Read the file at `path`, which `flag` names; raise ConfigError in one line.
+    """Read the file at `path`, the value of `flag`. Raises ConfigError in one line.
 
-    A FIFO is read to its end, as the shell's `<(command)` is one; it is empty if nobody writes to it.
+    A FIFO, such as the shell's `<(command)`, is read to its end; without a writer it is empty.
     """
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -264,9 +263,9 @@ def read_text(path: Path, flag: str) -> str:
 
 
 def read_keys(path: Path, flag: str) -> list[str]:
-    """Read a file of API keys: one on each line, without empty lines and those that begin with `#`.
+    """Read a file of API keys, one per line; skip empty lines and lines that begin with `#`.
 
-    Raises ConfigError like `read_text`; what a key may be is for the rule of `api_key`.
+    Raises ConfigError like `read_text`; the rule of `api_key` checks the keys.
     """
     lines = (line.strip() for line in read_text(path, flag).split("\n"))
     return [line for line in lines if line and not line.startswith("#")]

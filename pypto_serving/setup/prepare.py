@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 def prepare(
     options: Options, model: ModelSpec, defaults: Mapping[str, Any] = DEFAULTS, serves: bool = True
 ) -> Resolved:
-    """Resolve the configuration for `model` on this machine, and log the warnings. Also raise the limit of open files.
+    """Resolve the configuration for `model` on this machine, and log the warnings. Increase the limit of open files.
 
     See `resolve` for `defaults` and `serves`. Raises ConfigError or ModelError.
     """
@@ -50,17 +50,17 @@ def prepare(
 def _is_file(path: str) -> bool:
     try:
         return Path(path).is_file()
-    except OSError:  # a name that is too long, a folder that may not be entered
+    except OSError:  # the name is too long, or the folder is inaccessible
         return False
 
 
 def model_spec(options: Options) -> ModelSpec:
-    """Read what the engine must know about the model that `options` name, fetching its files if need be."""
+    """Read the facts for the engine about the model that `options` name; fetch its files if necessary."""
     return _null_spec(options) if _is_null(options) else _spec(options, read_config(locate_model(options.model)))
 
 
 def model_contents(options: Options) -> tuple[ModelSpec, Contents | None]:
-    """Read what `model_spec` does, and what the model's files hold; None for a model without files."""
+    """Return the result of `model_spec`, and the contents of the model's files; None for a model without files."""
     if _is_null(options):
         return _null_spec(options), None
     config = read_config(locate_model(options.model))

@@ -1,4 +1,4 @@
-"""Choose the topology: the ranks that the user asked for, if model, backend and kernels can have them."""
+"""Choose the topology: the ranks that the user asks for, if model, backend and kernels support them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ OPTIONS: Mapping[str, str] = {
 }
 """The option for each dimension of a topology."""
 TORCH_SPLITS = ("tensor", "expert")
-"""The dimensions in which torch programs have ranks."""
+"""The dimensions in which torch programs can have ranks."""
 _COUNTED = {"tensor": "ranks that split a layer", "pipeline": "pipeline stages", "expert": "expert groups"}
 
 
 def choose_topology(
     settings: Settings, model: ModelSpec, host: HostFacts, backend: BackendDefaults, kernels: str
 ) -> Topology:
-    """Choose the sizes of all dimensions. Raises ConfigError for one that cannot be, with the nearest that can."""
+    """Choose the sizes of all dimensions. Raises ConfigError for an impossible size, with the nearest possible one."""
     sizes = {}
     for dimension in OPTIONS:
         obstacle = _obstacle(settings.options, dimension, model, backend, kernels)
@@ -56,7 +56,7 @@ def choose_topology(
 
 
 def choose_hosts(settings: Settings, num_ranks: int) -> int:
-    """Return how many hosts the ranks are on. Raises ConfigError for one rank, several replicas, or no secret."""
+    """Return the number of hosts. Two need several ranks, one replica and a secret, else ConfigError is raised."""
     options = settings.options
     address, file = settings.pick_fixed("join_address"), options.join_secret_file or ""
     settings.record("join_secret_file", file or SECRET_VARIABLE, settings.origin_or("join_secret_file", "default"))
@@ -80,13 +80,13 @@ def choose_hosts(settings: Settings, num_ranks: int) -> int:
 
 
 def num_row_shares(options: Options) -> int:
-    """Return how many data-parallel ranks share the experts of one replica, and the rows of its attention."""
+    """Return the number of data-parallel ranks that share the experts, and the attention rows, of one replica."""
     has_experts = (options.expert_parallel_size or 1) > 1 and options.tensor_parallel_size in (None, 1)
     return options.data_parallel_size or 1 if has_experts else 1
 
 
 def _obstacle(options: Options, dimension: str, model: ModelSpec, backend: BackendDefaults, kernels: str) -> str:
-    """Say why there can be one of `dimension` only; empty if there can be more."""
+    """Return why the size of `dimension` must be 1, or ""."""
     if dimension not in backend.splits or model.parts is None:
         return f"this backend has no {_COUNTED[dimension]}"
     return _torch_obstacle(options, model) if kernels == "torch" and dimension not in TORCH_SPLITS else ""
@@ -98,13 +98,13 @@ def _torch_obstacle(options: Options, model: ModelSpec) -> str:
 
 
 def _check_torch(options: Options, model: ModelSpec, option: str, value: object, kernels: str) -> None:
-    """Raise ConfigError for an option that torch does not have."""
+    """Raise ConfigError for an option that torch does not support."""
     if kernels == "torch":
         raise ConfigError(f"{options.label(option)} is {value}, but {_torch_obstacle(options, model)}; drop it")
 
 
 def _check_devices(options: Options, size: int, num_kv_heads: int) -> None:
-    """Raise ConfigError where devices would have different numbers of KV heads: they run the same program."""
+    """Raise ConfigError if devices, which run the same program, would have different numbers of KV heads."""
     if num_kv_heads % size:
         ways = [str(each) for each in range(1, num_kv_heads + 1) if num_kv_heads % each == 0]
         label, heads = options.label(OPTIONS["tensor"]), counted(num_kv_heads, "KV head")
@@ -116,7 +116,7 @@ def _check_devices(options: Options, size: int, num_kv_heads: int) -> None:
 def _size(
     settings: Settings, dimension: str, parts: ModelParts | None, host: HostFacts, obstacle: str, devices: bool
 ) -> int:
-    """Choose the size of one dimension, and check it by itself."""
+    """Choose the size of one dimension, and check it independently of the others."""
     options, option = settings.options, OPTIONS[dimension]
     if getattr(options, option) == "auto":
         if devices and not obstacle:
@@ -140,7 +140,7 @@ def _size(
 
 
 def _largest(dimension: str, parts: ModelParts) -> tuple[int, str]:
-    """Return the largest size that the model allows, and what it counts."""
+    """Return the largest size that the model allows, and the name of the counted parts."""
     sizes = {
         "tensor": (parts.num_heads, "query head"),
         "pipeline": (parts.num_layers, "layer"),
@@ -152,7 +152,7 @@ def _largest(dimension: str, parts: ModelParts) -> tuple[int, str]:
 def _uneven_groups(
     options: Options, split_by: str, sizes: Mapping[str, int], num_experts: int, kernels: str
 ) -> ConfigError:
-    """Make the error for expert groups that cannot be equal; the option `split_by` gave the tensor ranks."""
+    """Make the error for unequal expert groups; the option `split_by` set the number of tensor ranks."""
     label, ranks = options.label(OPTIONS["expert"]), options.label(split_by, beside=OPTIONS["expert"])
     tensor, expert = sizes["tensor"], sizes["expert"]
     ways = [str(size) for size in range(2, min(tensor, num_experts) + 1) if tensor % size == 0]
@@ -169,9 +169,9 @@ def _uneven_groups(
 def choose_placements(
     settings: Settings, topology: Topology, replicas: int, host: HostFacts, num_threads: int
 ) -> tuple[Placement, ...]:
-    """Place the ranks of all replicas on the machine's NUMA nodes; one rank alone may run anywhere.
+    """Place the ranks of all replicas on the machine's NUMA nodes; a single rank may run anywhere.
 
-    A host that joins places its own.
+    A joining host places its own ranks.
     """
     num_ranks = len(topology.on_host(0)) * replicas
     if topology.num_ranks * replicas == 1:
@@ -188,21 +188,21 @@ Span = tuple[int, int]
 """A half-open interval."""
 
 RANK_BYTES, LEADER_BYTES, TORCH_RANK_BYTES = 29 << 20, 31 << 20, 245 << 20
-"""Resident memory of the process of a rank, beside weights, KV, activations and logits."""
+"""Resident memory of a rank's process, apart from weights, KV, activations and logits."""
 TORCH_LOGITS, TORCH_LEADER_LOGITS = 6.0, 9.5
-"""Copies of all logits that a process of torch keeps memory for."""
+"""Memory that a torch process keeps for logits, in multiples of all logits of a step."""
 
 
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank computes, where, and its bytes.
+    """One rank's work, placement and memory.
 
-    columns: of the residual stream; other matrices are split alike.
-    rows: how many ranks share the rows of attention.
-    experts: empty for a model without.
-    workspace_bytes: of this rank's process; the rest of the plan's workspace is for the other processes of the server.
-    scoring_bytes: what the process takes of the plan's workspace besides, once tokens of prompts have been scored. In a
-        pipeline, also once all requests have sampled in one step, instead of in as many steps as there are stages.
-    cpus, node: see Placement; a host that joins, `host` 1, chooses its own.
+    columns: columns of the residual stream; other matrices are split in the same proportion.
+    rows: number of ranks that share the rows of attention.
+    experts: empty for a model without experts.
+    workspace_bytes: for this rank's process; the rest of the plan's workspace is for the server's other processes.
+    scoring_bytes: additional part of the plan's workspace that the process takes once prompt tokens have been scored.
+        In a pipeline, also once all requests have sampled in one step instead of in one step per stage.
+    cpus, node: see Placement; a joining host, `host` 1, chooses its own.
     """
 
     index: int
@@ -224,11 +224,11 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankWorkspace(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory of ranks beside weights and KV.
+    """The memory of ranks apart from weights and KV.
 
-    activation_bytes, logits_bytes: of a step, with logits of tokens that sample; scored_bytes: logits of tokens that
-        are scored.
-    position_bytes: tables for all positions; row_bytes: tokens and block tables of all rows, which the leader has.
+    activation_bytes, logits_bytes: for one step, with logits of sampling tokens; scored_bytes: logits of scored prompt
+        tokens.
+    position_bytes: tables for all positions; row_bytes: tokens and block tables of all rows, only in the leader.
     slots: steps in flight.
     """
 
@@ -242,7 +242,7 @@ class RankWorkspace(msgspec.Struct, frozen=True, kw_only=True):
     step_tokens: int
 
     def num_bytes(self, rank: Rank, parts: ModelParts) -> int:
-        """Estimate the workspace of a rank, before any tokens of prompts are scored."""
+        """Estimate the workspace of a rank before any prompt tokens are scored."""
         logits = int(self.logits_bytes * self._logits_held(rank))
         if self.torch:
             process = TORCH_RANK_BYTES + self.activation_bytes
@@ -252,14 +252,14 @@ class RankWorkspace(msgspec.Struct, frozen=True, kw_only=True):
         return process + logits + self.position_bytes + (self.row_bytes if rank.leads else 0)
 
     def scoring_bytes(self, rank: Rank) -> int:
-        """Return how much more it takes once tokens of prompts are scored."""
+        """Return the additional workspace of a rank once prompt tokens are scored."""
         return int(self.scored_bytes * self._logits_held(rank))
 
     def _logits_held(self, rank: Rank) -> float:
-        """Return how many times a rank holds all logits of a step.
+        """Return the memory of a rank for logits, in multiples of all logits of a step.
 
-        Each rank of the last stage computes a part of them, and the leader reads it. In a pipeline there is a copy for
-        each step in flight. Memory that two processes share counts half for each.
+        Each rank of the last stage computes a part, and the leader reads it. In a pipeline, there is one copy per step
+        in flight. Memory shared by two processes counts half for each.
         """
         if self.torch:
             return TORCH_LEADER_LOGITS if rank.leads else TORCH_LOGITS
@@ -272,14 +272,14 @@ class RankWorkspace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _share(rank: Rank, other: Rank) -> float:
-    """Return how much of a page two ranks use is counted for one of them."""
+    """Return the share of memory used by two ranks that counts for `rank`."""
     return 0.5 if rank != other and rank.host == other.host else 1.0
 
 
 def plan_ranks(
     engine: EngineConfig, model: ModelSpec, memory: MemoryPlan, workspace: RankWorkspace
 ) -> tuple[RankPlan, ...]:
-    """List what each rank has, if there are several."""
+    """Return the plan of each rank, or () if there is only one."""
     topology, parts = engine.parallel.topology, model.parts
     if topology.num_ranks == 1 or parts is None:
         return ()
@@ -312,7 +312,7 @@ def _span(part: range) -> Span:
 
 
 def _stage_bytes(rank: Rank, parts: ModelParts, spec: KVCacheGroupSpec, plan: GroupPlan) -> float:
-    """Return the bytes of a group's blocks for the layers of the rank's stage."""
+    """Return the bytes of a group's blocks that belong to the layers of the rank's stage."""
     own = set(rank.layers(parts.num_layers))
     rows = [(tensor.row_bytes / tensor.ratio, set(tensor.layers)) for tensor in spec.tensors]
     if rank.projects:

@@ -1,4 +1,4 @@
-"""Resolve a configuration: decide every value from what the user gave, the model and the machine."""
+"""Resolve a configuration: decide every value from the user's options, the model and the machine."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ from pypto_serving.util import format_size, install_extra
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     """A resolved configuration, before anything is loaded.
 
-    engines: one for each data-parallel replica; memory, ranks: those of the first.
-    ranks: parts of the memory plan, where there are several ranks; warnings: lines for the user.
+    engines: one for each data-parallel replica; memory, ranks: of the first replica.
+    ranks: parts of the memory plan, if there are several ranks; warnings: lines for the user.
     """
 
     engines: tuple[EngineConfig, ...]
@@ -60,16 +60,16 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def engine(self) -> EngineConfig:
-        """The configuration of the first replica; others differ in where they run, store and publish."""
+        """The configuration of the first replica; the others differ only in placement, folders and addresses."""
         return self.engines[0]
 
 
 def resolve(
     options: Options, model: ModelSpec, host: HostFacts, defaults: Mapping[str, Any] = DEFAULTS, serves: bool = True
 ) -> Resolved:
-    """Decide every value; do no I/O. `defaults` are those of setup/option_table.py, perhaps with changes.
+    """Decide every value, without I/O. `defaults`: DEFAULTS of setup/option_table.py, perhaps with changes.
 
-    `serves` is whether there will be an HTTP server, whose address then has to work with the rest.
+    `serves`: there will be an HTTP server, whose address must not clash with others.
 
     Raises ConfigError, in one line that names the option to change, for values that cannot work together.
     """
@@ -131,7 +131,7 @@ def resolve(
 
 @contextmanager
 def _options_named(options: Options) -> Iterator[None]:
-    """Turn an UnmetError of a backend's programs into a ConfigError that names the option as it was given."""
+    """Turn an UnmetError of a backend's programs into a ConfigError that names the user's option."""
     try:
         yield
     except UnmetError as error:
@@ -141,7 +141,7 @@ def _options_named(options: Options) -> Iterator[None]:
 def _as_served(
     settings: Settings, model: ModelSpec, host: HostFacts, backend: BackendDefaults
 ) -> tuple[str, ModelSpec]:
-    """Choose the kernels, and return the model with the weights and KV groups that they serve."""
+    """Choose the kernels, and return the model with its weights and KV groups in the form that they use."""
     kernels = choose_kernels(settings, model, host) if backend.cpu_kernels else ""
     if kernels == "torch":
         require_torch(settings.options, model, host)
@@ -154,7 +154,7 @@ def _as_served(
 def _over_ranks(
     settings: Settings, model: ModelSpec, host: HostFacts, backend: BackendDefaults, kernels: str
 ) -> tuple[Topology, ModelSpec]:
-    """Choose the ranks, and return the model with the weights of those on the host that holds the most bytes."""
+    """Choose the ranks, and return the model with the weights of the host whose ranks hold the most bytes."""
     topology = choose_topology(settings, model, host, backend, kernels)
     if topology.num_ranks > 1 and model.parts is not None:
         hosts = map(topology.on_host, range(topology.hosts))
@@ -173,7 +173,7 @@ def _plan_memory(settings: Settings, planner: MemoryPlanner) -> tuple[MemoryPlan
 
 
 def _with_tiers(memory: MemoryPlan, model: ModelSpec, tiers: tuple[TierConfig, ...]) -> MemoryPlan:
-    """Add the tiers that have a size of ours."""
+    """Add the lower tiers whose size we decide."""
     sized = [tier for tier in tiers if tier.tier != "remote"]
     lower = tuple(group for tier in sized for group in plan_tier(model.kv_groups, tier))
     return msgspec.structs.replace(memory, lower=lower)
@@ -215,7 +215,7 @@ def _cache(
 
 
 def _server(settings: Settings, model: ModelSpec) -> ServerConfig:
-    """Decide what the HTTP server reads. Raises ConfigError for options that do not go together."""
+    """Decide the HTTP server's part of the configuration. Raises ConfigError for options that exclude each other."""
     options, origin_or = settings.options, settings.origin_or
     path = options.model or model.path or NULL_MODELS[0]
     settings.record("model", path, origin_or("model", "the default model"))
@@ -251,7 +251,7 @@ def _check_traces(options: Options, host: HostFacts) -> None:
 
 
 def _check_server(settings: Settings, engines: Sequence[EngineConfig], server: ServerConfig) -> None:
-    """Refuse ports that are taken twice, and warn of a server that is open to others."""
+    """Refuse ports that are used twice, and warn of a server that is open to other machines."""
     options = settings.options
     for engine in engines:
         if not server.uds:
@@ -264,7 +264,7 @@ def _check_server(settings: Settings, engines: Sequence[EngineConfig], server: S
 
 
 def host_share(host: HostFacts, count: int) -> HostFacts:
-    """Return the part of the machine that each of `count` replicas has, with the nodes of the first."""
+    """Return the part of the machine for each of `count` replicas, with the nodes of the first."""
     return msgspec.structs.replace(
         host,
         num_replicas=count,
@@ -275,7 +275,7 @@ def host_share(host: HostFacts, count: int) -> HostFacts:
 
 
 def replicate(engine: EngineConfig, count: int, placements: Sequence[Placement]) -> tuple[EngineConfig, ...]:
-    """Return the configuration of each replica. `placements` are of all ranks of all replicas."""
+    """Return the configuration of each replica. `placements` has the ranks of all replicas."""
     ranks = len(placements) // count
     return tuple(
         msgspec.structs.replace(
@@ -290,7 +290,7 @@ def replicate(engine: EngineConfig, count: int, placements: Sequence[Placement])
 
 
 def _own_cache(cache: CacheConfig, index: int) -> CacheConfig:
-    """Give a replica endpoints and folders of its own."""
+    """Give replica `index` its own endpoints and folders."""
     return msgspec.structs.replace(
         cache,
         tiers=tuple(_own(tier, index) for tier in cache.tiers),
@@ -300,7 +300,7 @@ def _own_cache(cache: CacheConfig, index: int) -> CacheConfig:
 
 
 def _own(tier: TierConfig, index: int) -> TierConfig:
-    """Give a replica a folder of its own, since one process writes a folder; the first has the given one."""
+    """Give replica `index` its own folder, since only one process may write to it; the first uses the given one."""
     if tier.tier != "disk" or index == 0:
         return tier
     return msgspec.structs.replace(tier, place=f"{tier.place}/replica-{index}")

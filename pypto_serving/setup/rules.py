@@ -1,4 +1,4 @@
-"""What an option is, and the rules for the values that it accepts, checked when Options is made."""
+"""The definition of an option, and rules for its values, which are checked when Options is created."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ STANDARD_PORTS = {"http": 80, "https": 443}
 
 
 class OptionRule(Protocol):
-    """The values that one option accepts. `parse` raises ValueError; `allowed` ends the sentence `but must be ...`."""
+    """The values that one option accepts. `parse` raises ValueError; `allowed` completes `but must be ...`."""
 
     @property
     def allowed(self) -> str: ...
@@ -146,7 +146,7 @@ class SwitchRule:
 
 @dataclass(frozen=True)
 class TextRule:
-    """Text on one line, not empty; a path stands for its text."""
+    """Text on one line, not empty; a Path is converted to text."""
 
     allowed: str = "text on one line, not empty"
 
@@ -212,7 +212,7 @@ def _origin(text: str) -> str:
 
 @dataclass(frozen=True)
 class AddressRule(TextRule):
-    """Text that matches `pattern`. Its group, if it matched and is no `*`, is a port from `lowest` on."""
+    """Text that matches `pattern`, whose group is a port of at least `lowest`, `*`, or absent."""
 
     pattern: str = ""
     lowest: int = 1
@@ -234,7 +234,7 @@ COLLECTOR_URL = AddressRule(
     "the URL of a collector, such as http://127.0.0.1:4317, https://HOST:PORT or grpc://HOST:PORT",
     r"(?:https?|grpc)://(?:\[[^\s\]/]+\]|[^\s:/@]+)(?::([0-9]{1,5}))?(?:/\S*)?",
 )
-"""Where a collector takes traces in the OpenTelemetry protocol."""
+"""Address at which a collector receives traces in the OpenTelemetry protocol."""
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,7 @@ class SizeRule:
 
 
 def _bytes_or_fraction(value: object) -> int | float:
-    """Return bytes as int, or a fraction in (0, 1) as float; raise ValueError for other numbers such as 1.5 or 1.0."""
+    """Return bytes as int, or a fraction in (0, 1) as float. Raises ValueError for other numbers such as 1.5 or 1.0."""
     number = _number(value) if isinstance(value, str) else value
     if not isinstance(number, float):
         return whole(number)
@@ -292,7 +292,7 @@ def _bytes_or_fraction(value: object) -> int | float:
 
 
 def _number(text: str) -> int | float:
-    """Return the number or the size with a unit that `text` is; float if it has a point or an exponent and no unit."""
+    """Parse a number, or a size with a unit; return a float if it has a point or an exponent and no unit."""
     try:
         return float(text) if "." in text or "e" in text.lower() else int(text)
     except ValueError:
@@ -301,7 +301,7 @@ def _number(text: str) -> int | float:
 
 @dataclass(frozen=True)
 class DraftsRule:
-    """A mapping with vLLM's keys, or JSON of one."""
+    """A mapping with vLLM's keys, or its JSON text."""
 
     allowed: str = (
         f"""a mapping or JSON such as {{"method": "ngram", "num_speculative_tokens": {DEFAULT_DRAFTS}}}, with no """
@@ -318,14 +318,14 @@ class DraftsRule:
 class Option(NamedTuple):
     """One option.
 
-    rule: the values it accepts. An on/off flag has a SwitchRule, one that may repeat a TextsRule.
+    rule: the accepted values. An on/off flag has a SwitchRule, a repeatable one a TextsRule.
     help: the help text, without the default.
-    default: the fixed default, False where the option is off; in the table, that of the configuration's field of this
-        name is added, or of this name with `_s`. None if it depends on the model or the machine.
-    decided: the default as people read it, or who decides it; empty for the fixed one.
-    note: what the fixed default means.
+    default: the fixed default, False if the option is off, None if it depends on the model or the machine. If the table
+        gives none, it is the default of the configuration's field of this name, or of this name with `_s`.
+    decided: the default in words, or who decides it; "" for a fixed default.
+    note: explanation of the fixed default.
     alias: a second name.
-    offline: an option of the panel Server that `LLM(...)` takes too.
+    offline: an option of the panel Server that `LLM(...)` also accepts.
     """
 
     name: str
