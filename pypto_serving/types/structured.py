@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Self
 
 import msgspec
@@ -94,3 +95,22 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
     def refusal(self, problem: str, code: str | None = None) -> RequestError:
         """Make the error for these parameters; `problem` goes on after the name of their field."""
         return RequestError(f"{self.field} {problem}", param=self.field, code=code)
+
+
+def schema_of(form: Mapping[str, Any]) -> Any:
+    """Return the JSON schema of a format: OpenAI's, or llama.cpp's, which has it beside the type. None for none."""
+    inner = form.get("json_schema")
+    return form.get("schema", inner.get("schema") if isinstance(inner, Mapping) else None)
+
+
+def structure_of(form: Mapping[str, Any], where: str, param: str) -> dict[str, Any]:
+    """Return the structure that a format of type `json_object` or `json_schema` asks for. Both may have a schema.
+
+    Raises RequestError that names the schema `where`, and the field `param`.
+    """
+    schema = schema_of(form)
+    if schema is None and form["type"] == "json_object":
+        return {"json_object": True}
+    if not isinstance(schema, dict):
+        raise RequestError(f"{where} is {brief(schema)}, but must be a JSON schema", param=param)
+    return {"json": schema}

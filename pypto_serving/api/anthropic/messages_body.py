@@ -36,6 +36,7 @@ from pypto_serving.api.common.described import (
     typed,
     whole,
 )
+from pypto_serving.api.common.inner_keys import Keys, by_type, keys
 from pypto_serving.api.generation.request import ChatRequest, encode_chat, fit_chat
 from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.settings import ServingConfig
@@ -85,18 +86,43 @@ THINKING = or_null(
     object_of({"type": {"const": "adaptive"}}, display=MAY_TEXT),
     typed("disabled"),
 )
+_JSON = typed("json_schema", {"schema": OBJECT})
+FORMAT = or_null(_JSON)
 OUTPUT_CONFIG = or_null(
     {
         "type": "object",
-        "properties": {
-            "effort": {"enum": [*EFFORTS, None]},
-            "format": {"anyOf": [typed("json_schema", {"schema": OBJECT}), {"type": "null"}]},
-        },
+        "properties": {"effort": {"enum": [*EFFORTS, None]}, "format": {"anyOf": [_JSON, {"type": "null"}]}},
     }
 )
 NOTHING = WithJsonSchema({"type": "null", "description": "Not supported."})
 MAX_TOKENS = WithJsonSchema({"type": "integer", "minimum": 0, "maximum": INT32_MAX})
 STOPS = or_null(list_of({"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}) | {"maxItems": MAX_STOPS})
+
+
+_TOLD = "type cache_control"
+_BLOCKS = by_type(
+    text=keys(f"{_TOLD} text citations"),
+    thinking=keys("type thinking signature"),
+    redacted_thinking=keys("type data"),
+    tool_use=keys(f"{_TOLD} id name input caller"),
+    tool_result=keys(f"{_TOLD} tool_use_id is_error", content=by_type(text=keys(f"{_TOLD} text citations"))),
+)
+
+
+def _keys_of_tool(tool: Mapping[str, Any]) -> Keys | None:
+    return keys(f"{_TOLD} name description input_schema strict") if "input_schema" in tool else None
+
+
+_FORMAT = keys("type schema name")
+_INNER = {
+    "messages": keys("role", content=_BLOCKS),
+    "system": _BLOCKS,
+    "tools": _keys_of_tool,
+    "tool_choice": keys("type name disable_parallel_tool_use"),
+    "thinking": keys("type budget_tokens display"),
+    "output_config": keys("effort", format=_FORMAT),
+    "output_format": _FORMAT,
+}
 
 
 class CountTokensBody(Body):
@@ -116,6 +142,7 @@ class CountTokensBody(Body):
             }
         ),
         named={"container": (), "mcp_servers": ([],)},
+        inner=_INNER,
     )
     """`cache_control` has no effect, since all prefixes are cached."""
 
@@ -126,6 +153,7 @@ class CountTokensBody(Body):
     tool_choice: Annotated[Any, TOOL_CHOICE] = None
     thinking: Annotated[Any, THINKING] = None
     output_config: Annotated[Any, OUTPUT_CONFIG] = None
+    output_format: Annotated[Any, FORMAT] = None
     thread: Annotated[Any, NOTHING] = None
 
 
@@ -277,13 +305,15 @@ def _output_config(body: CountTokensBody) -> Mapping[str, Any]:
     if not isinstance(config, Mapping):
         refuse("output_config", f"is {brief(config)}, but must be an object")
     check_effort(config.get("effort"), "output_config.effort")
-    form = config.get("format")
+    field, form = "output_config.format", config.get("format")
+    if form is None:
+        field, form = "output_format", body.output_format
     if form is not None:
         schema = form.get("schema") if isinstance(form, Mapping) and form.get("type") == "json_schema" else None
         if not isinstance(schema, Mapping):
             allowed = "{'type': 'json_schema', 'schema': {...}}"
-            refuse("output_config.format", f"is {brief(form)}, but must be {allowed}")
-    return config
+            refuse(field, f"is {brief(form)}, but must be {allowed}")
+    return {**config, "format": form}
 
 
 def _structure(body: MessagesBody) -> StructuredOutputsParams | None:

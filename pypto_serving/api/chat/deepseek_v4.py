@@ -18,6 +18,7 @@ from pypto_serving.api.chat.tools import check_effort, parameter_types, read_cal
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ConfigError, ModelError, RequestError
+from pypto_serving.types.structured import schema_of
 from pypto_serving.util import brief, read_regular
 
 Role = Literal["system", "user", "developer", "assistant", "latest_reminder"]
@@ -372,8 +373,7 @@ def _write(turn: Turn, thinks: bool) -> str:
 
 def _read_format(wanted: Any) -> Mapping[str, Any] | None:
     """Return the JSON schema in OpenAI's `response_format`, for the prompt. A grammar enforces it."""
-    described = wanted.get("json_schema") if isinstance(wanted, dict) else None
-    schema = described.get("schema") if isinstance(described, dict) else None
+    schema = schema_of(wanted) if isinstance(wanted, dict) else None
     return schema if isinstance(schema, dict) else None
 
 

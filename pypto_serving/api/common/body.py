@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pypto_serving.api.chat.formats import OutputFormat
+from pypto_serving.api.common.inner_keys import Known, unknown_keys
 from pypto_serving.api.generation.labels import Asked
 from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, new_prompt_logprobs
 from pypto_serving.api.http.errors import MAX_DROPPED_BODIES, BodyTooLargeError, ContentTypeError
@@ -226,11 +227,13 @@ class FieldRules(NamedTuple):
     - `neutral`: unsupported fields, with the values that are accepted because they change nothing, as null does.
     - `accepted`: fields without an effect; any value is accepted.
     - `named`: the same, but values other than those listed, and null, are named like unknown fields.
+    - `inner`: the keys that are known inside of fields; others are named, with their path.
     """
 
     neutral: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
     accepted: frozenset[str] = frozenset()
     named: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
+    inner: Mapping[str, Known] = MappingProxyType({})
 
 
 def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
@@ -285,6 +288,8 @@ class Body(BaseModel):
                 unknown += [] if _is_neutral(value, self.rules.named[name]) else [prefix + name]
             elif name not in self.rules.accepted:
                 unknown.append(prefix + name)
+        for name, keys in self.rules.inner.items():
+            unknown += unknown_keys(getattr(self, name), keys, prefix + name)
         return unknown
 
 

@@ -35,7 +35,7 @@ from pypto_serving.api.settings import DefaultSampling, ServingConfig
 from pypto_serving.errors import RequestError
 from pypto_serving.types.config import default_of
 from pypto_serving.types.sampling import MAX_LOGPROBS, MAX_N, SamplingParams, check_max_tokens
-from pypto_serving.types.structured import StructuredOutputsParams
+from pypto_serving.types.structured import StructuredOutputsParams, structure_of
 from pypto_serving.util import brief
 
 MAX_PRIORITY = 2**31 - 1
@@ -216,17 +216,11 @@ def _of_response_format(wanted: Any) -> dict[str, Any] | None:
     kind = wanted.get("type")
     if kind == "text":
         return None
-    if kind == "json_object":
-        return {"json_object": True}
     if kind == "structural_tag":
         return {"structural_tag": {name: value for name, value in wanted.items() if name != "type"}}
-    if kind != "json_schema":
+    if kind not in ("json_object", "json_schema"):
         raise _refusal(f"{field}.type", kind, "text, json_object, json_schema or structural_tag")
-    described = wanted.get("json_schema")
-    schema = described.get("schema") if isinstance(described, dict) else None
-    if not isinstance(schema, dict):
-        raise _refusal(f"{field}.json_schema.schema", schema, "a JSON schema")
-    return {"json": schema}
+    return structure_of(wanted, f"{field}.json_schema.schema", field)
 
 
 def _refusal(name: str, value: object, allowed: str, code: str | None = None) -> RequestError:

@@ -22,6 +22,8 @@ from pypto_serving.api.common.described import (
     typed,
     whole,
 )
+from pypto_serving.api.common.inner_keys import ANY, PARTS, by_type, keys
+from pypto_serving.api.common.inner_keys import RESPONSE_FORMAT as FORMAT_KEYS
 from pypto_serving.api.generation.request import MAX_TIMEOUT_S, MAY_LACK_CONTENT
 from pypto_serving.types import sampling
 
@@ -71,8 +73,9 @@ TOOL_CHOICE = or_null({"enum": list(MODES)}, _NAMED, typed("allowed_tools", {"al
 EFFORT = or_null({"enum": list(EFFORTS)})
 RESPONSE_FORMAT = or_null(
     typed("text"),
-    typed("json_object"),
+    typed("json_object") | {"properties": {"type": {"const": "json_object"}, "schema": OBJECT}},
     typed("json_schema", {"json_schema": object_of({"schema": OBJECT})}),
+    typed("json_schema", {"schema": OBJECT}),
     typed("structural_tag") | {"anyOf": [{"required": ["format"]}, {"properties": _TAG, "required": list(_TAG)}]},
 )
 JSON = or_null(OBJECT, TEXT)
@@ -118,6 +121,16 @@ _ACCEPTED_EVERYWHERE = frozenset(
 """Fields without effect; for `spaces_between_special_tokens`, the served tokenizers never put spaces there."""
 _NAMED_EVERYWHERE: dict[str, tuple[Any, ...]] = {"store": (False,)}
 
+_INNER_EVERYWHERE = {"response_format": FORMAT_KEYS}
+_NAMED_FUNCTION = keys("type", function=keys("name"))
+_INNER_OF_CHATS = {
+    "messages": keys(ANY, content=PARTS, tool_calls=keys("id type index", function=keys("name arguments"))),
+    "tools": by_type("function", function=keys("type function")),
+    "tool_choice": by_type(
+        function=_NAMED_FUNCTION, allowed_tools=keys("type", allowed_tools=keys("mode", tools=_NAMED_FUNCTION))
+    ),
+}
+"""Templates get whole messages and functions, so all of their keys may have an effect."""
 
 TIERS = ("auto", "default", "flex", "scale", "priority", "fast")
 """OpenAI's values of `service_tier`."""
@@ -188,7 +201,10 @@ class CompletionBody(GenerationBody):
 
     model_config = ConfigDict(json_schema_extra={"required": ["prompt"]})
     rules: ClassVar[FieldRules] = FieldRules(
-        {**_NEUTRAL_EVERYWHERE, "suffix": ("",), "prompt_embeds": ()}, _ACCEPTED_EVERYWHERE, _NAMED_EVERYWHERE
+        {**_NEUTRAL_EVERYWHERE, "suffix": ("",), "prompt_embeds": ()},
+        _ACCEPTED_EVERYWHERE,
+        _NAMED_EVERYWHERE,
+        _INNER_EVERYWHERE,
     )
 
     prompt: Annotated[Any, PROMPT] = None
@@ -238,6 +254,7 @@ class ChatBody(GenerationBody, ChatPromptBody):
             "verbosity": ("medium",),
             "web_search_options": (),
         },
+        {**_INNER_EVERYWHERE, **_INNER_OF_CHATS},
     )
 
     messages: list[ChatMessage] = Field(fail_fast=True, max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})
@@ -254,7 +271,9 @@ class TokenizeBody(ChatPromptBody):
     """The body of POST /tokenize: a text, or a chat."""
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]})
-    rules: ClassVar[FieldRules] = FieldRules({"media_io_kwargs": ({},), "mm_processor_kwargs": ({},)})
+    rules: ClassVar[FieldRules] = FieldRules(
+        {"media_io_kwargs": ({},), "mm_processor_kwargs": ({},)}, inner=_INNER_OF_CHATS
+    )
 
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(

@@ -11,15 +11,35 @@ from pypto_serving.api.chat.leaving_out import LeftOut, is_hosted
 from pypto_serving.api.chat.tools import check_effort, refuse
 from pypto_serving.api.common.body import FieldRules, IgnoredFields, ReadBody, Repeated, Shown, StreamBody, parse_json
 from pypto_serving.api.common.described import ABOVE_0_TO_1, number, whole
+from pypto_serving.api.common.inner_keys import PARTS, RESPONSE_FORMAT, by_type, keys
 from pypto_serving.api.generation.request import ChatRequest, fit_chat
 from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.responses.history import read_history, read_items, read_response_tools
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.types.sampling import MAX_LOGPROBS, SamplingParams, check_max_tokens
-from pypto_serving.types.structured import StructuredOutputsParams
+from pypto_serving.types.structured import StructuredOutputsParams, structure_of
 from pypto_serving.util import brief
 
 MAX_ID_CHARS = 128
+
+
+_RESULT = keys("type id call_id output status created_by")
+_INNER = {
+    "text": keys("", format=RESPONSE_FORMAT),
+    "reasoning": keys("effort summary generate_summary"),
+    "tools": by_type(custom=keys("type name description", format=keys("type syntax definition"))),
+    "tool_choice": keys("type name mode tools"),
+    "input": by_type(
+        "message",
+        message=keys("type id role status phase", content=PARTS),
+        function_call=keys("type id call_id name namespace arguments status created_by"),
+        custom_tool_call=keys("type id call_id name namespace input status created_by"),
+        function_call_output=_RESULT,
+        custom_tool_call_output=_RESULT,
+        reasoning=keys("type id summary content encrypted_content status"),
+    ),
+}
+"""Templates get whole functions, so all of their keys may have an effect."""
 
 
 class ResponsesBody(StreamBody):
@@ -53,6 +73,7 @@ class ResponsesBody(StreamBody):
             "moderation": (),
             "truncation": ("disabled",),
         },
+        _INNER,
     )
     """Nothing runs in the background, so a disconnect ends the request. Items are never cut from the input."""
 
@@ -76,6 +97,7 @@ class ResponsesBody(StreamBody):
 
 MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
 _SUMMARIES = (None, "auto", "concise", "detailed")
+_SCHEMA = "text.format.schema"
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
 
@@ -185,10 +207,12 @@ def _text_format(body: ResponsesBody) -> dict[str, Any]:
     kind = form.get("type") if isinstance(form, dict) else None
     if kind not in ("text", "json_object", "json_schema"):
         refuse("text.format", f"is {brief(form)}, but its type must be 'text', 'json_object' or 'json_schema'")
+    if kind != "text":
+        _structure(form)
     if kind == "json_schema":
-        if not isinstance(form.get("schema"), dict):
-            refuse("text.format.schema", f"is {brief(form.get('schema'))}, but must be a JSON schema")
-        if not isinstance(form.get("name"), str) or not 0 < len(form["name"]) <= MAX_KEY_CHARS:
+        inner = form.get("json_schema")
+        name = form.get("name", inner.get("name") if isinstance(inner, dict) else None)
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_KEY_CHARS:
             refuse("text.format.name", f"must be a string of 1 to {MAX_KEY_CHARS} characters")
     return dict(form)
 
@@ -196,8 +220,7 @@ def _text_format(body: ResponsesBody) -> dict[str, Any]:
 def _structure(form: dict[str, Any]) -> StructuredOutputsParams | None:
     if form["type"] == "text":
         return None
-    wanted = {"json_object": True} if form["type"] == "json_object" else {"json": form["schema"]}
-    return StructuredOutputsParams.read(wanted, "text")
+    return StructuredOutputsParams.read(structure_of(form, _SCHEMA, _SCHEMA), "text")
 
 
 def _echo(body: ResponsesBody, params: SamplingParams, form: dict[str, Any]) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def test_what_codex_sends_in_vain_is_named(thinks: Thinks) -> None:
 
     Codex(post, str).ask("hello")
     response = server.http.post(PATH, json=bodies[0])
-    assert response.headers["x-ignored-fields"] == "tools.image_generation, tools.web_search"
+    assert response.headers["x-ignored-fields"] == "text.verbosity, tools.image_generation, tools.web_search"
 
 
 def test_tools_of_a_namespace_are_checked(thinks: Thinks) -> None:
