@@ -1,1 +1,1 @@
-"""Stores that keep the bytes of KV blocks below the device. `kv.tiers` decides which blocks they keep."""
+"""Stores: keep the bytes of KV blocks below the device. `kv.tiers` decides which blocks."""

@@ -1,6 +1,6 @@
-"""Store: the seam between transfers and the places that keep blocks; with the digest of a block, and faults.
+"""Store: the interface between transfers and the storage of blocks; also digests of blocks, and faults.
 
-A store moves bytes and decides nothing.
+A store moves bytes; it makes no decisions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pypto_serving.util import Backoff, Clock
 
 DIGEST_BYTES = 16
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""The disk, a quota or the file size limit is used up. Room may come back."""
+"""Errors of a full disk, quota or file; later there may be room again."""
 
 GONE = "its folder was deleted or moved away; a new one is made when the worker or the server starts again"
 
@@ -29,7 +29,7 @@ GONE = "its folder was deleted or moved away; a new one is made when the worker 
 class Piece:
     """One block of a group: its key, its slot in a store, and its content on this host, uint8 [block_bytes].
 
-    `memory` is contiguous. Where the arena allows it begins at a multiple of 4096 bytes; do not rely on that.
+    `memory` is contiguous. It begins at a multiple of 4096 bytes if the arena allows it, so do not rely on that.
     """
 
     group: int
@@ -41,8 +41,8 @@ class Piece:
 class Store(Protocol):
     """Keeps blocks of `block_bytes[g]` bytes, for each of its groups, under (group, slot) and key.
 
-    No method raises when a disk or network fails: the answer for the piece is False, and the fault is logged once, in
-    one line. Several threads may call `load` at once, beside one thread that calls `store`.
+    If a disk or network fails, no method raises: the piece's result is False, and the fault is logged once, in one
+    line. Several threads may call `load` at once, while one thread calls `store`.
     """
 
     @property
@@ -50,28 +50,28 @@ class Store(Protocol):
         """Whether blocks can be stored. Once false, it stays false."""
 
     def inventory(self) -> TierInventory:
-        """Return the blocks kept at the start, and whether more can be stored."""
+        """Return the blocks held at the start, and whether more can be stored."""
 
     def store(self, pieces: Sequence[Piece]) -> list[bool]:
-        """Replace the content of the blocks' slots. True: the block can be loaded, from a disk also after a crash."""
+        """Replace the content of the blocks' slots. True: the block can be loaded; from a disk, even after a crash."""
 
     def load(self, pieces: Sequence[Piece]) -> list[bool]:
         """Read blocks into `memory`. False: the block is missing or damaged, and `memory` is undefined."""
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return which keys can be loaded, as far as that is known without reading the blocks."""
+        """Return, per key, whether its block can be loaded, as far as known without reading it."""
 
     def clear(self) -> None:
         """Forget all blocks."""
 
     def close(self) -> None:
-        """Close files and connections. Blocks that `store` confirmed stay."""
+        """Close files and connections. Stored blocks stay."""
 
 
 def digest(key: bytes, memory: BlockBytes) -> bytes:
-    """Return XXH3-128 of key and content, 16 bytes. The GIL is released for all but small blocks.
+    """Return XXH3-128 of key and content, 16 bytes. Releases the GIL except for small blocks.
 
-    That takes a tenth of the time of reading, so every load is verified.
+    This takes a tenth of the time of reading, so every load is verified.
     """
     state = xxhash.xxh3_128(key)
     state.update(memory.data)
@@ -79,9 +79,9 @@ def digest(key: bytes, memory: BlockBytes) -> bytes:
 
 
 class StoreFaults:
-    """Owns what is known about a store's faults. Any thread may report one.
+    """Owns the fault state of a store. Any thread may report a fault.
 
-    `reason` says why nothing more is stored; it is empty while blocks can be stored.
+    `reason`: why no more blocks are stored; "" while they can be stored.
     """
 
     def __init__(self, name: str, log: logging.Logger, clock: Clock) -> None:
@@ -101,27 +101,27 @@ class StoreFaults:
         self._log.warning("%s: %s", self._name, message)
 
     def stop_storing(self, reason: str) -> None:
-        """Store nothing more, and log why."""
+        """Stop storing blocks, and log the reason."""
         self.reason = reason
         self.say("reader", f"blocks are not added: {reason}")
 
     def folder_gone(self) -> None:
-        """Store nothing more, because the folder was deleted or moved. What is open can still be loaded."""
+        """Stop storing blocks, because the folder was deleted or moved. Open files can still be loaded."""
         self.reason = GONE
         self.say("gone", f"blocks are not added any more: {GONE}")
 
     def full(self, error: OSError) -> None:
-        """Log that there is no room, and wait before the next try."""
+        """Log that there is no room, and delay the next attempt."""
         self.say("full", f"no room for more blocks: {reason_of(error)}; what is there stays in use")
         self._is_full = True
         self._backoff.fail(self._clock())
 
     def may_try(self) -> bool:
-        """Return whether it is time to try again."""
+        """Return whether the next attempt is due."""
         return self._backoff.is_over(self._clock())
 
     def found_room(self) -> None:
-        """Note that there is room again: the next lack of it is logged."""
+        """Record that there is room again, so that the next lack of room is logged."""
         if self._is_full:
             self._is_full = False
             self._backoff = Backoff()

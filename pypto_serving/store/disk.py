@@ -1,7 +1,7 @@
 """DiskStore: blocks in slots of large files on a local disk. They survive a restart.
 
-`store` empties the records of its slots, writes the blocks, waits for the disk, and only then writes the new records:
-after a kill at any point each record stands for a whole block. Every load verifies key and content.
+`store` empties the records of its slots, writes the blocks, waits for the disk, and only then writes the new records.
+So after a kill at any time, each record describes a complete block. Every load verifies key and content.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pypto_serving.util import Clock, counted, format_size
 log = logging.getLogger(__name__)
 
 TOUCHED_AT_ONCE = 1024
-"""Number of loads whose stamps are written together. A kill loses those stamps, and nothing else."""
+"""Write the stamps of this many loads together. A kill loses only these stamps."""
 _SHARED = re.compile(
     r"nfs\d?|lustre|ceph|gpfs|beegfs|9p|fuse|fuse\..*|cifs|smb3|afs|orangefs|pvfs2|gfs2?|ocfs2|virtiofs|glusterfs|wekafs"
 )
@@ -43,10 +43,10 @@ def open_disk(
     model: str = "",
     known: bool,
 ) -> Store:
-    """Open the store in `folder`: slots on a local disk, one file for each block on a file system that hosts share.
+    """Open the store in `folder`: slots on a local disk; on a file system shared by hosts, one file per block.
 
-    `model` is the name, for people, of the model that has the fingerprint. Raises ConfigError if nothing can be stored
-    there. If the folder is `known` to have been used before, the store is empty instead.
+    `model`: the model's name, for people. Raises ConfigError if nothing can be stored there; but if the folder is
+    `known` to have been used before, the store is empty instead.
     """
     if is_shared(Path(folder)):
         return FileStore(folder, fingerprint, block_bytes, num_slots, model=model, known=known)
@@ -54,12 +54,12 @@ def open_disk(
 
 
 def is_shared(path: Path, mountinfo: str | None = None) -> bool:
-    """Return whether hosts share the file system of `path`, which need not exist; `mountinfo` as in proc(5)."""
+    """Return whether the file system of `path`, which need not exist, is shared by hosts; `mountinfo` as in proc(5)."""
     return _SHARED.fullmatch(file_system(path, mountinfo)) is not None
 
 
 def file_system(path: Path, mountinfo: str | None = None) -> str:
-    """Return the type of the file system that `path` lies on, such as `ext4`; empty if unknown."""
+    """Return the type of the file system of `path`, such as `ext4`; "" if unknown."""
     if mountinfo is None:
         try:
             mountinfo = Path("/proc/self/mountinfo").read_text()
@@ -75,15 +75,15 @@ def file_system(path: Path, mountinfo: str | None = None) -> str:
 
 
 def _unescape(text: str) -> str:
-    """Decode the octal numbers that stand for spaces and the like."""
+    """Decode octal escapes, of spaces for example."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 class DiskStore(FolderStore):
-    """Owns a fingerprint's folder of slots, or reads one that another process owns.
+    """Owns a fingerprint's folder of slots, or only reads a folder that another process owns.
 
     Group g has `num_slots[g]` slots of `block_bytes[g]` bytes. This folder and the unused ones beside it take at most
-    `size_bytes` together. Nothing may be called while or after `close` runs.
+    `size_bytes` together. No method may be called during or after `close`.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class DiskStore(FolderStore):
         known: bool = False,
         clock: Clock | None = None,
     ) -> None:
-        """Open the folder as `open_disk` does."""
+        """Open the folder like `open_disk`."""
         self._block_bytes, self._num_slots, self._size_bytes = block_bytes, num_slots, size_bytes
         self._lock = threading.Lock()
         self._tables: list[SlotTable] = []
@@ -126,7 +126,7 @@ class DiskStore(FolderStore):
             self._make_room(0)
 
     def inventory(self) -> TierInventory:
-        """Return the blocks kept, least recently used first; where two slots hold one key, the one used last."""
+        """Return the blocks held, least recently used first; of two slots with one key, only the last used one."""
         with self._lock:
             entries = [table.entries() for table in self._tables]
         if not entries:
@@ -162,7 +162,7 @@ class DiskStore(FolderStore):
         return stored
 
     def _empty(self, pieces: Sequence[Piece]) -> None:
-        """Empty the slots, on disk too."""
+        """Empty the slots, also on disk."""
         with self._lock:
             held = {piece.group for piece in pieces if self._tables[piece.group].drop(piece.slot)}
             self._flush()
@@ -213,7 +213,7 @@ class DiskStore(FolderStore):
             log.info("disk tier in %s: deleted %s of unused blocks of other models", self._root, format_size(deleted))
 
     def _keep(self, pieces: Sequence[Piece]) -> None:
-        """Wait until the blocks are on disk, record them, and wait until the records are. Raises OSError."""
+        """Wait until the blocks are on disk, record them, and wait until the records are on disk. Raises OSError."""
         digests = [digest(piece.key, piece.memory) for piece in pieces]
         groups = {piece.group for piece in pieces}
         for group in groups:
@@ -265,7 +265,7 @@ class DiskStore(FolderStore):
         return False
 
     def _drop_damaged(self, piece: Piece, held: tuple[bytes, bytes]) -> None:
-        """Forget a damaged block, unless its slot holds another one by now."""
+        """Forget a damaged block, unless its slot holds another block meanwhile."""
         with self._lock:
             if self._tables[piece.group].get(piece.slot) != held:
                 return
@@ -274,7 +274,7 @@ class DiskStore(FolderStore):
             self._faults.say("damaged", "a block is damaged, and is forgotten")
 
     def _write_stamps(self, min_count: int) -> None:
-        """Write the stamps of loads if at least `min_count` are not written, without waiting for the disk."""
+        """Write the stamps of loads if at least `min_count` are pending; do not wait for the disk."""
         with self._lock:
             if not self.writable or sum(table.num_dirty for table in self._tables) < min_count:
                 return
@@ -284,7 +284,7 @@ class DiskStore(FolderStore):
                 self._faults.stop_storing(reason_of(error))
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """See `Store`. Damaged blocks are found too."""
+        """See `Store`. Also finds damaged blocks."""
         with self._lock:
             entries = [table.entries() for table in self._tables]
         held = {key.tobytes() for e in entries for key in e.keys}

@@ -1,8 +1,8 @@
-"""FileStore: one file for each block, on a file system that several hosts may write to. No lock decides who writes.
+"""FileStore: one file per block, on a file system to which several hosts may write. Writers use no lock.
 
 A block's file is <first two digits of its key>/<key>.<group>: a header of magic, key and digest, then the content. It
-gets its name when it is complete, so a file that is found is whole. Servers find the files of others by key. Each
-deletes the file of a block when its slot gets another one.
+is renamed to that when it is complete, so files with such a name are complete. Servers find each other's files by key.
+Each server deletes the file of a block when the block's slot gets another one.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 MAGIC = b"pypto KV block 1"
 HEADER_BYTES = len(MAGIC) + KEY_BYTES + DIGEST_BYTES
 STATS_AT_ONCE = 16
-"""Number of folders or files examined at once, because each waits for the network."""
+"""Examine this many folders or files at once, because each one waits for the network."""
 USED_AGAIN_S = 3600.0
-"""A load renews the time of a file that is older than this."""
+"""A load updates the time of a file that is older than this."""
 UNUSED_S = 86400.0
-"""A file without a slot at the start that was not used for so long belongs to no running server."""
+"""A file that was not used for this time, and gets no slot at the start, belongs to no running server."""
 
 _NAME = re.compile(r"([0-9a-f]{32})\.(\d+)")
 _PART = ".part"
@@ -56,7 +56,7 @@ class FileStore(FolderStore):
         known: bool = False,
         clock: Clock | None = None,
     ) -> None:
-        """Open the folder. If nothing can be stored there, raises ConfigError, unless it is `known` as a used one."""
+        """Open the folder. Raises ConfigError if nothing can be stored there, unless it is `known` as used before."""
         self._block_bytes, self._num_slots = block_bytes, num_slots
         self._keys: dict[tuple[int, int], bytes] = {}
         self._slots: dict[tuple[int, bytes], int] = {}
@@ -71,11 +71,11 @@ class FileStore(FolderStore):
         self._inventory = self._take_slots()
 
     def inventory(self) -> TierInventory:
-        """See `Store`: at the start, the most recently used files get the slots."""
+        """See `Store`. At the start, the most recently used files get the slots."""
         return self._inventory
 
     def _take_slots(self) -> TierInventory:
-        """Assign slots to the most recently used files, and delete the others that nobody uses any more."""
+        """Assign slots to the most recently used files, and delete other files that are no longer used."""
         groups: list[int] = []
         slots: list[int] = []
         keys: list[bytes] = []
@@ -102,7 +102,7 @@ class FileStore(FolderStore):
         )
 
     def _scan(self) -> Iterator[tuple[float, bytes, int]]:
-        """Yield (time of use, key, group) of all files of the right size, many folders at once. Raises OSError."""
+        """Yield (time of use, key, group) of all files of the right size; scan folders in parallel. Raises OSError."""
         folders = [path for path in self._path.iterdir() if len(path.name) == 2 and path.is_dir()]
         for found in self._pool.map(self._scan_folder, folders):
             yield from found
@@ -124,7 +124,7 @@ class FileStore(FolderStore):
             if stat.st_size == HEADER_BYTES + self._block_bytes[group]:
                 return [(stat.st_mtime, bytes.fromhex(name[1]), group)]
         elif entry.name.endswith(_PART) and time.time() - entry.stat().st_mtime > UNUSED_S:
-            Path(entry.path).unlink(missing_ok=True)  # of a server that was killed
+            Path(entry.path).unlink(missing_ok=True)  # leftover of a killed server
         return []
 
     @contextlib.contextmanager
@@ -171,9 +171,9 @@ class FileStore(FolderStore):
         return True
 
     def _evict(self, piece: Piece) -> bool:
-        """Delete the file of the slot's block, unless that is the new block, or another slot has it too.
+        """Delete the file of the slot's block, unless it is the new block, or another slot has it, too.
 
-        Returns whether the slot held a block, so that there is room for another.
+        Return whether the slot held a block, so that there is room for another one.
         """
         key = self._keys.pop((piece.group, piece.slot), None)
         if key is None or self._slots.get((piece.group, key)) != piece.slot:
@@ -184,7 +184,7 @@ class FileStore(FolderStore):
         return True
 
     def _write(self, piece: Piece) -> None:
-        """Write the file of a block. One of the right size that is there already was stored whole by another server."""
+        """Write the file of a block, unless another server has stored one of the right size, which is complete."""
         path, size = self._file(piece.group, piece.key), HEADER_BYTES + piece.memory.nbytes
         try:
             if path.stat().st_size == size:
@@ -266,7 +266,7 @@ class FileStore(FolderStore):
             self._faults.say("delete", f"blocks cannot be deleted: {reason_of(error)}")
 
     def clear(self) -> None:
-        """See `Store`. Blocks of other servers are deleted too."""
+        """See `Store`. Also deletes blocks of other servers."""
         if self._folder is not None and not self._faults.reason:
             try:
                 for _, key, group in self._scan():
@@ -283,7 +283,7 @@ class FileStore(FolderStore):
 
 
 def read_block(file: int, piece: Piece) -> bool:
-    """Read a block; False if it is damaged. Raises OSError."""
+    """Read a block; return False if it is damaged. Raises OSError."""
     header = bytearray(HEADER_BYTES)
     count = os.preadv(file, [header, piece.memory.data], 0)
     while HEADER_BYTES <= count < HEADER_BYTES + piece.memory.nbytes:

@@ -1,8 +1,8 @@
-"""Folder: a fingerprint's folder of blocks inside the folder that a user gave, with locks that show who uses it.
+"""Folder: a fingerprint's folder of blocks inside the user's folder, with locks that show which processes use it.
 
-- `in_use` is locked shared by each process that has the folder open, and exclusively by one that deletes it.
-- `writer` is locked by the process that writes slots.
-- `meta.json` says what the folder holds. It is written first.
+- `in_use`: each process that has the folder open holds a shared lock; a process that deletes it, an exclusive one.
+- `writer`: locked by the process that writes slots.
+- `meta.json`: describes the folder's content. It is written first.
 
 A lock ends with its process.
 """
@@ -34,14 +34,14 @@ log = logging.getLogger(__name__)
 
 Kind = Literal["slots", "files"]
 FORMATS: dict[str, int] = {"slots": 2, "files": 1}
-"""The format of each kind of folder. A writer empties a folder of an earlier one, and leaves a later one as it is."""
+"""The format of each kind of folder. A writer empties a folder of an earlier format, but does not touch a later one."""
 IN_USE, WRITER, META = "in_use", "writer", "meta.json"
 
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
 class Meta(msgspec.Struct, frozen=True):
-    """What a folder holds. `fingerprint` is in hexadecimal digits; `model` is a name for people, if one is known."""
+    """Description of a folder. `fingerprint`: in hexadecimal digits; `model`: a name for people, if known."""
 
     format: int
     kind: Kind
@@ -50,7 +50,7 @@ class Meta(msgspec.Struct, frozen=True):
     model: str = ""
 
     def fits(self, other: Meta | None) -> bool:
-        """Return whether `other` describes the same blocks, whatever its model is called."""
+        """Return whether `other` describes the same blocks, ignoring the name of the model."""
         return other is not None and msgspec.structs.replace(other, model=self.model) == self
 
 
@@ -60,16 +60,16 @@ class _Format(msgspec.Struct):
 
 
 class Unusable(Exception):
-    """A fingerprint's folder cannot be used now, though the user's folder can; the text says why."""
+    """A fingerprint's folder cannot be used now, though the user's folder can; the message says why."""
 
 
 class Folder:
-    """A fingerprint's folder that this process has open; `reason` says why it is not `writable`."""
+    """A fingerprint's folder that this process has open; `reason`: why it is not `writable`."""
 
     def __init__(self, root: Path, meta: Meta, *, known: bool = False) -> None:
-        """Open or make the folder. Raises ConfigError where nothing can be made in `root`, Unusable for other reasons.
+        """Open or create the folder. Raises ConfigError if nothing can be created in `root`, else Unusable.
 
-        A folder that was used before, or is `known` to have been, raises Unusable only.
+        For a folder that was used before, or is `known` to have been, raises only Unusable.
         """
         self.path, self.meta = root / folder_name(meta), meta
         self.writable, self.reason = True, ""
@@ -91,7 +91,7 @@ class Folder:
     def _open(self) -> None:
         try:
             self._locks.append(self._join())
-            self._held()  # a later format is left as it is
+            self._held()  # raises for a later format, which must not be touched
             if self.meta.kind == "slots":
                 self._become_writer()
         except OSError as error:
@@ -106,24 +106,24 @@ class Folder:
         if not self.meta.fits(held):
             self._begin(held)
         elif held is not None and not held.model and self.meta.model:
-            with contextlib.suppress(OSError):  # the folder is as good without the name
+            with contextlib.suppress(OSError):  # the folder works without the model's name
                 self._write_meta()
         os.utime(self.path / IN_USE)
 
     def _join(self) -> int:
-        """Lock `in_use` shared, once nobody is deleting the folder."""
+        """Take a shared lock of `in_use`, once no process is deleting the folder."""
         while True:
             try:
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             except FileExistsError:
-                with contextlib.suppress(FileNotFoundError):  # deleted before it was seen to be a folder
+                with contextlib.suppress(FileNotFoundError):  # deleted before the check that it is a folder
                     if not stat.S_ISDIR(self.path.lstat().st_mode):
                         raise
                 continue
             try:
                 lock = os.open(self.path / IN_USE, os.O_RDWR | os.O_CREAT, 0o600)
             except FileNotFoundError:
-                continue  # deleted between the two
+                continue  # deleted between the two calls
             try:
                 _lock(lock, fcntl.LOCK_SH)
                 if os.path.samestat(os.fstat(lock), (self.path / IN_USE).stat()):
@@ -171,13 +171,13 @@ class Folder:
         sync_folder(self.path.parent)
 
     def is_there(self) -> bool:
-        """Return whether the path still leads here. A folder that was deleted or moved can be read while it is open."""
+        """Return whether the path still leads to this folder. If not, its open files can still be read."""
         try:
             return not self._locks or os.path.samestat(os.fstat(self._locks[0]), (self.path / IN_USE).stat())
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError:
-            return True  # the next read or write will tell
+            return True  # the next read or write will report the error
 
     def close(self) -> None:
         """Release the locks."""
@@ -190,7 +190,7 @@ class Folder:
 
 
 class FolderStore:
-    """What stores in a folder have in common: the fingerprint's folder, None if it cannot be used, and its faults."""
+    """Base of stores in a folder: the fingerprint's folder, None if it cannot be used, and its faults."""
 
     def __init__(self, root: Path, meta: Meta, *, known: bool, clock: Clock | None) -> None:
         """Open the folder as `Folder` does, and what is in it. The store stays empty if that fails."""
@@ -214,7 +214,7 @@ class FolderStore:
         return not self._faults.reason
 
     def _is_there(self) -> bool:
-        """Return whether the folder is where it was. If not, stop storing."""
+        """Return whether the folder is still at its path. If not, stop storing."""
         if self._folder is None or self._folder.is_there():
             return True
         self._faults.folder_gone()
@@ -227,13 +227,13 @@ class FolderStore:
 
 
 def folder_name(meta: Meta) -> str:
-    """Return 32 hexadecimal digits, which differ between kinds of blocks that must not share a folder."""
+    """Return 32 hexadecimal digits that differ between blocks that must not share a folder."""
     sizes = ",".join(map(str, meta.block_bytes))
     return hash128(meta.kind.encode(), meta.fingerprint.encode(), sizes.encode()).hex()
 
 
 def read_meta(path: Path) -> Meta | None:
-    """Read `meta.json`; None if it is damaged. Raises OSError, and Unusable for a later format."""
+    """Read `meta.json`; return None if it is damaged. Raises OSError, and Unusable for a later format."""
     text = read_regular(path / META)
     try:
         given = msgspec.json.decode(text, type=_Format)
@@ -247,7 +247,7 @@ def read_meta(path: Path) -> Meta | None:
 
 @dataclass(frozen=True, slots=True)
 class FolderUsage:
-    """A folder seen from outside: bytes on disk, time of last use (Unix time), whether a server has it open."""
+    """Usage of a folder: bytes on disk, time of last use (Unix time), whether a server has it open."""
 
     path: Path
     num_bytes: int
@@ -278,12 +278,12 @@ def _stats(path: Path) -> Iterator[os.stat_result]:
 
 
 def fingerprint_folders(root: Path) -> list[Path]:
-    """Return all folders of blocks in `root`, half-deleted ones too. Raises OSError."""
+    """Return all folders of blocks in `root`, including half-deleted ones. Raises OSError."""
     return sorted(path for path in root.iterdir() if PART_NAME.fullmatch(path.name) and (path / IN_USE).is_file())
 
 
 def open_lock(path: Path) -> int:
-    """Open the file `in_use` of a folder, to be locked. Raises OSError."""
+    """Open the file `in_use` of a folder in order to lock it. Raises OSError."""
     try:
         return os.open(path / IN_USE, os.O_RDWR)
     except OSError as error:
@@ -293,7 +293,7 @@ def open_lock(path: Path) -> int:
 
 
 def take_alone(path: Path) -> int | None:
-    """Lock every server out of a folder until the lock is closed; None if a server has it open. Raises OSError."""
+    """Lock a folder exclusively until the lock is closed; return None if a server has it open. Raises OSError."""
     lock = open_lock(path)
     try:
         alone = _lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -307,16 +307,16 @@ def take_alone(path: Path) -> int | None:
 
 
 def delete(path: Path) -> bool:
-    """Delete a folder; False if a server has it open or a later version made it. Raises OSError."""
+    """Delete a folder; return False if a server has it open or a later version made it. Raises OSError."""
     lock = take_alone(path)
     if lock is None:
         return False
     try:
-        with contextlib.suppress(FileNotFoundError):  # half deleted, or just made
+        with contextlib.suppress(FileNotFoundError):  # half deleted, or just created
             read_meta(path)
         _empty(path)
         (path / WRITER).unlink(missing_ok=True)
-        (path / IN_USE).unlink()  # goes last: what a kill leaves is still known as ours
+        (path / IN_USE).unlink()  # last: after a kill, the remaining folder is still recognized as ours
         path.rmdir()
         return True
     except Unusable:
@@ -326,7 +326,7 @@ def delete(path: Path) -> bool:
 
 
 def _empty(path: Path) -> None:
-    """Delete everything but the locks; `meta.json` last, so that what a kill leaves is still known as of its format."""
+    """Delete everything except the locks; `meta.json` last, so that the format is still known after a kill."""
     for entry in sorted(path.iterdir(), key=lambda entry: entry.name == META):
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
@@ -335,7 +335,7 @@ def _empty(path: Path) -> None:
 
 
 def make_room(root: Path, own: Path, own_bytes: int, size_bytes: int) -> int:
-    """Delete unused folders beside `own`, the longest unused first, until the rest fits. Returns bytes deleted."""
+    """Delete unused folders beside `own`, longest unused first, until the rest fits. Return the deleted bytes."""
     others: list[FolderUsage] = []
     for path in fingerprint_folders(root):
         with contextlib.suppress(FileNotFoundError):  # another server deletes it as well
@@ -351,7 +351,7 @@ def make_room(root: Path, own: Path, own_bytes: int, size_bytes: int) -> int:
 
 
 def _lock(file: int, how: int) -> bool:
-    """Lock a file; False if that would wait. A file system without locks counts as locked."""
+    """Lock a file; return False if that would wait. On a file system without locks, files count as locked."""
     try:
         fcntl.flock(file, how)
     except BlockingIOError:

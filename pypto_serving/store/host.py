@@ -21,11 +21,11 @@ log = logging.getLogger(__name__)
 class HostStore:
     """Keeps blocks of group g in slots of `block_bytes[g]` bytes, rounded up to 4096, one group after the other.
 
-    `fd` is a memfd that a parent owns. It is made as large as the slots need; pages take no memory until they are
-    written. Only the engine core knows its content, so the inventory is empty.
+    `fd` is a memfd owned by a parent, and enlarged to hold all slots; pages take no memory until they are written. Only
+    the engine core knows its content, so the inventory is empty.
 
-    The first block of a slot is written to the file: that allocates the pages in half the CPU time of page faults, and
-    fails without room, where a fault would end the process. All else goes through the mapping.
+    The first block of a slot is written to the file. This allocates pages in half the CPU time of page faults, and
+    returns an error if there is no room, while a page fault would end the process. All other accesses use the mapping.
     """
 
     def __init__(self, fd: int, block_bytes: tuple[int, ...], num_slots: tuple[int, ...]) -> None:
@@ -66,7 +66,7 @@ class HostStore:
         except OSError as error:
             self._faults.say("write", f"no room for more blocks: {reason_of(error)}; what is there stays in use")
             return False
-        self._slots[group][slot][::ALIGNMENT].max()  # a read maps pages that are there, and sixteen with each fault
+        self._slots[group][slot][::ALIGNMENT].max()  # reading maps existing pages, sixteen per page fault
         self._mapped[group][slot] = True
         return True
 

@@ -1,9 +1,9 @@
-"""SlotTable: which block each slot of a group holds, in a file with one record of 64 bytes per slot.
+"""SlotTable: the block in each slot of a group, in a file with one record of 64 bytes per slot.
 
-A record is key (16 bytes), digest of the block (16), stamp, length, 0, and a check of these and of the record's place
-(8 each, little-endian). Stamp 0 is an empty slot. A record that is not whole, or not of its own slot, counts as empty:
-a torn write or a damaged page costs the slots it touches. The file is read, not mapped, so that a read error is no
-signal. numpy reads and checks 200,000 records in 0.1 s. LMDB maps its file: all of 40 truncated files ended the
+A record is key (16 bytes), digest of the block (16), stamp, length, 0, and a checksum of these and of the slot number
+(8 each, little-endian). Stamp 0 marks an empty slot. A damaged record, or one of another slot, counts as empty: a torn
+write or a damaged page loses only its own slots. The file is read, not mapped, so that a read error raises OSError, not
+a signal. numpy reads and checks 200,000 records in 0.1 s. LMDB maps its file, and 40 of 40 truncated files ended the
 process.
 """
 
@@ -42,12 +42,12 @@ class Entries:
 
 
 class SlotTable:
-    """Owns the records of one group. Not thread-safe. Nothing is on disk before `flush` and `sync`."""
+    """Owns the records of one group. Not thread-safe. Changes reach the disk only by `flush` and `sync`."""
 
     def __init__(self, path: Path, group: int, block_bytes: int, num_slots: int, *, writable: bool) -> None:
-        """Open or make a table, and cut it off after `num_slots`. Raises OSError.
+        """Open or create a table, and truncate it to `num_slots`. Raises OSError.
 
-        If a full disk does not let it grow, it keeps the slots it has: see `num_slots`.
+        If it cannot grow on a full disk, the attribute `num_slots` is smaller.
         """
         self._group, self._block_bytes = group, block_bytes
         self._dirty: set[int] = set()
@@ -72,7 +72,7 @@ class SlotTable:
             done += count
 
     def _forget_damaged(self) -> int:
-        """Empty the records that are not whole. Returns how many of them were not empty."""
+        """Empty the damaged records. Return how many of them were not empty."""
         words = self._words
         whole = (words[:, _CHECK] == self._checks(words, np.arange(len(words)))) & (words[:, _STAMP] != 0)
         whole &= words[:, _LENGTH] == self._block_bytes
@@ -82,7 +82,7 @@ class SlotTable:
         return len(damaged)
 
     def _checks(self, words: Words, slots: NDArray[np.int64]) -> Words:
-        """Return the check of each of `words` [n, 8] at `slots` [n]. Each word enters by a bijective step."""
+        """Return the checksums of the records `words` [n, 8] at `slots` [n]. Each word is mixed in by a bijection."""
         check = slots.astype(np.uint64) ^ (np.uint64(self._group + 1) << np.uint64(48))
         for column in range(_CHECK):
             check = (check ^ words[:, column]) * _ODD
@@ -95,11 +95,11 @@ class SlotTable:
 
     @property
     def num_dirty(self) -> int:
-        """Records that differ from what was last written."""
+        """Number of records changed since they were last written."""
         return len(self._dirty)
 
     def get(self, slot: int) -> tuple[bytes, bytes] | None:
-        """Return (key, digest) of a slot's block, None if the slot is empty or beyond the table."""
+        """Return (key, digest) of a slot's block; None if the slot is empty or beyond the table."""
         if slot >= self.num_slots:
             return None
         key, digest, stamp, *_ = _RECORD.unpack_from(self._raw, slot * RECORD_BYTES)
@@ -117,7 +117,7 @@ class SlotTable:
         self._dirty.add(slot)
 
     def drop(self, slot: int) -> bool:
-        """Empty a slot; False if it was empty."""
+        """Empty a slot; return False if it was empty."""
         if slot >= self.num_slots or not self._words[slot, _STAMP]:
             return False
         self._words[slot] = 0
@@ -125,7 +125,7 @@ class SlotTable:
         return True
 
     def drop_all(self, slots: NDArray[np.int64]) -> int:
-        """Empty `slots`. Returns how many held a block."""
+        """Empty `slots`. Return how many held a block."""
         return sum(self.drop(int(slot)) for slot in slots)
 
     def entries(self) -> Entries:
@@ -138,7 +138,7 @@ class SlotTable:
         return int(self._words[:, _STAMP].max(initial=0))
 
     def flush(self) -> None:
-        """Write changed records, one call for each run of neighbours, without waiting for the disk. Raises OSError."""
+        """Write changed records, one call per run of adjacent ones; do not wait for the disk. Raises OSError."""
         if not self._dirty:
             return
         slots = np.array(sorted(self._dirty))
@@ -158,7 +158,7 @@ class SlotTable:
 
 
 def _set_size(file: int, num_slots: int) -> int:
-    """Allocate room for all records, so that no write finds the disk full. Returns how many there is room for."""
+    """Allocate room for all records, so that no later write finds the disk full. Return how many have room."""
     held = os.fstat(file).st_size // RECORD_BYTES
     try:
         if num_slots > held:

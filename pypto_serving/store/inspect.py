@@ -33,12 +33,12 @@ from pypto_serving.types.tier import ALIGNMENT
 from pypto_serving.util import open_regular
 
 Report = Callable[[int, int], None]
-"""Called with the blocks done so far and the number of all."""
+"""Called with the number of blocks done so far, and of all blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """Blocks of one group. `num_free` counts the empty slots of its table, None where each block is a file."""
+    """Blocks of one group. `num_free`: empty slots of its table; None if each block is a file."""
 
     block_bytes: int
     num_blocks: int
@@ -47,7 +47,7 @@ class GroupFacts:
 
 @dataclass(frozen=True, slots=True)
 class FolderFacts:
-    """A fingerprint's folder. Without `meta` it is not usable; `problem` says why."""
+    """A fingerprint's folder. If `meta` is None, it is not usable, because of `problem`."""
 
     usage: FolderUsage
     meta: Meta | None
@@ -56,7 +56,7 @@ class FolderFacts:
 
 
 def folders_in(root: Path) -> list[Path]:
-    """Return the folders of blocks in a user's folder. Raises ConfigError if that cannot be read."""
+    """Return the folders of blocks in a user's folder. Raises ConfigError if the user's folder cannot be read."""
     try:
         return fingerprint_folders(root)
     except OSError as error:
@@ -66,7 +66,7 @@ def folders_in(root: Path) -> list[Path]:
 
 
 def facts(path: Path) -> FolderFacts:
-    """Return what a folder holds. Raises OSError."""
+    """Return facts about a folder. Raises OSError."""
     try:
         meta, problem = _read_served(path), "its meta.json is damaged"
     except FileNotFoundError:
@@ -86,7 +86,7 @@ def facts(path: Path) -> FolderFacts:
 
 
 def _read_served(path: Path) -> Meta | None:
-    """Do what `read_meta` does; raise Unusable for an earlier format, too."""
+    """Like `read_meta`, but raise Unusable also for an earlier format."""
     meta = read_meta(path)
     if meta is not None and meta.format < FORMATS[meta.kind]:
         raise Unusable(
@@ -112,7 +112,7 @@ def _open_table(path: Path, group: int, block_bytes: int, *, writable: bool) -> 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """`num_blocks` were read, and `num_damaged` of them are damaged; `dropped` if those were removed."""
+    """Result of reading `num_blocks`, of which `num_damaged` are damaged; `dropped`: these were removed."""
 
     num_blocks: int
     num_damaged: int
@@ -122,7 +122,7 @@ class Verified:
 def verify(path: Path, report: Report) -> Verified:
     """Read all blocks of a folder, and drop damaged ones unless a server has it open. Raises OSError, Unusable.
 
-    Raises FileNotFoundError for a folder that is being made or deleted.
+    Raises FileNotFoundError for a folder that is being created or deleted.
     """
     with _kept(path):
         meta = _read_served(path)
@@ -140,7 +140,7 @@ Damaged = list[tuple[int, int, bytes] | Path]
 
 @contextlib.contextmanager
 def _kept(path: Path) -> Iterator[None]:
-    """Keep a folder from being deleted."""
+    """Prevent the deletion of a folder during the block."""
     lock = open_lock(path)
     try:
         fcntl.flock(lock, fcntl.LOCK_SH)
@@ -173,7 +173,7 @@ def _verify_slots(path: Path, meta: Meta, report: Report) -> tuple[int, Damaged]
 
 
 def _memory(size: int) -> BlockBytes:
-    """Return memory that direct I/O can fill."""
+    """Return memory aligned for direct I/O."""
     memory = np.empty(stride_of(size) + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size]
@@ -190,7 +190,7 @@ def _is_whole(slab: Slab, slot: int, held: tuple[bytes, bytes], memory: BlockByt
 
 
 def _still_holds(path: Path, group: int, size: int, slot: int, held: tuple[bytes, bytes]) -> bool:
-    """Return whether the slot still holds this block: a server may have given it to another one meanwhile."""
+    """Return whether the slot still holds this block, since a server may have reused it meanwhile."""
     table = _open_table(path, group, size, writable=False)
     table.close()
     return slot < table.num_slots and table.get(slot) == held
@@ -208,7 +208,7 @@ def _verify_files(path: Path, meta: Meta, report: Report) -> tuple[int, Damaged]
 
 
 def _drop(path: Path, damaged: Damaged) -> bool:
-    """Forget damaged blocks; False if a server has the folder open."""
+    """Forget damaged blocks; return False if a server has the folder open."""
     lock = take_alone(path)
     if lock is None:
         return False

@@ -1,8 +1,8 @@
 """`python -m pypto_serving.store.mooncake FD`: the process that talks to a pool of Mooncake Store for a worker.
 
-Mooncake's client blocks for seconds when its master is gone, forever when the master is stopped, and may crash. In a
-process of its own it can be ended, and then writes no more to memory that others use. Objects are put from and got
-into shared memory, which is registered with Mooncake.
+Mooncake's client blocks for seconds when its master is gone, blocks forever when the master is stopped, and may crash.
+In a separate process it can be ended, after which it no longer writes to memory. Objects are transferred from and to
+shared memory, which is registered with Mooncake.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class PoolAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """How to join a pool; see the user guide. This host contributes `segment_bytes` of memory to the pool."""
+    """Parameters for joining a pool; see the user guide. This host adds `segment_bytes` of memory to the pool."""
 
     master: str
     metadata_server: str = "P2PHANDSHAKE"
@@ -50,9 +50,9 @@ class PoolStart(msgspec.Struct, frozen=True):
 
 
 class PoolRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Put objects from the shared memory, get them into it, find out which exist, or remove those with a prefix.
+    """Put objects from the shared memory, get them into it, check which exist, or remove all with a prefix.
 
-    `sizes` in bytes; to clear, `names` is the prefix.
+    `sizes` are in bytes; to clear, `names` is the prefix.
     """
 
     kind: Literal["put", "get", "find", "clear"]
@@ -62,13 +62,13 @@ class PoolRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PoolReply(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Mooncake's code for each object: put 0, get its size, find 1, clear how many; errors are negative."""
+    """Mooncake's code for each object: 0 for put, size for get, 1 if found, number for clear; errors are negative."""
 
     codes: list[int]
 
 
 def await_message(channel: SocketChannel[T], timeout_s: float = math.inf) -> T | None:
-    """Wait for the next message; None at the deadline, or as soon as the peer is gone."""
+    """Wait for the next message; return None at the deadline, or as soon as the peer is gone."""
     deadline_s = time.monotonic() + timeout_s
     poller = select.poll()
     while (message := channel.receive()) is None and not channel.gone:

@@ -1,7 +1,7 @@
-"""RemoteStore: the remote tier, a pool of Mooncake Store that many replicas share. Every failure is a miss.
+"""RemoteStore: the remote tier, a pool of Mooncake Store shared by many replicas. Every failure counts as a miss.
 
-An object is a block, with all its layers. Pools move objects of 256 KiB and more at full speed; smaller ones take
-several times as long for each byte.
+An object is a block with all its layers. Pools move objects of at least 256 KiB at full speed; smaller ones take
+several times as long per byte.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 
 DEFAULT_PORT = 50051
 REQUEST_BYTES = 8 << 20
-"""Maximum bytes that one request moves, unless a single block is larger."""
+"""Limit of the bytes of one request, unless a single block is larger."""
 MAX_NAMES = 4096
 REQUEST_TIMEOUT_S = 2.0
 JOIN_TIMEOUT_S = 10.0
 UNREACHABLE = -800
-"""Mooncake's codes up to this one are faults of connections, those above are faults of objects."""
+"""Codes of Mooncake up to this one are errors of connections, larger ones are errors of objects."""
 
 Direction = Literal["up", "down"]
 
@@ -43,13 +43,13 @@ Direction = Literal["up", "down"]
 def open_remote(url: str, fingerprint: bytes, block_bytes: Sequence[int]) -> RemoteStore:
     """Open the store at `mooncake://HOST[:PORT][?...]`, for blocks of `block_bytes[g]` with `fingerprint`.
 
-    A pool that cannot be reached is no error.
+    An unreachable pool is not an error.
     """
     return RemoteStore(parse_address(url), fingerprint, block_bytes)
 
 
 def parse_address(url: str) -> PoolAddress:
-    """Parse a URL and fill in defaults. Raises ValueError for one that the option refuses."""
+    """Parse a URL and fill in defaults. Raises ValueError for an invalid URL."""
     host, port, given = parse_pool_url(url)
     port = port or DEFAULT_PORT
     return PoolAddress(
@@ -63,7 +63,7 @@ def parse_address(url: str) -> PoolAddress:
 
 
 def own_address(host: str) -> str:
-    """Return the address of this machine from which `host` is reached. Sends nothing."""
+    """Return this machine's address on the route to `host`, without sending anything."""
     try:
         family, _, _, _, target = socket.getaddrinfo(host, DEFAULT_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -74,7 +74,7 @@ def own_address(host: str) -> str:
 
 
 class PoolChannel:
-    """One channel to the pool's process, with its part of the shared memory. The holder of `lock` uses it."""
+    """One channel to the pool's process, with its part of the shared memory. Used only while holding `lock`."""
 
     def __init__(self, memory: BlockBytes, start: int) -> None:
         self.lock = threading.Lock()
@@ -93,7 +93,7 @@ class PoolChannel:
 
 
 class PoolProcess:
-    """One life of the process that has joined, or tries to join, the pool."""
+    """One life of the process that joins the pool."""
 
     def __init__(
         self, address: PoolAddress, channels: Sequence[PoolChannel], memory: int, num_bytes: int, now_s: float
@@ -106,7 +106,7 @@ class PoolProcess:
         self._deadline_s = now_s + JOIN_TIMEOUT_S
 
     def fault(self, now_s: float) -> str | None:
-        """Return why the process is of no use any more, None if it still may be. Sets `joined`."""
+        """Return why the process must be replaced, or None. Sets `joined`."""
         said = self._child.messages()
         for message in said:
             if isinstance(message, ChildFault):
@@ -117,7 +117,7 @@ class PoolProcess:
         return "its master does not answer" if not self.joined and now_s > self._deadline_s else None
 
     def end(self) -> None:
-        """End the process: nothing writes to the memory afterwards. Threads that wait for an answer notice."""
+        """End the process, so that it no longer writes to the memory. Threads that wait for an answer notice this."""
         self._child.end(0)
 
 
@@ -125,8 +125,8 @@ class RemoteStore:
     """Owns the process that talks to the pool, and the memory it shares with that process.
 
     Objects are named `pypto/FINGERPRINT/KEY`, and keys differ between groups. The content is a block, then a digest of
-    key and block. A request without an answer in 2 s, or that Mooncake could not send, ends the process. A new one is
-    started with exponential backoff, after a minute at most. Until it has joined, every call is a miss at once.
+    key and block. If a request has no answer in 2 s, or Mooncake could not send it, the process is ended. A new one
+    starts with exponential backoff, after at most a minute. Until it has joined, every call returns a miss at once.
     """
 
     def __init__(
@@ -156,11 +156,11 @@ class RemoteStore:
 
     @property
     def writable(self) -> bool:
-        """Always true: a pool that is out of reach may come back."""
+        """Always true, since an unreachable pool may come back."""
         return True
 
     def inventory(self) -> TierInventory:
-        """Return an empty, shared inventory: a pool has to be asked."""
+        """Return an empty, shared inventory, since a pool must be asked for blocks."""
         return TierInventory("remote", shared=True)
 
     def store(self, pieces: Sequence[Piece]) -> list[bool]:
@@ -179,7 +179,7 @@ class RemoteStore:
         return found
 
     def clear(self) -> None:
-        """Remove all blocks of this fingerprint, those of other replicas too, if the pool is in reach."""
+        """Remove all blocks of this fingerprint, including other replicas', if the pool can be reached."""
         with self._channels["down"].lock:
             self._ask("down", PoolRequest("clear", [self._prefix], [], []))
 
@@ -236,7 +236,7 @@ class RemoteStore:
     def _request(
         self, kind: Literal["put", "get"], channel: PoolChannel, pieces: Sequence[Piece]
     ) -> tuple[PoolRequest, list[BlockBytes]]:
-        """Return a request, and the parts of the channel's memory that hold its objects."""
+        """Return a request, and the parts of the channel's memory for its objects."""
         offsets = np.cumsum([0, *(self._strides[piece.group] for piece in pieces)]).tolist()[:-1]
         sizes = [len(piece.memory) + DIGEST_BYTES for piece in pieces]
         places = [channel.memory[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
@@ -249,7 +249,7 @@ class RemoteStore:
     # The process.
 
     def _ask(self, channel: Direction, request: PoolRequest) -> list[int]:
-        """Return the codes of a request, all UNREACHABLE if the pool is. The caller holds the channel's lock."""
+        """Return the codes of a request; all UNREACHABLE if the pool is. The caller must hold the channel's lock."""
         codes = None
         if self._is_up():
             process = self._process
@@ -263,7 +263,7 @@ class RemoteStore:
         return [UNREACHABLE] * len(request.names) if codes is None else codes
 
     def _is_up(self) -> bool:
-        """Return whether requests can be sent. Starts the process when it is time; never waits."""
+        """Return whether requests can be sent. Start the process when due; never wait."""
         with self._state:
             now_s = self._clock()
             if self._process is None:
@@ -289,7 +289,7 @@ class RemoteStore:
             log.info("remote tier: the pool at %s is in reach", self.address.master)
 
     def _lose(self, process: PoolProcess | None, reason: str) -> None:
-        """End the process after a failed request, unless another thread has done so."""
+        """End the process after a failed request, unless another thread has done so already."""
         with self._state:
             if process is not None and process is self._process:
                 self._end(reason)
