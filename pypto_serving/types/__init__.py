@@ -1,1 +1,1 @@
-"""Frozen values and wire structs, by subject. Imports only the standard library, msgspec and numpy."""
+"""Frozen values and messages, by subject. Imports only the standard library, msgspec and numpy."""

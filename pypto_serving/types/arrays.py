@@ -17,9 +17,9 @@ UInt64Array = NDArray[np.uint64]
 BFloat16Array = NDArray[np.uint16]
 """bfloat16 as uint16 bits, since numpy has no bfloat16."""
 PairArray = NDArray[np.uint32]
-"""Two bfloat16 or four bytes of one row, which a product reads at once."""
+"""Two bfloat16 or four bytes of one row, which a GEMM reads at once."""
 BlockBytes = NDArray[np.uint8]
-"""The content of one KV block of one group, uint8 [block_bytes]: all of its layers lie together."""
+"""The content of one KV block of one group, with all of its layers: uint8 [block_bytes]."""
 
 
 _ID = np.dtype("<i4")
@@ -33,7 +33,7 @@ def pack_ids(ids: Iterable[int] | Int32Array) -> bytes:
 
 
 def id_list(data: bytes) -> tuple[int, ...]:
-    """Decode bytes of `pack_ids` to a tuple; for a few ids this is quicker than an array."""
+    """Decode bytes of `pack_ids` to a tuple; for a few ids, this is faster than an array."""
     return struct.unpack(f"<{len(data) // ID_BYTES}i", data)
 
 
@@ -48,5 +48,5 @@ def view_ids(data: bytes) -> Sequence[int]:
 
 
 def pack_list(ids: Sequence[int]) -> bytes:
-    """Encode ids like `pack_ids`, quicker than that if they are in a list or tuple."""
+    """Encode ids like `pack_ids`; faster for a list or tuple."""
     return struct.pack(f"<{len(ids)}i", *ids)

@@ -1,6 +1,6 @@
-"""The frozen configuration of a replica and of its HTTP server, as `setup` decides it.
+"""The frozen configuration of a replica and of its HTTP server, decided by `setup`.
 
-A default that depends on neither model nor machine is the default of its field here, and nowhere else.
+Defaults that depend on neither model nor machine are defined only here, as defaults of fields.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from pypto_serving.types.tier import StorePolicy, TierConfig
 
 DEFAULT_DRAFTS = 4
 MAX_DRAFTS = 16
-"""Max drafts of a row in one step, on a CPU."""
+"""Limit of drafts of a row in one step, on a CPU."""
 SHORTEST_MATCH, LONGEST_MATCH = 2, 64
 NGRAM_TOKEN_BYTES = 16
-"""Memory of the index, for each token of a row."""
+"""Bytes of the n-gram index per token of a row."""
 
 
 class NgramConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How drafts are looked up: they are the tokens that followed an earlier match of the last tokens of the row.
+    """N-gram drafts: the tokens that followed an earlier occurrence of the row's last tokens.
 
-    A match has at least `shortest` tokens. Of matches of `longest` tokens or more, none is better than another.
+    A match has at least `shortest` tokens. Matches of `longest` tokens or more count as equally good.
     """
 
     shortest: int = SHORTEST_MATCH
@@ -35,7 +35,7 @@ class NgramConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a user gives, with vLLM's names. Raises ValueError."""
+    """The user's options for drafts, with vLLM's names. Raises ValueError."""
 
     method: Literal["ngram", "mtp"]
     num_speculative_tokens: int = DEFAULT_DRAFTS
@@ -52,7 +52,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def ngram(self) -> NgramConfig | None:
-        """Return the bounds of matches; one that was not given follows from the other. None if nothing is looked up."""
+        """Return the limits of matches; derive a missing one from the other. None for other methods."""
         if self.method != "ngram":
             return None
         longest = LONGEST_MATCH if self.prompt_lookup_max is None else self.prompt_lookup_max
@@ -61,14 +61,14 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 Activations = Literal["int8", "bf16"]
-"""What activations become before they are multiplied by 4-bit codes."""
+"""Form to which activations are converted before they are multiplied by 4-bit codes."""
 
 Head = Literal["auto", "int8"]
-"""The form of the output layer in serving: as it is stored, or int8."""
+"""Form of the output layer in memory: as it is stored, or int8."""
 
 
 def default_of(struct: type[msgspec.Struct], name: str) -> Any:
-    """Return the default of field `name`; raise KeyError if it has none."""
+    """Return the default of field `name`. Raises KeyError if it has none."""
     defaults = {field.name: field.default for field in msgspec.structs.fields(struct)}
     if defaults[name] is msgspec.NODEFAULT:
         raise KeyError(name)
@@ -76,18 +76,18 @@ def default_of(struct: type[msgspec.Struct], name: str) -> Any:
 
 
 SILENT_BEATS = 10
-"""Heartbeats that a dead process has missed."""
+"""A process counts as dead after this many missed heartbeats."""
 
 
 class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """When the parts of a replica count as dead, and how often they are started again. Times in seconds.
+    """Limits for detecting dead parts of a replica and for restarting them. Times in seconds.
 
-    heartbeat_s: how often an idle process sends a heartbeat; it is dead after SILENT_BEATS missed ones.
-    step_timeout_s: longest step, and longest time without a completed step while work waits.
-    load_timeout_s: longest time without progress while loading.
-    transfer_timeout_s: longest transfer between tiers, plus the time that its bytes take in a slow one.
-    max_respawns: restarts of a worker without a completed step in between.
-    max_deaths: deaths of a worker, or of a core, within `deaths_window_s`, also with steps in between.
+    heartbeat_s: interval of heartbeats of an idle process, which is dead after SILENT_BEATS missed ones.
+    step_timeout_s: limit of a step, and of the time without a completed step while work waits.
+    load_timeout_s: limit of the time without progress while loading.
+    transfer_timeout_s: limit of a transfer between tiers, in addition to the time to move its bytes in a slow tier.
+    max_respawns: limit of restarts of a worker without a completed step in between.
+    max_deaths: limit of deaths of a worker, or of a core, within `deaths_window_s`, even with steps in between.
     respawn_delay_s: delay before the first restart; it doubles with each further one.
     """
 
@@ -102,12 +102,12 @@ class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def silent_s(self) -> float:
-        """Return how long a process or host may send nothing: SILENT_BEATS heartbeats."""
+        """Return how long a process or host may be silent: SILENT_BEATS heartbeats."""
         return SILENT_BEATS * self.heartbeat_s
 
 
 class UnmetError(ConfigError):
-    """A value that the backend's programs cannot serve: the field `name`, and the rest of the sentence."""
+    """A value that the backend's programs do not support: the field `name`, and the rest of the sentence."""
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(f"{name} {problem}")
@@ -115,10 +115,10 @@ class UnmetError(ConfigError):
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Which model is served, and in what precision. `path` is its folder, empty for a model without files.
+    """The model and its precision. `path`: its folder, or "" for a model without files.
 
-    activations: what activations become before they are multiplied by 4-bit codes.
-    head: what the output layer is served in.
+    activations: their form before they are multiplied by 4-bit codes.
+    head: form of the output layer.
     """
 
     path: str
@@ -129,10 +129,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How requests are queued and shared out among steps; lengths in tokens, 0 for no limit.
+    """Limits of queues and steps; lengths in tokens, 0 for no limit.
 
-    fair_scheduling: whether waiting requests start by the tokens that their cache salts got.
-    max_queued_tokens: maximum prompt tokens of requests without a first token.
+    fair_scheduling: start waiting requests in order of the tokens that their cache salts got.
+    max_queued_tokens: limit of prompt tokens of requests without a first token.
     """
 
     long_prefill_token_threshold: int = 0
@@ -143,11 +143,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV cache: its groups, the tiers below the device, and who hears of its content.
+    """The KV cache: its groups, the tiers below the device, and endpoints of KV events.
 
-    num_blocks: blocks of each group, the null block 0 included.
-    kv_store: when blocks are stored in lower tiers.
-    kv_events, kv_events_replay: ZeroMQ endpoints for KV events; empty for none.
+    num_blocks: blocks of each group, including the null block 0.
+    kv_store: when to store blocks in lower tiers.
+    kv_events, kv_events_replay: ZeroMQ endpoints of KV events; "" for none.
     """
 
     groups: tuple[KVCacheGroupSpec, ...]
@@ -160,21 +160,21 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shares_kv(self) -> bool:
-        """Return True if blocks of KV, or their keys, leave the processes of this replica."""
+        """Return whether KV blocks, or their keys, leave the processes of this replica."""
         return bool(self.kv_events) or any(tier.tier in ("disk", "remote") for tier in self.tiers)
 
     @property
     def int8_kv(self) -> bool:
-        """Return True if keys and values are int8."""
+        """Return whether keys and values are int8."""
         return any(tensor.dtype == "int8" for tensor in self.groups[0].tensors[:1])
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the replica runs: its ranks, their CPUs and hosts.
+    """The replica's ranks, their CPUs and hosts.
 
     replica: index of the data-parallel replica.
-    placements: where each rank runs; empty for one that may run anywhere, with `num_threads`, 0 for one per CPU.
-    join_address, join_secret_file: where another host may join, and the file of the secret that it must know.
+    placements: placement of each rank; () for one rank that may run anywhere, with `num_threads`, 0 for one per CPU.
+    join_address, join_secret_file: address where another host may join, and file of the secret that it must know.
     """
 
     replica: int = 0
@@ -185,18 +185,18 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     join_secret_file: str = ""
 
     def placement(self, rank: int) -> Placement:
-        """Return where the rank of this index runs."""
+        """Return the placement of the rank with index `rank`."""
         return self.placements[rank] if self.placements else Placement(num_threads=self.num_threads)
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the worker and its backend alone read.
+    """Settings that only the worker and its backend read.
 
-    kernels: instruction set of the CPU kernels, or torch; empty for the best that the machine runs.
-    ngram: how drafts are looked up in the row's own tokens; None if the program makes them.
-    cache_dir: folder for digests of weights; empty for none.
-    packed_cache: folder for weights packed for the CPU kernels; empty for none.
-    backend_options: read by the backend alone.
+    kernels: instruction set of the CPU kernels, or torch; "" for the best that the machine supports.
+    ngram: limits of n-gram drafts; None if the program makes drafts.
+    cache_dir: folder for digests of weights; "" for none.
+    packed_cache: folder for weights packed for the CPU kernels; "" for none.
+    backend_options: read only by the backend.
     """
 
     backend: str
@@ -209,10 +209,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Configure an engine core and its worker, by who reads it. Sizes in bytes, lengths in tokens. Raises UnmetError.
+    """Configuration of an engine core and its worker, by reader. Sizes in bytes, lengths in tokens. Raises UnmetError.
 
-    limits: the largest sizes, and what the programs can do; everybody reads them.
-    scheduler, cache: read by the core and, for what a request may ask, by the API process.
+    limits: the largest sizes, and the abilities of programs; read by all processes.
+    scheduler, cache: read by the core, and by the API process for limits of requests.
     parallel, worker: read by the worker and its ranks.
     """
 
@@ -228,7 +228,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_format: LogFormat = "text"
 
     def __post_init__(self) -> None:
-        """Refuse what programs with these traits cannot do."""
+        """Raise UnmetError for values that programs with these traits do not support."""
         limits, scheduler = self.limits, self.scheduler
         chunk, programs = limits.traits.chunk_tokens, f"the {self.worker.backend} backend"
         rows = max(limits.traits.padded_rows, default=limits.max_num_seqs)
@@ -263,12 +263,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_unfinished(self) -> int:
-        """Return how many requests the replica takes at once: those with a row, and those that wait for one."""
+        """Return the limit of unfinished requests: those with a row, and those that wait for one."""
         return self.limits.max_num_seqs + self.scheduler.max_queued_requests
 
     @property
     def uncommitted_tokens(self) -> int:
-        """Return the maximum tokens of a request that steps in flight compute, or whose blocks have no keys yet."""
+        """Return the maximum tokens of a request that are in steps in flight, or whose blocks have no keys yet."""
         return self.limits.max_num_batched_tokens * self.limits.depth + publication_lag(self.cache.groups)
 
     @property
@@ -278,29 +278,29 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def drafts_in_model(self) -> bool:
-        """Return True if the model's own draft layers make drafts, when the worker asks for them."""
+        """Return whether the model's own draft layers make drafts, at the worker's request."""
         return self.num_drafts > 0 and self.worker.ngram is None and not self.limits.traits.samples_on_device
 
     @property
     def num_buffers(self) -> int:
-        """Return how many StepBuffers a worker has: one per dispatch that is held and, last, one for draft layers."""
+        """Return the number of a worker's StepBuffers: one per held dispatch and, last, one for draft layers."""
         return self.limits.held_dispatches + self.drafts_in_model
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Configure the API process. Port 0 lets the system choose one; without `api_keys` the API is open.
+    """Configuration of the API process. Port 0 lets the system choose one; without `api_keys` the API is open.
 
-    uds: path of a Unix socket, in place of host and port; empty for none.
-    ssl_certfile, ssl_keyfile: files of the certificate and, if it is in another file, of its key; empty for no TLS.
-    api_key_file: where the keys were read; empty for elsewhere.
-    access_log: whether each HTTP answer is logged.
-    log_requests, max_log_len: whether each request is logged, and how many characters of its prompts.
-    otlp_traces_endpoint: where traces are sent; empty for no traces.
+    uds: path of a Unix socket, instead of host and port; "" for none.
+    ssl_certfile, ssl_keyfile: files of the certificate and, if in another file, of its key; "" for no TLS.
+    api_key_file: file of the keys; "" if they do not come from a file.
+    access_log: log each HTTP answer.
+    log_requests, max_log_len: log each request, with this many characters of its prompts.
+    otlp_traces_endpoint: address for traces; "" for no traces.
     client_priority: whether requests may name a priority.
     strict_max_tokens: whether a request is refused whose max_tokens, beside its prompt, exceed the context.
     tool_call_parser, reasoning_parser: "auto" chooses by the model, "none" parses nothing.
     trust_request_chat_template: whether requests may bring a chat template.
-    batch_dir: where files and batches are kept; None for neither.
+    batch_dir: folder for files and batches; None to serve neither.
     """
 
     served_model_names: tuple[str, ...]

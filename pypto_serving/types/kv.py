@@ -1,4 +1,4 @@
-"""Specs of a KV cache: groups of layers that share one id space of blocks."""
+"""Specifications of a KV cache: groups of layers, each with one id space of blocks."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ DEFAULT_BLOCK_SIZE = 32
 """Tokens per KV block: one panel of the CPU kernels."""
 
 CHECKPOINT_TOKENS = 2048
-"""Resume blocks of windows and states are kept at multiples of this, and at the ends of prompts and turns."""
+"""Keep resume blocks of windows and states at multiples of this, and at the ends of prompts and turns."""
 
 RUN_TOKENS = 16
-"""Min tokens of the blocks that windows and states take and give back at once while a sequence decodes."""
+"""While a sequence decodes, windows and states take and free blocks of at least this many tokens at once."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1, "int32": 4, "uint64": 8}
 
 Spans = tuple[tuple[int, int], ...]
-"""Bytes of a block, as half-open intervals in order."""
+"""Ranges of bytes of a block, as half-open intervals in order."""
 
 
 class KVTensorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor of a group: in each of `layers` it has a row of `row_shape` for every `ratio` source tokens.
 
-    `folded_from` names the rolling-state group from whose rows a compressed entry is folded, if there is one.
+    `folded_from`: the rolling-state group from whose rows a compressed entry is computed, if there is one.
     """
 
     name: str
@@ -65,7 +65,7 @@ class GroupSpec(msgspec.Struct, metaclass=_AbstractStruct, frozen=True, kw_only=
     """
 
     keeps_history: ClassVar[bool]
-    """Whether every block of a sequence stays needed until the request ends."""
+    """Whether every block of a sequence is needed until the request ends."""
 
     name: str
     tensors: tuple[KVTensorSpec, ...]
@@ -94,29 +94,29 @@ class GroupSpec(msgspec.Struct, metaclass=_AbstractStruct, frozen=True, kw_only=
 
     @property
     def run(self) -> int:
-        """Blocks that a growing table takes at once."""
+        """Number of blocks that a growing table takes at once."""
         return 1
 
     def table_blocks(self, num_tokens: int) -> int:
-        """Return the max blocks, those given back included, in the table of a sequence of `num_tokens` tokens."""
+        """Return the largest length, including freed blocks, of the table of a sequence of `num_tokens` tokens."""
         return ceil_div(num_tokens, self.block_size * self.run) * self.run
 
     @abc.abstractmethod
     def first_needed(self, num_tokens: int) -> int:
-        """Return the first position whose row the token at position `num_tokens`, or one after it, reads."""
+        """Return the first position whose row is read by the token at position `num_tokens` or a later one."""
 
     @abc.abstractmethod
     def min_live_blocks(self, num_tokens: int) -> int:
-        """Return the max blocks that a request needs at once while it grows to `num_tokens` one token at a time.
+        """Return the most blocks that a request needs at once while it grows to `num_tokens`, one token at a time.
 
         Checkpoints are not counted.
         """
 
     @abc.abstractmethod
     def live_blocks(self, num_tokens: int, step_tokens: int, step: int) -> int:
-        """Return the max blocks that a request of `num_tokens` holds while `step_tokens` of them are not committed.
+        """Return the most blocks that a request of `num_tokens` holds while `step_tokens` of them are not committed.
 
-        `step` is the distance of positions at which sequences can be resumed.
+        `step` is the distance of resume points.
         """
 
     @abc.abstractmethod
@@ -143,14 +143,14 @@ class FullSpec(GroupSpec, frozen=True, kw_only=True, tag="full"):
 
 
 class CompressedSpec(FullSpec, frozen=True, kw_only=True, tag="compressed"):
-    """Attention to entries that stand for `ratio` earlier tokens each."""
+    """Attention to entries that each represent `ratio` earlier tokens."""
 
 
 class RecentSpec(GroupSpec, frozen=True, kw_only=True):
-    """A group whose queries read only the last rows: an interval of positions, whose blocks are needed.
+    """A group whose queries read only the last rows, whose blocks are needed.
 
-    A query at position p reads the rows of its period up to p, and `overlap` rows before that period: those of
-    [p // period * period - overlap, p]. What is not needed any more stays so.
+    A query at position p reads the rows of its period up to p, and `overlap` rows before that period: positions
+    [p // period * period - overlap, p]. A row that is no longer needed is never needed again.
     """
 
     keeps_history: ClassVar[bool] = False
@@ -175,16 +175,16 @@ class RecentSpec(GroupSpec, frozen=True, kw_only=True):
         return (position + self.overlap) // self.period * self.period + self.period - 1
 
     def read_blocks(self, step_tokens: int) -> int:
-        """Return the max blocks from the first row that `step_tokens` successive tokens read to the end of their runs.
+        """Return the most blocks from the first row that `step_tokens` successive tokens read to the end of their runs.
 
-        The last of the tokens may be the first of a run. A run begins at a multiple of gcd(period, tokens of a run).
+        The last token may be the first one of a run. A run begins at a multiple of gcd(period, tokens of a run).
         """
         shared = math.gcd(self.period, self.run * self.block_size)
         before = ceil_div(step_tokens - 1, shared) * shared
         return self.run + ceil_div(before + self.period - shared + self.overlap, self.block_size)
 
     def resume_blocks(self, step: int) -> int:
-        """Return the max blocks needed to resume at a multiple of `step` tokens. A block ends at each multiple.
+        """Return the most blocks needed to resume at a multiple of `step` tokens, where a block ends.
 
         A multiple lies at most `period - gcd(period, step)` tokens into its period.
         """
@@ -195,17 +195,17 @@ class RecentSpec(GroupSpec, frozen=True, kw_only=True):
         return max(n // self.block_size - self.first_needed(n) // self.block_size + 1 for n in recent)
 
     def live_blocks(self, num_tokens: int, step_tokens: int, step: int) -> int:
-        """Return the blocks that uncommitted tokens read or took, plus resume blocks at the last multiple of `step`."""
+        """Return the blocks that uncommitted tokens read or take, plus resume blocks at the last multiple of `step`."""
         total = self.table_blocks(num_tokens)
         return min(total, self.read_blocks(step_tokens)) + min(total, self.resume_blocks(step))
 
     def blocks_per_token(self, step: int) -> Fraction:
-        """Return the share of resume blocks at checkpoints. They count twice: prompts and turns end with some too."""
+        """Return the resume blocks at checkpoints, per token, times two for those at the ends of prompts and turns."""
         return Fraction(2 * self.resume_blocks(step), CHECKPOINT_TOKENS)
 
 
 class WindowSpec(RecentSpec, frozen=True, kw_only=True, tag="sliding_window"):
-    """Attention to a window of `window` tokens, the query itself included."""
+    """Attention to a window of `window` tokens, including the query itself."""
 
     window: int
 
@@ -251,16 +251,16 @@ KVCacheGroupSpec = FullSpec | CompressedSpec | WindowSpec | StateSpec
 
 
 def resume_step(groups: Sequence[KVCacheGroupSpec]) -> int:
-    """Return the distance of positions at which sequences can be resumed: there a block ends in every group."""
+    """Return the distance of resume points, at which a block ends in every group."""
     return math.lcm(*(group.block_size for group in groups))
 
 
 def max_live_blocks(groups: Sequence[KVCacheGroupSpec], num_tokens: int, step_tokens: int) -> tuple[int, ...]:
-    """Return the max blocks of each group that a request of `num_tokens` holds; see `live_blocks`."""
+    """Return, per group, the most blocks that a request of `num_tokens` holds; see `live_blocks`."""
     step = resume_step(groups)
     return tuple(group.live_blocks(num_tokens, step_tokens, step) for group in groups)
 
 
 def publication_lag(groups: Sequence[KVCacheGroupSpec]) -> int:
-    """Return how many tokens after a computed one must be known before the keys of all blocks up to it are."""
+    """Return how many tokens after a computed one must be known to compute the keys of all blocks up to it."""
     return max(group.key_lookahead for group in groups)

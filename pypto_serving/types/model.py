@@ -11,7 +11,7 @@ from pypto_serving.parallel.topology import ModelParts
 from pypto_serving.types.kv import KVCacheGroupSpec
 
 SERVING_DTYPES = ("float32", "bfloat16")
-"""Dtypes that weights, activations and KV are served in."""
+"""Dtypes of weights, activations and KV in serving."""
 
 
 class TensorTotals(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +23,7 @@ class TensorTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredForm(msgspec.Struct, frozen=True, kw_only=True):
-    """Matrices of linear layers that are stored in one way: `num_parameters` weights in `num_bytes`, with scales."""
+    """Matrices of linear layers stored in one form: `num_parameters` weights in `num_bytes`, including scales."""
 
     name: str
     matrices: int
@@ -39,7 +39,7 @@ Source = Literal["files", "index", "config.json"]
 
 
 class IndexFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts in the index of a checkpoint. `files_here` of its files are in the folder; `total_size` is in bytes."""
+    """Facts from the index of a checkpoint. `files_here` of its files are in the folder; `total_size` is in bytes."""
 
     num_tensors: int
     num_files: int
@@ -51,11 +51,11 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of a checkpoint, as `source` lists them.
 
     tensors: all tensors by dtype.
-    forms: matrices of linear layers by how they are stored, without draft layers.
-    draft_tensors, draft_bytes: tensors of draft layers among them, which nothing reads.
-    num_parameters: elements of float tensors before quantisation.
+    forms: matrices of linear layers by stored form, without draft layers.
+    draft_tensors, draft_bytes: tensors of draft layers among all tensors, which nothing reads.
+    num_parameters: elements of float tensors before quantization.
     verdicts: differences between the sources, one line each.
-    obstacle: why the files cannot be served, in one line; empty unless all are here.
+    obstacle: why the files cannot be served, in one line; "" unless all files are here.
     """
 
     source: Source
@@ -77,18 +77,18 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Describe a checkpoint to the engine. `dtype` is the serving dtype of weights, activations and KV.
+    """Description of a checkpoint for the engine. `dtype`: serving dtype of weights, activations and KV.
 
-    max_position_embeddings: longest sequence in tokens, rope scaling included.
+    max_position_embeddings: longest sequence in tokens, including rope scaling.
     weight_bytes, packed_bytes: bytes of the weights in torch, and in the CPU kernels.
     token_bytes: bytes of weights that a step of one token reads.
-    position_bytes: bytes for each position of the longest sequence, such as tables of angles.
-    parts, torch_parts: what ranks split, as the CPU kernels and torch hold it; None for a model that cannot be split.
-    needs_torch: why the kernels cannot serve the model; empty if they can.
-    needs_torch_option: name of the option that this depends on, such as `dtype`; empty if it is the model alone.
-    quantization: how weights are quantised, empty if they are not; only the kernels serve quantised ones.
-    choices: options that the weights leave open, such as `activations`.
-    own_blocks: the KV groups have block sizes of their own, so none can be chosen.
+    position_bytes: bytes per position of the longest sequence, such as tables of angles.
+    parts, torch_parts: parts that ranks split, in the CPU kernels and in torch; None if the model cannot be split.
+    needs_torch: why the kernels cannot serve the model; "" if they can.
+    needs_torch_option: the option responsible for that, such as `dtype`; "" if it depends only on the model.
+    quantization: the quantization of the weights, or ""; only the kernels support quantized weights.
+    choices: options that the weights allow, such as `activations`.
+    own_blocks: the KV groups have their own block sizes, so the user cannot choose one.
     eos_token_ids: end-of-sequence ids of config.json, which generation_config.json may replace.
     """
 
@@ -115,7 +115,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def default_model_name(path: str) -> str:
-    """Return the name to serve a checkpoint under: its folder's name, or `owner/name` inside a hub cache."""
+    """Return the default name of a served checkpoint: its folder's name, or `owner/name` inside a hub cache."""
     for part in PurePath(path).parts:
         if part.startswith("models--"):
             return part.removeprefix("models--").replace("--", "/")

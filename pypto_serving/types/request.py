@@ -54,11 +54,10 @@ class TierStats(TierTotals, frozen=True, kw_only=True, array_like=True, gc=False
 
 
 class StepTotals(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """Totals of a replica, since the core's start where the core counts, and since the API process' start there.
+    """Totals of a replica: in the core, since its start; in the API process, since that process's start.
 
-    Rows had drafts to verify `num_draft_rounds` times. `core_s` is the time that the core worked; `packing_s`,
-    `computing_s` and `sampling_s` are the parts of steps in the worker. Where a device samples, that is part of
-    computing.
+    `num_draft_rounds`: how often a row had drafts to verify. `core_s`: working time of the core. `packing_s`,
+    `computing_s`, `sampling_s`: time of these parts of steps in the worker; sampling on a device counts as computing.
     """
 
     epoch: int = 0
@@ -81,12 +80,12 @@ class StepTotals(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=
 class StepStats(StepTotals, frozen=True, kw_only=True, array_like=True, gc=False):
     """A snapshot of a replica. Times are seconds of the host's monotonic clock.
 
-    - last_step_s: when a step last ended; work_since_s: since when there are unfinished requests, 0 when idle.
+    - last_step_s: end of the last step; work_since_s: since then there are unfinished requests, 0 when idle.
     - num_deferred: waiting requests that wait for another's prefix, for a load, or for their turn to load.
-    - loading: how many wait for their turn, have loads that run, and have loads that ended.
-    - step_tokens: the tokens of each step since the snapshot before.
+    - loading: numbers of requests that wait for their turn to load, are loading, and have loaded.
+    - step_tokens: the tokens of each step since the last snapshot.
     - accepted_at[i]: how often the first i + 1 drafts of a row were accepted, in total.
-    - prefill_per_s, decode_per_s: tokens per second of steps of mostly prompts and of others, 0 until measured.
+    - prefill_per_s, decode_per_s: tokens per second of steps of mostly prompts, and of others; 0 until measured.
     - kv_usage: the share of blocks in use, per KV group.
     """
 
@@ -107,7 +106,7 @@ class StepStats(StepTotals, frozen=True, kw_only=True, array_like=True, gc=False
     tiers: tuple[TierStats, ...] = ()
 
     def ended(self) -> StepStats:
-        """Return the totals alone, for a core that ended and is started again."""
+        """Return only the totals, for a core that has ended and will be restarted."""
         totals = {name: getattr(self, name) for name in StepTotals.__struct_fields__}
         totals["num_core_respawns"] += 1
         gauges = {"writable": False, "num_blocks": 0, "held_blocks": 0, "queued_bytes": 0, "backlog_blocks": 0}
@@ -115,7 +114,7 @@ class StepStats(StepTotals, frozen=True, kw_only=True, array_like=True, gc=False
         return StepStats(**totals, accepted_at=self.accepted_at, kv_usage=(0.0,) * len(self.kv_usage), tiers=tiers)
 
     def after(self, past: StepStats) -> StepStats:
-        """Return this snapshot with the totals of the cores before, `past`, added."""
+        """Return this snapshot plus the totals of earlier cores, `past`."""
         tiers = [_add(TierTotals, *pair) for pair in zip(self.tiers, past.tiers, strict=False)] or self.tiers
         accepted_at = tuple(map(sum, zip_longest(self.accepted_at, past.accepted_at, fillvalue=0)))
         return replace(_add(StepTotals, self, past), accepted_at=accepted_at, tiers=tuple(tiers))
@@ -133,10 +132,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
     """One sequence to continue. `token_ids` is the prompt as int32 bytes, never empty.
 
     - `params.n` is 1: choices are separate requests with the same `seed` and their own `choice`.
-    - Times are seconds of the host's monotonic clock. A request that is unfinished at `deadline_s` is ended.
+    - Times are seconds of the host's monotonic clock. If unfinished at `deadline_s`, the request is ended.
     - A lower `priority` is served earlier.
     - Cached prefixes are shared only between requests with the same `cache_salt`.
-    - `http_id` is the id of the HTTP request in logs; empty where there is none.
+    - `http_id` is the id of the HTTP request in logs; "" if there is none.
     """
 
     request_id: str
@@ -153,7 +152,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
 
     @property
     def log_id(self) -> str:
-        """Return the id that names the request in logs."""
+        """Return the id of the request in logs."""
         return self.http_id or self.request_id
 
 
@@ -166,14 +165,14 @@ class EnginePrompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class AddRequests(msgspec.Struct, frozen=True, array_like=True, tag="add"):
-    """Some requests. What they share is sent once: `shared` is a request without prompt and name."""
+    """Requests whose common fields are sent once: `shared` is a request without prompt and name."""
 
     shared: EngineRequest
     prompts: list[EnginePrompt]
 
     @classmethod
     def pack(cls, requests: Iterable[EngineRequest]) -> list[AddRequests]:
-        """Return one message for each run of requests that differ in prompt, seed, id and choice only."""
+        """Return one message for each run of requests that differ only in prompt, seed, id and choice."""
         return [cls(shared, _prompts(run)) for shared, run in groupby(requests, _shared)]
 
     def unpack(self) -> list[EngineRequest]:
@@ -186,7 +185,7 @@ class AddRequests(msgspec.Struct, frozen=True, array_like=True, tag="add"):
 
 
 def num_prompt_tokens(requests: Iterable[EngineRequest]) -> int:
-    """Count the tokens of prompts; those of requests in a row that continue one prompt count once."""
+    """Count the tokens of prompts; consecutive requests with the same prompt count once."""
     return sum(len(ids) // ID_BYTES for ids, _ in groupby(requests, attrgetter("token_ids")))
 
 
@@ -200,7 +199,7 @@ def _prompts(requests: Iterable[EngineRequest]) -> list[EnginePrompt]:
 
 
 class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
-    """Ends requests whose client is gone. Unknown ids are ignored."""
+    """Ends requests whose client has disconnected. Unknown ids are ignored."""
 
     request_ids: list[str]
 
@@ -221,8 +220,8 @@ ToCore = AddRequests | AbortRequests | ClearCache | ShutdownCore
 class Timeline(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Times of a request's arrival, first step, first token and end, in seconds of the host's monotonic clock.
 
-    Of a request without output tokens, `first_token_s` is `finished_s`; of one that never started, `scheduled_s` is 0.
-    `loads` has the begin and the end of its first waits for KV loads, one after the other.
+    Without output tokens, `first_token_s` is `finished_s`; if the request never started, `scheduled_s` is 0.
+    `loads` alternates begins and ends of the first waits for KV loads.
     """
 
     arrival_s: float
@@ -234,7 +233,7 @@ class Timeline(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RequestFault(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Why a request failed: an HTTP status, a short code, one line for the user, and the field at fault, if any."""
+    """The reason of a failure: an HTTP status, a short code, one line for the user, and the field at fault, if any."""
 
     status: int
     code: str
@@ -245,10 +244,10 @@ class RequestFault(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """New tokens of a request from one committed step. Only the last output of a request has a `finish_reason`.
 
-    Only the output with the first token and the last one have a `timeline`, which ends there, and `cached_by_tier`: the
+    Only the output with the first token and the last output have a `timeline` up to then, and `cached_by_tier`: the
     number of cached tokens from each of `types.tier.TIERS`.
 
-    `prompt_logprobs` come in outputs of their own, in order of position, before the first token. `num_drafts` were
+    `prompt_logprobs` are sent in separate outputs, in order of position, before the first token. `num_drafts` were
     verified in the step, and `num_accepted` of them are among the tokens.
     """
 
@@ -282,7 +281,7 @@ class CoreProgress(msgspec.Struct, frozen=True, array_like=True, tag="progress")
 class CoreReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """A worker is ready. `num_blocks` is per KV group; `epoch` counts worker lives from 1.
 
-    `kv_events` has the bound endpoints of KV events and of their replay, or is None.
+    `kv_events`: the bound endpoints of KV events and of their replay, or None.
     """
 
     epoch: int
@@ -293,7 +292,7 @@ class CoreReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 
 
 class CoreFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """The replica has failed and will not recover by itself."""
+    """The replica has failed and will not recover."""
 
     message: str
     exit_code: int

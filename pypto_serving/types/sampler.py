@@ -1,17 +1,16 @@
 """Inputs and outputs of a sampler, for all rows of a step at once, on the host and on devices.
 
-A row's logits are changed in this order, in float32, before a token is chosen. Only the penalties depend on the tokens
-before them:
+Before a token is chosen, a row's logits are adjusted in float32, in this order:
 
-1. `logit_bias` is added.
-2. Penalties: repetition, over the prompt and the output, divides a positive logit and multiplies others; then frequency
-   times the count of the token in the output is subtracted, then presence if the output has the token.
-3. A mask: tokens that it does not allow cannot be chosen. It is ignored if it leaves none.
-4. Bans: end tokens before there are `min_tokens`, and the last token of a bad word whose other tokens end the output.
-   They are ignored if they leave none.
+1. Add `logit_bias`.
+2. Penalties: repetition, over prompt and output, divides positive logits and multiplies others; then subtract frequency
+   times the token's count in the output, and presence if the output has the token.
+3. Mask: exclude tokens that it does not allow. Ignored if no token would be left.
+4. Bans: exclude end tokens before there are `min_tokens`, and the last token of a bad word whose other tokens end the
+   output. Ignored if no token would be left.
 
-Order and formulas of 1 and 2 are those of vLLM (`vllm/v1/sample/sampler.py`: penalties come after logits processors,
-and logit bias is one). 3 and 4 come first there, which is the same. Then temperature, min_p, top_k and top_p follow.
+Order and formulas of 1 and 2 are vLLM's (`vllm/v1/sample/sampler.py`: penalties come after logits processors, and logit
+bias is one). There, 3 and 4 come first, with the same result. Then temperature, min_p, top_k and top_p are applied.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ CHANGE = np.dtype(
     + [(name, "i4") for name in ("prompt_len", "banned_until")]
     + [(f"{name}_{end}", "i4") for name in ("bias", "ban", "word") for end in ("from", "to")],
 )
-"""The changes of one row; `struct Change` of csrc/ops.h. Intervals are half open and index the arrays of a ChangeTable.
+"""The adjustments of one row; `struct Change` in csrc/ops.h. Half-open intervals index the arrays of a ChangeTable.
 
-Output tokens stand at positions from `prompt_len` on. Bans [ban_from, ban_to) hold at positions below `banned_until`.
+Output tokens have positions from `prompt_len` on. Bans [ban_from, ban_to) apply at positions below `banned_until`.
 Neutral penalties are 1, 0 and 0.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeTable:
-    """The changes of all R rows of a worker. A new table is made when a row with changes comes or goes.
+    """The adjustments of all R rows of a worker. A new table is made when a row with adjustments is added or removed.
 
-    changes [R]: CHANGEs; those of a row without changes are never read.
+    changes [R]: CHANGEs; entries of rows without adjustments are never read.
     bias_ids int32, bias_values float32: values to add. banned_ids int32: the bans of `min_tokens`.
     words, word_starts int32: bad word w is the tokens words[word_starts[w] : word_starts[w + 1]].
     """
@@ -59,13 +58,13 @@ class ChangeTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitAdjustments:
-    """How the logits of n rows change. The host has an entry for each row of logits, a device for each sampling row.
+    """Adjustments of n rows of logits: on the host, one entry per row of logits; on a device, per sampling row.
 
     rows [n]: the worker's row, an index into `table.changes` and `tokens`; -1 for no changes but a mask.
-    positions [n]: of the token to choose, or of the first where a device chooses several.
-    known [n]: how many of the row's tokens `tokens` holds. On the host that is `positions`. A device has sampled or
-        drafted those from there to its position itself.
-    tokens [R, max_model_len]: tokens by row. The first `known` do not change until the row is given to another request,
+    positions [n]: position of the token to choose; of the first one if a device chooses several.
+    known [n]: how many of the row's tokens are in `tokens`. On the host, equal to `positions`. A device has sampled or
+        drafted later tokens, up to its position, itself.
+    tokens [R, max_model_len]: tokens by row. The first `known` ones do not change until another request gets the row,
         whose dispatches come later.
     masks [m, ceil(vocab / 32)]: allowed tokens as bits; mask_rows [n]: row of `masks`, or -1.
     """
@@ -82,9 +81,9 @@ class LogitAdjustments:
 DRAW = np.dtype(
     [("random", "f8"), ("top_p", "f8"), ("min_p", "f8"), ("temperature", "f4"), ("top_k", "i4")],
 )
-"""Sampling parameters of one token and its random number in [0, 1); `struct Draw` of csrc/ops.h.
+"""Sampling parameters of one token and its random number in [0, 1); `struct Draw` in csrc/ops.h.
 
-Temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 turn the filter off.
+Temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 disable the filter.
 """
 
 
@@ -127,18 +126,17 @@ class Logprobs:
 
 
 class Sampler(Protocol):
-    """Samples tokens from float32 logits [s, vocab]. The result of a row depends on that row only."""
+    """Samples tokens from float32 logits [s, vocab]. The result of a row depends only on that row."""
 
     def choose(
         self, logits: Float32Array, draws: NDArray[np.void], adjustments: LogitAdjustments | None = None
     ) -> Int32Array:
-        """Return tokens int32 [s] for DRAWs [s]; -1 where a row's logits are not finite, before any adjustment.
+        """Return tokens int32 [s] for DRAWs [s]; -1 if a row's logits are not finite before adjustment.
 
-        `adjustments` has one entry for each row. They change a copy; `logits` stay as they are.
+        `adjustments` has one entry for each row, and is applied to a copy of `logits`.
 
-        Greedy, or temperature, min_p, top_k, top_p in this order, and then the inverse of the cumulative
-        distribution. The distribution is in order of id without top_k and top_p, else best first. Ties go to the
-        lowest id.
+        Choose greedily, or apply temperature, min_p, top_k, top_p in this order, then invert the cumulative
+        distribution. It is in order of id; with top_k or top_p, best first. Ties go to the lowest id.
         """
 
     def logprobs(self, logits: Float32Array, rows: Int32Array, tokens: Int32Array, width: int) -> Logprobs:

@@ -1,4 +1,4 @@
-"""Sampling parameters: those of the user, and the part that a worker's row needs."""
+"""Sampling parameters of the user, and their part for a worker's row."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pypto_serving.util import brief, entries, whole
 
 INT32_MAX = 2**31 - 1
 MAX_N = 128
-"""Choices of one prompt."""
+"""Limit of choices per prompt."""
 MAX_LOGPROBS = 20
 MAX_STOPS, MAX_STOP_CHARS = 16, 1024
-"""Stop strings of a request, and characters of each."""
+"""Limits of stop strings per request, and of characters of each."""
 MAX_STOP_IDS = 1024
 MAX_BIASES = 1024
-"""Token ids that one request may bias, allow, or ask the log-probabilities of."""
+"""Limit of token ids of a request in each of `logit_bias`, `allowed_token_ids` and `logprob_token_ids`."""
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARS, MAX_BAD_WORD_TOKENS = 128, 128, 1024
-"""Bad words of a request, characters of each, and tokens of all of them together."""
+"""Limits of bad words per request, of characters of each, and of tokens of all together."""
 LOWEST_REPETITION, HIGHEST_REPETITION = 0.01, 100.0
-"""Beyond these a repetition penalty could make a float32 logit infinite, or zero."""
+"""Limits of repetition penalties; beyond them, a float32 logit could become infinite or zero."""
 _RANGES: dict[str, tuple[float, float]] = {
     "n": (1, MAX_N),
     "temperature": (0, 100),
@@ -45,7 +45,7 @@ _ALLOWED = {name: f"between {low} and {high}" for name, (low, high) in _RANGES.i
     "truncate_prompt_tokens": f"-1 (as many as fit), or between 1 and {INT32_MAX}",
     "repetition_penalty": f"between {LOWEST_REPETITION:g} and {HIGHEST_REPETITION:g}; 1 turns it off",
 }
-"""What each range is in messages."""
+"""The allowed values of each field, in words."""
 _ID_LIMITS = {
     "stop_token_ids": (MAX_STOP_IDS, "ids"),
     "logprob_token_ids": (MAX_BIASES, "long"),
@@ -55,26 +55,26 @@ _ID_LIMITS = {
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling parameters of a request. Validated when made; raises RequestError that names the field.
+    """Sampling parameters of a request. Validated at construction; raises RequestError that names the field.
 
     - `temperature`: 0 is greedy.
-    - `top_k`, `top_p`: 0 (or -1) and 1 turn the filter off.
-    - `max_tokens`: None is up to the context window.
+    - `top_k`, `top_p`: 0 (or -1) and 1 disable the filter.
+    - `max_tokens`: None allows output up to the end of the context.
     - `seed`: None draws one at admission.
     - `logprobs` k: return log-probabilities of each output token and of the k most likely ones, from the raw logits.
-    - `logprob_token_ids`: with `logprobs`, return those of these tokens in place of the most likely ones.
-    - `prompt_logprobs` k: return the same for each token of the prompt but the first.
-    - `include_stop_str_in_output`: the stop string, or the text of the stop token, stays in the text.
+    - `logprob_token_ids`: with `logprobs`, return those of these tokens instead of the most likely ones.
+    - `prompt_logprobs` k: return the same for each token of the prompt except the first.
+    - `include_stop_str_in_output`: keep the stop string, or the text of the stop token, in the text.
     - `truncate_prompt_tokens` n: keep the last n tokens of the prompt; -1 keeps as many as fit.
     - `logit_bias`: values added to the logits of token ids.
     - `allowed_token_ids`: only these can be chosen; None allows all.
-    - `frequency_penalty`, `presence_penalty`: subtracted from the logit of each token of the output, the first as often
-      as the output has it.
-    - `repetition_penalty`: divides the logits of tokens of prompt and output, multiplies negative ones; 1 is off.
-    - `bad_words`: texts that the output must not contain; `bad_word_ids`: token sequences, with those of `bad_words`
-      once these are encoded.
-    - `structured_outputs`: what the output must look like; a StructuredOutputsParams, or a mapping with its names.
-    - `guide`: the grammar of the output and the limit of its reasoning; the API makes it of other fields.
+    - `frequency_penalty`, `presence_penalty`: subtracted from the logits of tokens of the output, for each occurrence
+      and once, respectively.
+    - `repetition_penalty`: divides positive logits of tokens of prompt and output, multiplies negative ones; 1 is off.
+    - `bad_words`: texts that the output must not contain; `bad_word_ids`: forbidden token sequences, including the
+      encoded `bad_words`.
+    - `structured_outputs`: constraints on the output; a StructuredOutputsParams, or a mapping with its names.
+    - `guide`: the grammar of the output and the limit of its reasoning; the API derives it from other fields.
     """
 
     n: int = 1
@@ -142,7 +142,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _check_ids("bad_word_ids", ids)
 
     def _coerce(self) -> None:
-        """Make plain values of what users may write: lists, numbers of numpy, one string. Raises RequestError."""
+        """Convert lists, numpy numbers and single strings to plain values. Raises RequestError."""
         for name, (plain, read) in _READERS.items():
             value = getattr(self, name)
             if type(value) is plain and (plain not in _CONTAINERS or not value):
@@ -163,12 +163,12 @@ _ADJUSTING: dict[str, Any] = {
 
 
 def adjusting(params: SamplingParams) -> list[str]:
-    """Name the fields that change logits before a token is chosen."""
+    """Return the names of given fields that adjust logits."""
     return [name for name, neutral in _ADJUSTING.items() if getattr(params, name) != neutral]
 
 
 def guiding(params: SamplingParams) -> list[str]:
-    """Name the fields that a guide comes from, which needs masks."""
+    """Return the names of given fields that require a guide, and therefore masks."""
     guide = params.guide
     if guide is None:
         return []
@@ -176,12 +176,12 @@ def guiding(params: SamplingParams) -> list[str]:
 
 
 def check_max_tokens(value: int | None, name: str = "max_tokens", least: int = 0) -> None:
-    """Raise RequestError that names the field `name` unless `value` is None or a number of output tokens."""
+    """Raise RequestError about the field `name` unless `value` is None or a valid number of output tokens."""
     _require(value is None or least <= value <= INT32_MAX, name, value, f"between {least} and {INT32_MAX}")
 
 
 def check_stops(stops: Sequence[str], name: str = "stop") -> None:
-    """Raise RequestError for a field `name` whose strings a request cannot stop at."""
+    """Raise RequestError about the field `name` if its strings are not valid stop strings."""
     if stops:
         _require_at_most(MAX_STOPS, name, len(stops), "strings", " strings")
         _require(all(stops), name, "", "a string or strings that are not empty")
@@ -200,13 +200,13 @@ def check_named_ids(params: SamplingParams, vocab_size: int) -> None:
 
 
 class _Words(str):
-    """Words for a message, which stand in it without quotes."""
+    """Words for a message, written without quotes."""
 
     __slots__ = ()
 
 
 def _refusal(name: str, value: object, allowed: str) -> RequestError:
-    """Make the error for a field, or for a place in it such as `stop_token_ids[2]` or `logit_bias of 5`."""
+    """Make the error about a field, or about a place in it such as `stop_token_ids[2]` or `logit_bias of 5`."""
     shown = value if isinstance(value, _Words) else brief(value)
     return RequestError(f"{name} is {shown}, but must be {allowed}", param=name.split(" ")[0].split("[")[0])
 
@@ -236,7 +236,7 @@ def _whole(name: str, value: object) -> int:
 
 
 def _is_truth(value: object) -> bool:
-    """Return whether `value` is a bool, or numpy's, found by name: the command line starts without numpy."""
+    """Return whether `value` is a bool or numpy's, recognized by name since the command line starts without numpy."""
     kind = type(value)
     return kind is bool or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"))
 
@@ -264,7 +264,7 @@ def _switch(name: str, value: object) -> bool:
 
 
 def _entries(name: str, value: Any, allowed: str) -> list[Any]:
-    """List what `value` holds, nothing for None. Raises RequestError for one string, bytes or a mapping."""
+    """Return the entries of `value`, [] for None. Raises RequestError for a string, bytes or a mapping."""
     try:
         return [] if value is None else entries(value)
     except ValueError:
@@ -320,7 +320,7 @@ _READERS: dict[str, tuple[type, Callable[[str, Any], Any]]] = {
     )
     for name in names
 }
-"""The plain type of each field, and what makes it of other values."""
+"""The plain type of each field, and the function that converts other values to it."""
 _CONTAINERS = {tuple, dict}
 _OPTIONAL = {name for name in _READERS if SamplingParams.__annotations__[name].endswith("None")}
 
@@ -331,12 +331,12 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     - The random numbers of a position are a pure function of (seed, choice, position, draw).
     - Tokens of `banned_ids` cannot be chosen before there are `min_tokens` output tokens.
     - `bias_values` (float32) are added to the logits of `bias_ids`.
-    - If `logprob_ids` is not empty, log-probabilities of these tokens are returned, not of the most likely ones.
+    - If `logprob_ids` is not empty, return log-probabilities of these tokens instead of the most likely ones.
     - If `allowed_ids` is not empty, no other token can be chosen.
     - `bad_words` are token sequences that the output must not contain.
     - `num_prompt_logprobs`: as `prompt_logprobs` of SamplingParams, -1 for none. The first
       `num_prompt_logprobs_sent` of them were delivered before.
-    - `guide` says what the output must match, `eos_ids` which tokens end it; both are empty for most rows.
+    - `guide`: constraints on the output; `eos_ids`: tokens that end it. Both are empty for most rows.
     """
 
     temperature: float = 0.0

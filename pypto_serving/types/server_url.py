@@ -1,4 +1,4 @@
-"""How a client reaches an OpenAI-compatible server: its address, and the API key."""
+"""A client's access to an OpenAI-compatible server: the address, and the API key."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from urllib.parse import urlsplit
 from pypto_serving.errors import ConfigError
 
 KEY_VARIABLES = ("PYPTO_SERVING_API_KEY", "OPENAI_API_KEY")
-"""Environment variables of clients. The first one is the server's, too."""
+"""Environment variables of clients with the API key. The server also reads the first one."""
 
 
 class ServerUrl(NamedTuple):
-    """`http[s]://HOST[:PORT][/PATH]`, in parts. `path` is where the API begins, with or without its `/v1`."""
+    """The parts of `http[s]://HOST[:PORT][/PATH]`. `path` is the root of the API, with or without `/v1`."""
 
     tls: bool
     host: str
@@ -26,7 +26,7 @@ class ServerUrl(NamedTuple):
 
     @property
     def netloc(self) -> str:
-        """Host and port, as in the header Host."""
+        """Host and port, in the form of the header Host."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == _default_port(self.tls) else f"{host}:{self.port}"
 
@@ -37,7 +37,7 @@ class ServerUrl(NamedTuple):
 
 
 def parse_server_url(text: str) -> ServerUrl:
-    """Parse the address of a server; raise ValueError for one that no request can be sent to."""
+    """Parse the address of a server. Raises ValueError if no request can be sent to it."""
     parts = urlsplit(text)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
         raise ValueError(f"{text} is no address of a server")
@@ -56,7 +56,7 @@ def key_in(environment: Mapping[str, str]) -> str | None:
 
 
 def require_key(source: str, key: str) -> str:
-    """Return a key that a header can hold; raise ConfigError that names its `source` and does not show it."""
+    """Check that a key fits into a header; return it. Raises ConfigError that names its `source`, but not the key."""
     if not key.isprintable():
         raise ConfigError(f"{source} is not one line of characters that can be printed, but must be")
     return key

@@ -16,12 +16,12 @@ from pypto_serving.util import counted, read_regular
 
 
 class WorkerStart(msgspec.Struct, frozen=True):
-    """What a worker needs to start. `epoch` numbers this worker life, in which the tiers `left_out` are not used.
+    """Start parameters of a worker. `epoch`: number of this worker life, which does not use the tiers `left_out`.
 
-    With `respawned`, the replica had a worker before, perhaps of another core.
+    `respawned`: the replica had a worker before, perhaps under another core.
 
     Inherited file descriptors: `channel` to the core for steps, `transfers` to the core for transfers, `host_memory`
-    of the host tier (-1 without one), and `descendants`, which the ranks that follow the worker inherit too.
+    of the host tier (-1 without one), and `descendants`, which the worker's ranks also inherit.
     """
 
     config: EngineConfig
@@ -35,9 +35,9 @@ class WorkerStart(msgspec.Struct, frozen=True):
 
 
 class RankStart(msgspec.Struct, frozen=True):
-    """What a rank needs to follow a worker: its index, and inherited file descriptors.
+    """Start parameters of a rank: its index, and inherited file descriptors.
 
-    They are `memory`, which ranks of a host share, and the rank's `links`, by name: to another host, or to the leader.
+    `memory` is shared by the ranks of a host; `links`, by name, lead to another host or to the leader.
     """
 
     config: EngineConfig
@@ -47,9 +47,9 @@ class RankStart(msgspec.Struct, frozen=True):
 
 
 class HostJoin(msgspec.Struct, frozen=True):
-    """What a host needs to join another one, which listens at `address`.
+    """Parameters for joining the host that listens at `address`.
 
-    model, cache_dir: folders on this host, as in EngineConfig. nodes: where ranks may run.
+    model, cache_dir: folders on this host, as in EngineConfig. nodes: NUMA nodes for ranks.
     """
 
     address: str
@@ -62,9 +62,9 @@ class HostJoin(msgspec.Struct, frozen=True):
 
 
 class CoreStart(msgspec.Struct, frozen=True):
-    """What an engine core needs to start. With `respawned`, a core before it had a worker that was ready.
+    """Start parameters of an engine core. `respawned`: an earlier core had a ready worker.
 
-    Inherited file descriptors: `channel` to the API process, `descendants`, which the core's workers inherit too.
+    Inherited file descriptors: `channel` to the API process, `descendants`, which the core's workers also inherit.
     """
 
     config: EngineConfig
@@ -76,7 +76,7 @@ class CoreStart(msgspec.Struct, frozen=True):
 SECRET_VARIABLE = "PYPTO_JOIN_SECRET"
 LEAST_SECRET = 16
 JOINED = "joined"
-"""What a host reports to the process that started it."""
+"""Phase that a joined host reports to the process that started it."""
 
 
 class HostHello(msgspec.Struct, frozen=True, tag="hello"):
@@ -88,21 +88,21 @@ class HostHello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class HostStart(msgspec.Struct, frozen=True, tag="start"):
-    """The host may load. `life` names this life of the group: its other connections bring it along."""
+    """The host may load. `life` identifies this life of the group; the host's other connections must send it."""
 
     config: EngineConfig
     life: bytes
 
 
 class HostHeartbeat(msgspec.Struct, frozen=True, tag="beat"):
-    """Sent regularly: the host is still there."""
+    """Sent regularly by a live host."""
 
 
 FromHost = HostHello | HostStart | HostHeartbeat | ChildProgress | ChildFault
 
 
 def read_secret(path: str) -> bytes:
-    """Read the secret from a file, or else from the environment. Raises ConfigError where there is none."""
+    """Read the secret from a file, or else from the environment. Raises ConfigError if there is none."""
     try:
         secret = (read_regular(path) if path else os.environ.get(SECRET_VARIABLE, "").encode()).strip()
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Messages between the engine core and a worker. A row is described once; later plans carry differences.
+"""Messages between the engine core and a worker. A row is described once; later plans carry only differences.
 
-All integer arrays are int32 bytes. A row is an index in [0, max_num_seqs) that the scheduler lends to a running
-request. A preempted request comes back as a new row with all of its tokens.
+Integer arrays are int32 bytes. A row is an index in [0, max_num_seqs) that the scheduler lends to a running request. A
+preempted request resumes as a new row with all of its tokens.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request that starts on a worker: its known tokens, how many are computed, and block ids per group.
+    """A request that starts on a worker: its known tokens, the number of computed ones, and block ids per group.
 
     Block id 0 is the null block, which is never read. Blocks from position `num_computed` on are fresh.
-    `log_id` names the request in logs.
+    `log_id` is the request's id in logs.
     """
 
     row: int
@@ -69,7 +69,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     """One step: drop rows, add rows, append blocks, then compute `num_tokens[i]` tokens of `rows[i]`.
 
     - A row that reaches its last known token samples the next one and appends it.
-    - `num_drafts[i]` is the max draft tokens of `rows[i]`, empty if no row has any. A row with k drafts appends 1 to
+    - `num_drafts[i]`: limit of draft tokens of `rows[i]`; empty if no row has any. A row with k drafts appends 1 to
       k + 1 tokens.
     - `new_blocks[g]` is a flat array of pairs (row, block id), appended in order to the rows' tables of group g.
     """
@@ -106,13 +106,13 @@ class RowPromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 NOT_FINITE = "not_finite"
-"""Code of a RowFault: the logits are not finite, so what was computed of the row may not be either."""
+"""Code of a RowFault: the logits are not finite, so the row's KV may not be, either."""
 
 
 class RowFault(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A fault of `row`. After the tokens of the result, its request ends with `status`; no other one is affected.
+    """A fault of `row`. After the tokens of the result, its request ends with `status`; no other is affected.
 
-    `param` is the request's field at fault, if it is one.
+    `param`: the request's field at fault, if any.
     """
 
     row: int
@@ -126,10 +126,10 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
     """The result of a plan. `elapsed_s` is the time inside the worker; packing and sampling are parts of it.
 
     `rows[i]` appended `counts[i]` of `token_ids`, row after row; empty `counts` means one each. A row in `faults` may
-    have none. A row with a guide may have more than it sampled, or none: then its last token is computed again.
+    have none. A row with a guide may have more than it sampled, or none; then its last token is computed again.
     `logprobs` has one entry per token of the rows that ask for them, in the order of `token_ids`; `prompt_logprobs` one
-    per row with more of them. `num_drafts[i]` is how many drafts of `rows[i]` were verified, and
-    `num_accepted[i]` how many of them are among its tokens; empty if no row had any.
+    per row with more of them. `num_drafts[i]`: verified drafts of `rows[i]`; `num_accepted[i]`: accepted ones among
+    its tokens; both are empty if no row had drafts.
     """
 
     step_id: int
@@ -151,24 +151,24 @@ _Counts = TypeVar("_Counts", int, "NDArray[np.int32]")
 
 
 def num_taken_back(num_drafts: _Counts, num_accepted: _Counts, num_appended: _Counts) -> _Counts:
-    """Return how many tokens planned for a row, its drafts among them, do not count as computed.
+    """Return how many planned tokens of a row, including drafts, do not count as computed.
 
     These are its rejected drafts. A row that appended no token also computes its last token again. The scheduler calls
-    this for one row, the worker for arrays of rows, so that both agree on what is computed.
+    this for one row, the worker for arrays of rows, so that both agree.
     """
     taken_back: _Counts = num_drafts - num_accepted + (num_appended == 0)
     return taken_back
 
 
 MAX_PROMPT_LOGPROBS = 128
-"""Max prompt tokens of a step whose log-probabilities are returned, since the logits of each take memory."""
+"""Limit of scored prompt tokens per step, since the logits of each take memory."""
 
 MAX_STEP_DRAFTS = 128
-"""Max drafts that a step verifies, for the same reason."""
+"""Limit of verified drafts per step, for the same reason."""
 
 
 class BackendTraits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What the programs of a backend can do, besides their sizes. The engine acts on each trait.
+    """Abilities of a backend's programs, apart from sizes. The engine adapts to each trait.
 
     | trait             | meaning                                                                                |
     |-------------------|----------------------------------------------------------------------------------------|
@@ -216,29 +216,29 @@ class BackendLimits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def max_prompt_logprobs(self) -> int:
-        """Max prompt tokens of a step whose log-probabilities are returned."""
+        """Limit of scored prompt tokens per step."""
         if self.traits.samples_on_device or not self.traits.prompt_logprobs:
             return 0
         return max(self.traits.chunk_tokens, min(MAX_PROMPT_LOGPROBS, self.max_num_batched_tokens))
 
     @property
     def max_logits(self) -> int:
-        """Max tokens of a step whose logits are computed: those that sample, with their drafts, and prompt tokens."""
+        """Limit of tokens per step whose logits are computed: sampling tokens, drafts, and scored prompt tokens."""
         return self.max_num_seqs + self.max_step_drafts + self.max_prompt_logprobs
 
     @property
     def max_step_drafts(self) -> int:
-        """Max drafts of a step."""
+        """Limit of drafts per step."""
         return min(self.max_num_seqs * self.traits.max_drafts, MAX_STEP_DRAFTS)
 
     @property
     def held_steps(self) -> int:
-        """Max steps that the program holds at once: one in each stage if the host samples, which needs logits."""
+        """Limit of steps that the program holds at once; if the host samples, which needs logits, one per stage."""
         return self.depth if self.traits.samples_on_device else min(self.depth, self.traits.stages)
 
     @property
     def held_dispatches(self) -> int:
-        """Max dispatches that the program holds at once. Each has buffers of its own."""
+        """Limit of dispatches that the program holds at once, each in buffers of its own."""
         return self.held_steps * (1 if self.traits.mixed_steps else 2)
 
 

@@ -1,4 +1,4 @@
-"""StructuredOutputsParams: what an output must look like, as users write it."""
+"""StructuredOutputsParams: the user's constraints on the structure of an output."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
     - `choice`: the output is one of these texts.
     - `grammar`: Lark, in llguidance's dialect, or GBNF, whose rules have `::=`.
     - `json_object`: any JSON object.
-    - `structural_tag`: text whose parts follow formats: `format`, or the older `structures` and `triggers`.
+    - `structural_tag`: text with parts in given formats: `format`, or the older `structures` and `triggers`.
 
-    Of JSON: `whitespace_pattern` is a regular expression for each run of white space, by default one space, or a line
-    break and at most 20 spaces or tabs; `disable_any_whitespace` allows none. `disable_additional_properties` closes
-    objects whose schema does not say whether others may follow.
+    For JSON: `whitespace_pattern` is a regular expression for each run of white space, by default one space, or a line
+    break and at most 20 spaces or tabs; `disable_any_whitespace` allows none. `disable_additional_properties` forbids
+    additional properties of objects whose schema does not mention them.
 
-    `field` is where these were sent, for messages.
+    `field`: the request's field with these parameters, for messages.
     """
 
     json: Any = None
@@ -87,13 +87,13 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def place(self) -> str:
-        """Where the structure itself was sent, for messages."""
+        """Return the field with the structure itself, for messages."""
         if self.field != "structured_outputs":
             return self.field
         return f"{self.field}.{next(name for name in KINDS if getattr(self, name) not in (None, False))}"
 
     def refusal(self, problem: str, code: str | None = None) -> RequestError:
-        """Make the error for these parameters; `problem` goes on after the name of their field."""
+        """Make the error about these parameters; `problem` continues the sentence after their field's name."""
         return RequestError(f"{self.field} {problem}", param=self.field, code=code)
 
 

@@ -1,4 +1,4 @@
-"""Quantized weights: their forms, and stored matrices as a checkpoint has them. Torch-free."""
+"""Quantized weights: their forms, and matrices in the layouts of checkpoints. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Table(enum.Enum):
 
 
 class Layout(enum.Enum):
-    """Where a stored matrix [n, k] has its codes."""
+    """Layouts of the codes of a stored matrix [n, k]."""
 
     ROWS = enum.auto()
     """bytes [n, k / 2]: input 2j in the low half of byte j (compressed-tensors, DeepSeek V4, gpt-oss, NVFP4)"""
@@ -32,9 +32,9 @@ class Layout(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class CodesForm:
-    """4-bit codes: `group` inputs (k for per channel) share a scale, and with `zeros` a zero point, of each output.
+    """4-bit codes: per output, `group` inputs (k: per channel) share a scale and, with `zeros`, a zero point.
 
-    `scale_dtype` is as stored: "BF16", "F16", "F32" or "F8_E8M0".
+    `scale_dtype`: the stored dtype, "BF16", "F16", "F32" or "F8_E8M0".
     """
 
     table: Table
@@ -52,10 +52,10 @@ class Fp8Form:
 
 @dataclass(frozen=True, slots=True)
 class StoredCodes:
-    """4-bit codes of a matrix [n, k]: `codes` are the file's bytes.
+    """4-bit codes of a matrix [n, k]; `codes` are the file's bytes.
 
     `scales` are [n, k / group] in their stored dtype, bfloat16 and F8_E8M0 as uint16 and uint8 bits; `zeros` [n, k /
-    group] are 0 to 16. `factor` is multiplied to all.
+    group] are 0 to 16. All weights are multiplied by `factor`.
     """
 
     form: CodesForm
@@ -68,7 +68,7 @@ class StoredCodes:
 
 @dataclass(frozen=True, slots=True)
 class StoredFp8:
-    """F8_E4M3 weights of a matrix [n, k]: the file's bytes, and a scale of each block."""
+    """F8_E4M3 weights of a matrix [n, k]: the file's bytes, and one scale per block."""
 
     form: Fp8Form
     weights: Array
