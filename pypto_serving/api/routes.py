@@ -17,15 +17,28 @@ from pypto_serving.api.batch import endpoints as batch
 from pypto_serving.api.batch.schemas import Batch, BatchBody, BatchList, DeletedFile, File, FileList
 from pypto_serving.api.decisions.decision_body import DecisionBody
 from pypto_serving.api.decisions.endpoint import Decision, create_decision
+from pypto_serving.api.ollama import endpoints as ollama
 from pypto_serving.api.openai import answers as openai
 from pypto_serving.api.openai.answers import RenderedRequest
 from pypto_serving.api.openai.chat import create_chat_completion
 from pypto_serving.api.openai.completions import create_completion
 from pypto_serving.api.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from pypto_serving.api.openai.tokenize import detokenize, render_chat_completion, render_completion, tokenize
+from pypto_serving.api.openai.tokenize import (
+    detokenize,
+    render_chat_completion,
+    render_completion,
+    tokenize,
+    tokenizer_info,
+)
 from pypto_serving.api.openapi import ApiRoute, document, event, named_event, reference, responses
 from pypto_serving.api.responses import endpoints as kept
-from pypto_serving.api.responses.answers import DeletedResponse, ItemList, ResponseEvent, ResponseObject
+from pypto_serving.api.responses.answers import (
+    DeletedResponse,
+    ItemList,
+    ResponseEvent,
+    ResponseInputTokens,
+    ResponseObject,
+)
 from pypto_serving.api.responses.response_body import ResponsesBody
 from pypto_serving.api.web.dashboard import show_stats
 from pypto_serving.api.web.pages import ASSETS, PAGES, show_page
@@ -64,6 +77,7 @@ ROUTES = (
     post("/v1/messages", create_message, _MESSAGE, MessagesBody),
     post("/v1/messages/count_tokens", count_tokens, _made(TokenCount, error=MessageError), CountTokensBody),
     post("/v1/responses", kept.create_response, _RESPONSE, ResponsesBody),
+    post("/v1/responses/input_tokens", kept.count_input_tokens, _made(ResponseInputTokens), ResponsesBody),
     get("/v1/responses/{response_id}", kept.retrieve_response, _KEPT),
     delete("/v1/responses/{response_id}", kept.delete_response, responses(DeletedResponse, 400, 404)),
     post("/v1/responses/{response_id}/cancel", kept.cancel_response, _KEPT),
@@ -73,6 +87,7 @@ ROUTES = (
     post("/v1/chat/completions/render", render_chat_completion, _made(_RENDERED), ChatBody),
     post("/tokenize", tokenize, _made(openai.Tokenized), TokenizeBody),
     post("/detokenize", detokenize, _made(openai.Detokenized), DetokenizeBody),
+    get("/tokenizer_info", tokenizer_info, responses({"type": "object"}, 400)),
     get("/v1/models", status.list_models, responses(status.ModelList)),
     get("/v1/models/{model_id:path}", status.retrieve_model, _MODEL, parameters=[openapi.MODEL_PARAMETER]),
     get("/health", status.health, responses(status.HealthState, busy=status.HealthState)),
@@ -82,11 +97,17 @@ ROUTES = (
     get("/version", status.show_version, responses(status.Version)),
     get("/metrics", status.metrics, responses("text/plain")),
     post("/reset_prefix_cache", status.reset_prefix_cache, _RESET, parameters=[openapi.TIER_PARAMETER]),
-    hidden("/health", status.health, methods=["HEAD"]),
-    hidden("/ready", status.ready, methods=["HEAD"]),
+    hidden("/invocations", create_chat_completion, methods=["POST"]),
     hidden("/ping", status.health, methods=["GET", "POST"]),
     hidden("/openapi.json", describe_api),
     hidden("/dashboard/stats", show_stats),
+    hidden("/api/version", ollama.ollama_version),
+    hidden("/api/tags", ollama.ollama_models),
+    hidden("/api/ps", ollama.ollama_models),
+    hidden("/api/show", ollama.show_ollama_model, methods=["POST"]),
+    hidden("/api/pull", ollama.pull_ollama_model, methods=["POST"]),
+    hidden("/api/chat", ollama.ollama_chat, methods=["POST"]),
+    hidden("/api/generate", ollama.ollama_generate, methods=["POST"]),
     *(hidden(path, show_page) for path in (*PAGES, ASSETS + "{name}")),
 )
 

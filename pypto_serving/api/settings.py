@@ -76,7 +76,7 @@ class ServingConfig(ServerConfig, frozen=True, kw_only=True):
 
     def resolve_model(self, name: str | None) -> str:
         """Return the model name for the response. Raises UnknownModelError if `name` is not served."""
-        if name is None:
+        if name is None or (self.any_model_name and name not in self.served_model_names):
             return self.served_model_names[0]
         if name not in self.served_model_names:
             names = ", ".join(repr(n) for n in self.served_model_names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Literal
 
 from starlette.requests import Request
@@ -79,6 +80,15 @@ class ModelList(Answer):
     data: list[Model]
 
 
+class AnthropicModel(Answer):
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str
+    max_input_tokens: int
+    max_tokens: int
+
+
 PROBES = frozenset({"/health", "/ready", "/ping"})
 """Paths that need no API key."""
 
@@ -136,15 +146,30 @@ async def server_info(request: Request) -> Response:
 
 
 async def list_models(request: Request) -> Response:
-    """List every name of the served model."""
+    """List every name of the served model; in Anthropic's form for clients that send `anthropic-version`."""
     service: Service = request.app.state.service
+    names = service.serving.served_model_names
+    if _is_anthropic(request):
+        listed = [_anthropic_model(service, name) for name in names]
+        return answer_json({"data": listed, "has_more": False, "first_id": names[0], "last_id": names[-1]})
     return answer_json(ModelList("list", [_model(service, name) for name in service.serving.served_model_names]))
 
 
 async def retrieve_model(request: Request) -> Response:
     """Describe the model under one of its names. Raises UnknownModelError for any other name."""
     service: Service = request.app.state.service
-    return answer_json(_model(service, service.serving.resolve_model(request.path_params["model_id"])))
+    name = service.serving.resolve_model(request.path_params["model_id"])
+    return answer_json(_anthropic_model(service, name) if _is_anthropic(request) else _model(service, name))
+
+
+def _is_anthropic(request: Request) -> bool:
+    return "anthropic-version" in request.headers
+
+
+def _anthropic_model(service: Service, name: str) -> AnthropicModel:
+    created = datetime.fromtimestamp(service.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    most = service.engine.config.limits.max_model_len
+    return AnthropicModel("model", name, name, created, most, most)
 
 
 def _model(service: Service, name: str) -> Model:

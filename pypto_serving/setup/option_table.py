@@ -109,6 +109,11 @@ _SERVER = (
         "NAME",
         decided="the model's name",
     ),
+    Option(
+        "any_model_name",
+        SwitchRule(opt_in=True),
+        "Let any other model name mean the first one, for agents that name models of their own.",
+    ),
     Option("host", TextRule(), "Address to listen on.", "HOST", note="this machine only"),
     Option("port", WholeRule(0, rules.MAX_PORT), "Port to listen on; 0 takes a free one.", "PORT"),
     Option("uds", rules.SocketPathRule(), "Unix socket to listen on, in place of host and port.", "PATH"),

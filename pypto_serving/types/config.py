@@ -297,6 +297,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_requests, max_log_len: log each request, with this many characters of its prompts.
     otlp_traces_endpoint: address for traces; "" for no traces.
     client_priority: whether requests may name a priority.
+    any_model_name: whether a name that is not served means the first one that is.
     strict_max_tokens: whether a request is refused whose max_tokens, beside its prompt, exceed the context.
     tool_call_parser, reasoning_parser: "auto" chooses by the model, "none" parses nothing.
     trust_request_chat_template: whether requests may bring a chat template.
@@ -321,6 +322,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_log_len: int = 0
     otlp_traces_endpoint: str = ""
     client_priority: bool = True
+    any_model_name: bool = False
     strict_max_tokens: bool = False
     allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = 64 << 20

@@ -22,7 +22,7 @@ Says = Callable[..., RunningServer]
 
 HABITS: list[tuple[str, dict[str, Any], str, str, str]] = [
     (THINKS, {}, "<think>why</think>so", "why", "so"),
-    (THINKS, {}, "\n<think>\nwhy\n</think>\n\nso", "\nwhy\n", "\n\nso"),
+    (THINKS, {}, "\n<think>\nwhy\n</think>\n\nso", "\nwhy\n", "so"),
     (THINKS, {}, "so", "", "so"),
     (THINKS, {}, "so <think>x</think>", "", "so <think>x</think>"),
     (THINKS, {}, "<think>never", "never", ""),

@@ -191,7 +191,7 @@ def test_the_rules_themselves(module: str, source: str, allowed: bool) -> None:
     assert (violations(module, source) == []) is allowed
 
 
-FAMILIES = ("openai", "responses", "anthropic", "decisions")
+FAMILIES = ("openai", "responses", "anthropic", "decisions", "ollama")
 COMPOSITION = ("routes", "openapi", "server", "reading")
 """What knows all families of endpoints: who puts the server together, and who reads all bodies."""
 

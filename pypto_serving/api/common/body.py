@@ -26,8 +26,8 @@ from pypto_serving.types.guide import Guide
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.util import brief, one_of
 
-Generating = Literal["completions", "chat", "messages", "decisions", "responses"]
-Answering = Literal["count_tokens", "tokenize", "detokenize"]
+Generating = Literal["completions", "chat", "messages", "decisions", "responses", "ollama_chat", "ollama_generate"]
+Answering = Literal["count_tokens", "input_tokens", "tokenize", "detokenize"]
 Endpoint = Literal[Generating, Answering]
 Prepare = Callable[[bytearray], bytearray]
 """Changes the bytes of a body before they are parsed."""
@@ -167,9 +167,9 @@ def check_num_answered(num_tokens: int, field: str | None) -> None:
         raise RequestError(message, param=field)
 
 
-async def answer_read(request: Request, endpoint: Answering) -> Response:
+async def answer_read(request: Request, endpoint: Answering, prepare: Prepare | None = None) -> Response:
     """Answer a request whose answer follows from its body alone."""
-    answered: Answered = await request.app.state.reading.answer(request, endpoint)
+    answered: Answered = await request.app.state.reading.answer(request, endpoint, prepare)
     return Response(answered.content, 200, answered.ignored.header(), "application/json")
 
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from starlette.background import BackgroundTask
@@ -42,6 +42,9 @@ DONE = b"data: [DONE]\n\n"
 
 class AnswerFormat(ABC):
     """Writes the answer to one request in an endpoint's form, whole or as server-sent events."""
+
+    media_type: ClassVar[str] = "text/event-stream; charset=utf-8"
+    """The media type of a stream."""
 
     @abstractmethod
     def response(self, outputs: list[ChoiceOutput], usage: TokenUsage) -> object:
@@ -152,7 +155,7 @@ class EventStream(Response):
         self._form = form
         self._ping_s = ping_s
         fixed = {
-            "content-type": "text/event-stream; charset=utf-8",
+            "content-type": form.media_type,
             "cache-control": "no-cache",
             "x-accel-buffering": "no",
         }

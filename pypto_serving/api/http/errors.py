@@ -31,6 +31,7 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
 }
 ANTHROPIC_PATH = "/v1/messages"
+OLLAMA_PATH = "/api/"
 
 
 class AuthenticationError(RequestError):
@@ -86,6 +87,10 @@ class ApiError:
         error = {"message": cut(self.message, MAX_CHARS), "type": self.type, "param": param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
+    def ollama_payload(self) -> bytes:
+        """Return the JSON body in the form of Ollama's API."""
+        return msgspec.json.encode({"error": cut(self.message, MAX_CHARS)})
+
     def anthropic_payload(self, request_id: str) -> bytes:
         """Return the JSON body in the form of Anthropic's API."""
         kind = "api_error" if self.status >= 500 else "invalid_request_error"
@@ -111,8 +116,11 @@ class ApiError:
 
     def response(self, scope: Scope) -> Response:
         """Make the HTTP response, in the form of the API that the request's path belongs to."""
-        is_anthropic = scope["path"].startswith(ANTHROPIC_PATH)
-        content = self.anthropic_payload(scope["state"]["request_id"]) if is_anthropic else self.payload()
+        content = self.payload()
+        if scope["path"].startswith(ANTHROPIC_PATH):
+            content = self.anthropic_payload(scope["state"]["request_id"])
+        elif scope["path"].startswith(OLLAMA_PATH):
+            content = self.ollama_payload()
         return Response(content, self.status, self.all_headers(), "application/json")
 
 

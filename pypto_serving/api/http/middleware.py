@@ -73,8 +73,9 @@ class RequestScope:
                     _log_access(scope, message["status"], time.monotonic() - started_s)
             await send(message)
 
+        asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope  # the connection drops the body
         try:
-            await self.app(scope, receive, send_with_id)
+            await self.app(asked, receive, send_with_id)
         finally:
             if trace is not None:
                 trace.end()

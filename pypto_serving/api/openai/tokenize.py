@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,14 +20,17 @@ from pypto_serving.api.common.body import (
     parse_json,
 )
 from pypto_serving.api.common.described import Answer
+from pypto_serving.api.common.respond import answer_json
 from pypto_serving.api.generation.request import ChatRequest, GenerationRequest, encode_chat
 from pypto_serving.api.openai.answers import Detokenized, Tokenized
 from pypto_serving.api.openai.bodies import encoder_kwargs, read_history, read_tools
 from pypto_serving.api.openai.schemas import DetokenizeBody, TokenizeBody
 from pypto_serving.api.prompting.prompts import Prompter
+from pypto_serving.api.prompting.template import find_template
 from pypto_serving.api.settings import ServingConfig
+from pypto_serving.api.text.files import load_special_tokens, read_optional_json
 from pypto_serving.api.text.tokenizer import Tokenizer
-from pypto_serving.errors import RequestError
+from pypto_serving.errors import ModelError, RequestError
 from pypto_serving.threads import in_slow_thread
 from pypto_serving.types.sampling import SamplingParams
 
@@ -39,6 +43,24 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """Answer with the text of token ids."""
     return await answer_read(request, "detokenize")
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """Answer with what the checkpoint says of its tokenizer, and the chat template; for lm-eval."""
+    serving: ServingConfig = request.app.state.service.serving
+    _tokenizer(request.app.state.service.prompter)
+    return answer_json(await in_slow_thread(_describe_tokenizer, serving))
+
+
+def _describe_tokenizer(serving: ServingConfig) -> dict[str, Any]:
+    folder = Path(serving.model_dir)
+    described = read_optional_json(folder / "tokenizer_config.json") | load_special_tokens(folder)
+    described.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+    try:
+        described["chat_template"], _ = find_template(folder, serving.chat_template)
+    except ModelError:
+        described["chat_template"] = None
+    return described
 
 
 def read_tokenize(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray) -> Answered:

@@ -40,7 +40,19 @@ LARGE_BYTES = 256 << 10
 """Larger bodies, and bodies with a chat template, wait in a queue of their own."""
 _MAY_BRING_TEMPLATE = re.compile(rb'"chat_template"|\\u00(?:5[fF]|[67])')
 """Finds the field `chat_template`, or an escape of a letter of its name, which ordinary clients do not write."""
-_MAY_CHAT = frozenset[Endpoint]({"chat", "messages", "count_tokens", "tokenize", "decisions", "responses"})
+_MAY_CHAT = frozenset[Endpoint](
+    (
+        "chat",
+        "messages",
+        "count_tokens",
+        "tokenize",
+        "decisions",
+        "responses",
+        "input_tokens",
+        "ollama_chat",
+        "ollama_generate",
+    )
+)
 """Endpoints whose bodies may contain a chat; the chat template may not terminate."""
 _FIELDS: dict[Endpoint, str | None] = {
     "completions": "prompt",
@@ -48,6 +60,7 @@ _FIELDS: dict[Endpoint, str | None] = {
     "detokenize": "tokens",
     "decisions": "input",
     "responses": "input",
+    "input_tokens": "input",
 }
 """The field to name when reading takes too long, if it is not `messages`."""
 
@@ -86,10 +99,10 @@ class Reading:
             self._warn_ignored(read.ignored.names)
             return await self._with_checked_guide(request, read)
 
-    async def answer(self, request: Request, endpoint: Answering) -> Answered:
-        """Return the answer to the body. Raises like `read`."""
+    async def answer(self, request: Request, endpoint: Answering, prepare: Prepare | None = None) -> Answered:
+        """Return the answer to the body, after `prepare` has changed it. Raises like `read`."""
         with telling_when_parsed(request):
-            answered = await self._read(request, endpoint)
+            answered = await self._read(request, endpoint, prepare)
             assert isinstance(answered, Answered)
             self._warn_ignored(answered.ignored.names)
             return answered

@@ -16,7 +16,18 @@ if TYPE_CHECKING:
     from pypto_serving.api.http.errors import ApiError
 
 JobKind = Literal[
-    "completions", "chat", "messages", "decisions", "responses", "count_tokens", "tokenize", "detokenize", "grammar"
+    "completions",
+    "chat",
+    "messages",
+    "decisions",
+    "responses",
+    "ollama_chat",
+    "ollama_generate",
+    "count_tokens",
+    "input_tokens",
+    "tokenize",
+    "detokenize",
+    "grammar",
 ]
 KINDS: tuple[JobKind, ...] = get_args(JobKind)
 READY = b"r"

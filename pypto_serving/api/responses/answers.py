@@ -102,6 +102,13 @@ class DeletedResponse(Answer):
     deleted: bool
 
 
+class ResponseInputTokens(Answer):
+    """The answer of POST /v1/responses/input_tokens."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class ItemList(Answer):
     """The answer of GET /v1/responses/{response_id}/input_items."""
 

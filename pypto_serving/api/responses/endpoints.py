@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pypto_serving.api.chat.tools import refuse
-from pypto_serving.api.common.body import ReadBody, Repeated, read_page
+from pypto_serving.api.common.body import ReadBody, Repeated, answer_read, read_page
 from pypto_serving.api.common.respond import AnswerFormat, answer_json, generate
 from pypto_serving.api.generation.request import GenerationRequest
 from pypto_serving.api.http.keys import sent_key
@@ -143,6 +143,11 @@ def _keep(store: ResponseStore, key: bytes | None, repeated: Repeated, response:
         history = repeated.items[:-1] + (b"," if output != b"[]" else b"") + output[1:]
         own = repeated.own | {item.id: msgspec.json.encode(item) for item in response.output}
         store.add(key, response.id, Kept(msgspec.json.encode(response), repeated.items, history, own))
+
+
+async def count_input_tokens(request: Request) -> Response:
+    """Count the tokens of the prompt that items would have."""
+    return await answer_read(request, "input_tokens", partial(_with_kept, _store(request), _key(request)))
 
 
 async def retrieve_response(request: Request) -> Response:

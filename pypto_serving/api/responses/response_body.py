@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
 from pydantic import Field
 
 from pypto_serving.api.chat.leaving_out import LeftOut, is_hosted
 from pypto_serving.api.chat.tools import check_effort, refuse
-from pypto_serving.api.common.body import FieldRules, IgnoredFields, ReadBody, Repeated, Shown, StreamBody, parse_json
+from pypto_serving.api.common.body import (
+    Answered,
+    FieldRules,
+    IgnoredFields,
+    ReadBody,
+    Repeated,
+    Shown,
+    StreamBody,
+    parse_json,
+)
 from pypto_serving.api.common.described import ABOVE_0_TO_1, number, whole
 from pypto_serving.api.common.inner_keys import PARTS, RESPONSE_FORMAT, by_type, keys
-from pypto_serving.api.generation.request import ChatRequest, fit_chat
+from pypto_serving.api.generation.request import ChatRequest, encode_chat, fit_chat
 from pypto_serving.api.prompting.prompts import Prompter
+from pypto_serving.api.responses.answers import ResponseInputTokens
 from pypto_serving.api.responses.history import read_history, read_items, read_response_tools
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.types.sampling import MAX_LOGPROBS, SamplingParams, check_max_tokens
@@ -116,8 +126,48 @@ def with_earlier(raw: bytearray, earlier: bytes, referred: dict[str, msgspec.Raw
     return raw
 
 
+class _Asked(NamedTuple):
+    """A body and what it asks for: `items` are its own, `earlier` those before them."""
+
+    body: ResponsesBody
+    earlier: list[Any]
+    items: list[Any]
+    form: dict[str, Any]
+    chat: ChatRequest
+    ignored: IgnoredFields
+
+
 def read_response(prompter: Prompter, serving: ServingConfig, framed: bytes | bytearray) -> ReadBody:
     """Parse, check, render and encode the output of `with_earlier`."""
+    body, earlier, items, form, chat, ignored = _read(serving, framed)
+    prompt, fitted, parser = fit_chat(prompter, chat)
+    model = serving.resolve_model(body.model)
+    echo = msgspec.json.encode(_echo(body, fitted, form))
+    own = {item["id"]: msgspec.json.encode(item) for item in items}
+    repeated = Repeated(echo, msgspec.json.encode(earlier + items), body.store is not False, own)
+    return ReadBody(
+        model=model,
+        stream=bool(body.stream),
+        ping_s=body.ping_s,
+        ignored=ignored,
+        shown=Shown(logprobs=chat.params.logprobs),
+        prompts=[prompt],
+        params=fitted,
+        new_parser=parser,
+        repeated=repeated,
+    )
+
+
+def read_input_tokens(prompter: Prompter, serving: ServingConfig, framed: bytes | bytearray) -> Answered:
+    """Parse, check, render, encode and count; the prompt may be longer than the context."""
+    asked = _read(serving, framed)
+    token_ids, _ = encode_chat(prompter, asked.chat)
+    serving.resolve_model(asked.body.model)
+    count = ResponseInputTokens("response.input_tokens", len(token_ids))
+    return Answered(asked.ignored, msgspec.json.encode(count))
+
+
+def _read(serving: ServingConfig, framed: bytes | bytearray) -> _Asked:
     start = framed.index(b"\n") + 1
     end = start + int(framed[: start - 1])
     kept = msgspec.json.decode(framed[start:end])
@@ -134,22 +184,12 @@ def read_response(prompter: Prompter, serving: ServingConfig, framed: bytes | by
     if not items or not history:
         refuse("input", "has nothing to answer; send text or items")
     check_max_tokens(body.max_output_tokens, "max_output_tokens", least=1)
-    logprobs = body.top_logprobs or 0 if _LOGPROBS in (body.include or ()) else None
-    if body.top_logprobs and logprobs is None:
-        refuse("top_logprobs", f"is only allowed together with include = [{_LOGPROBS!r}]")
-    given = {name: value for name in ("temperature", "top_p") if (value := getattr(body, name)) is not None}
     form = _text_format(body)
-    params = SamplingParams(
-        **{**serving.default_sampling.given(), **given},
-        max_tokens=body.max_output_tokens,
-        logprobs=logprobs,
-        structured_outputs=_structure(form),
-    )
     chat = ChatRequest(
         messages=history,
         messages_field="input",
         kwargs=_effort(body),
-        params=params,
+        params=_sampling(body, serving, form),
         tools=tools,
         max_tokens=body.max_output_tokens,
         max_tokens_field="max_output_tokens",
@@ -157,21 +197,20 @@ def read_response(prompter: Prompter, serving: ServingConfig, framed: bytes | by
         strict_max_tokens=serving.strict_max_tokens,
         stream=bool(body.stream),
     )
-    prompt, fitted, parser = fit_chat(prompter, chat)
-    model = serving.resolve_model(body.model)
-    echo = msgspec.json.encode(_echo(body, fitted, form))
-    own = {item["id"]: msgspec.json.encode(item) for item in items}
-    repeated = Repeated(echo, msgspec.json.encode(earlier + items), body.store is not False, own)
-    return ReadBody(
-        model=model,
-        stream=bool(body.stream),
-        ping_s=body.ping_s,
-        ignored=IgnoredFields.of(unknown + sorted(tools_left_out.names) + left_out.names),
-        shown=Shown(logprobs=logprobs),
-        prompts=[prompt],
-        params=fitted,
-        new_parser=parser,
-        repeated=repeated,
+    ignored = IgnoredFields.of(unknown + sorted(tools_left_out.names) + left_out.names)
+    return _Asked(body, earlier, items, form, chat, ignored)
+
+
+def _sampling(body: ResponsesBody, serving: ServingConfig, form: dict[str, Any]) -> SamplingParams:
+    logprobs = body.top_logprobs or 0 if _LOGPROBS in (body.include or ()) else None
+    if body.top_logprobs and logprobs is None:
+        refuse("top_logprobs", f"is only allowed together with include = [{_LOGPROBS!r}]")
+    given = {name: value for name in ("temperature", "top_p") if (value := getattr(body, name)) is not None}
+    return SamplingParams(
+        **{**serving.default_sampling.given(), **given},
+        max_tokens=body.max_output_tokens,
+        logprobs=logprobs,
+        structured_outputs=_structure(form),
     )
 
 

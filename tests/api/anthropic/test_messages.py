@@ -234,7 +234,7 @@ def test_thinking_may_be_left_out(thinks: Thinks) -> None:
     thinking = {"type": "enabled", "budget_tokens": 64, "display": "omitted"}
     server = thinks("<think>\nhm\n</think>\n\nI look.")
     for message in (create(server, thinking=thinking), join(stream(server, thinking=thinking))):
-        assert message["content"] == [{"type": "text", "text": "\n\nI look."}]
+        assert message["content"] == [{"type": "text", "text": "I look."}]
         assert message["usage"]["output_tokens_details"]["thinking_tokens"] > 0
 
 

@@ -294,6 +294,16 @@ def read_reasoning(scanner: OutputScanner, thinking: Thinking) -> Steps[None]:
         scanner.inside = False
         if mark == thinking.end:
             scanner.drop(len(mark))
+            yield from _drop_lines(scanner)
+
+
+def _drop_lines(scanner: OutputScanner) -> Steps[None]:
+    """Consume the line breaks after the reasoning; they belong to the model's form, not to its answer."""
+    while True:
+        scanner.text = scanner.text.lstrip("\r\n")
+        if scanner.text or scanner.ended:
+            return
+        yield
 
 
 class ReasoningCount:

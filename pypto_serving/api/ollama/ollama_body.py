@@ -1,0 +1,188 @@
+"""Read the bodies of POST /api/chat and /api/generate as OpenAI's. Errors name the fields of those."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from pydantic import Field
+
+from pypto_serving.api.chat.tools import EFFORTS, refuse
+from pypto_serving.api.common.body import MAX_MESSAGES, Body, FieldRules, ReadBody, parse_json
+from pypto_serving.api.common.described import OBJECT, TEXT, list_of, or_null
+from pypto_serving.api.prompting.prompts import Prompter
+from pypto_serving.api.settings import ServingConfig
+from pypto_serving.types.sampling import INT32_MAX
+from pypto_serving.util import brief
+
+_OPTIONS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "seed": "seed",
+    "stop": "stop",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repeat_penalty": "repetition_penalty",
+}
+"""OpenAI's and vLLM's names of Ollama's options."""
+_FLOATS = frozenset({"temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repeat_penalty"})
+_OF_MACHINES = frozenset({"num_batch", "num_ctx", "num_gpu", "num_keep", "num_thread", "main_gpu", "use_mmap", "numa"})
+"""Options that say how Ollama runs a model; here the server's own do."""
+FORMAT = or_null({"const": "json"}, OBJECT, {"const": ""})
+THINK = or_null({"type": "boolean"}, {"enum": list(EFFORTS)})
+
+
+class OllamaBody(Body):
+    """What both endpoints read."""
+
+    model: str | None = None
+    stream: bool | None = None
+    format: Annotated[Any, FORMAT] = None
+    think: Annotated[Any, THINK] = None
+    options: dict[str, Any] | None = None
+
+
+_ACCEPTED = frozenset({"keep_alive", "shift", "truncate"})
+
+
+class OllamaChatBody(OllamaBody):
+    """The body of POST /api/chat."""
+
+    rules: ClassVar[FieldRules] = FieldRules(accepted=_ACCEPTED)
+
+    messages: Annotated[list[Any] | None, or_null(list_of(OBJECT))] = Field(
+        None, fail_fast=True, max_length=MAX_MESSAGES
+    )
+    tools: Annotated[Any, or_null(list_of(OBJECT))] = None
+
+
+class OllamaGenerateBody(OllamaBody):
+    """The body of POST /api/generate."""
+
+    rules: ClassVar[FieldRules] = FieldRules({"suffix": ("",), "template": ("",)}, _ACCEPTED | {"context"})
+    """`context` is what an earlier answer gave to go on from; none here does."""
+
+    prompt: str | None = None
+    system: str | None = None
+    images: Annotated[list[Any] | None, or_null(list_of(TEXT))] = None
+    raw: bool | None = None
+
+
+def without_tag(name: str | None) -> str | None:
+    """Return the name of a model without Ollama's tag for its newest version."""
+    return None if name is None else name.removesuffix(":latest")
+
+
+Read = Callable[[Prompter, ServingConfig, bytes], ReadBody]
+"""Reads a body of OpenAI's chats, or of its completions."""
+
+
+def read_ollama_chat(read_chat: Read, prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray) -> ReadBody:
+    """Read a chat with `read_chat`. Raises RequestError."""
+    body = parse_json(raw, OllamaChatBody)
+    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages or ())]
+    _answer_calls(messages)
+    said = {"messages": messages, "tools": body.tools, **_thinking(body.think)}
+    return _read(read_chat, prompter, serving, body, said)
+
+
+def read_ollama_generate(
+    read_chat: Read, read_completion: Read, prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray
+) -> ReadBody:
+    """Read a prompt, which becomes a chat unless it is `raw`. Raises RequestError."""
+    body = parse_json(raw, OllamaGenerateBody)
+    if body.raw:
+        return _read(read_completion, prompter, serving, body, {"prompt": body.prompt or "", "max_tokens": INT32_MAX})
+    said = {"role": "user", "content": body.prompt or "", "images": body.images}
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    asked = {"messages": [*system, _message(said, "prompt")], **_thinking(body.think)}
+    return _read(read_chat, prompter, serving, body, asked)
+
+
+def _read(reads: Read, prompter: Prompter, serving: ServingConfig, body: OllamaBody, said: dict[str, Any]) -> ReadBody:
+    """Read what OpenAI's endpoint would get. An output ends with the context, if that is before `num_predict`."""
+    options, ignored = _sampling(body.options or {})
+    fields = {"model": without_tag(body.model), "stream": body.stream is not False, **said, **options}
+    if body.format not in (None, ""):
+        fields["response_format"] = _format(body.format)
+    cutting = msgspec.structs.replace(serving, strict_max_tokens=False)
+    read = reads(prompter, cutting, msgspec.json.encode(fields))
+    return msgspec.structs.replace(read, ignored=read.ignored.and_also(body.unknown_fields() + ignored))
+
+
+def _sampling(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the fields that `options` mean, and the names of those that mean nothing here."""
+    fields: dict[str, Any] = {}
+    ignored = []
+    for name, value in options.items():
+        if value is None or name in _OF_MACHINES:
+            continue
+        if name == "num_predict" and type(value) is int:
+            fields |= {"max_tokens": value} if value > 0 else {}
+        elif name in _OPTIONS:
+            fields[_OPTIONS[name]] = float(value) if name in _FLOATS and type(value) is int else value
+        else:
+            ignored.append(f"options.{name}")
+    return fields, ignored
+
+
+def _format(wanted: Any) -> dict[str, Any]:
+    if wanted == "json":
+        return {"type": "json_object"}
+    if not isinstance(wanted, Mapping):
+        refuse("format", f"is {brief(wanted)}, but must be 'json' or a JSON schema")
+    return {"type": "json_schema", "json_schema": {"name": "format", "schema": wanted}}
+
+
+def _thinking(think: Any) -> dict[str, Any]:
+    """Return what turns reasoning on or off, under both names that templates have."""
+    if think is None:
+        return {}
+    if not isinstance(think, bool) and think not in EFFORTS:
+        refuse("think", f"is {brief(think)}, but must be true, false or one of {', '.join(EFFORTS)}")
+    if isinstance(think, bool):
+        return {"chat_template_kwargs": {"enable_thinking": think, "thinking": think}}
+    return {"reasoning_effort": think}
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    """Return a message of OpenAI's chats."""
+    if not isinstance(message, Mapping):
+        refuse(where, f"is {brief(message)}, but must be a message with role and content")
+    made = {"role": message.get("role"), "content": message.get("content") or ""}
+    if images := message.get("images"):
+        parts = [{"type": "image_url"} for _ in (images if isinstance(images, Sequence) else (images,))]
+        made["content"] = [{"type": "text", "text": made["content"]}, *parts]
+    if message.get("thinking") is not None:
+        made["reasoning"] = message["thinking"]
+    if message.get("tool_calls"):
+        made["tool_calls"] = message["tool_calls"]
+    for name in ("tool_name", "tool_call_id"):
+        if message.get(name) is not None:
+            made[name] = message[name]
+    return made
+
+
+def _answer_calls(messages: list[dict[str, Any]]) -> None:
+    """Give ids to calls, and to each result that of the earliest call of its tool that has none."""
+    waiting: list[tuple[str, Any]] = []
+    for place, message in enumerate(messages):
+        calls = message.get("tool_calls")
+        if isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls):
+            named = [{"id": f"call{place:04}{i}", "type": "function", **call} for i, call in enumerate(calls)]
+            message["tool_calls"] = named
+            waiting += [(call["id"], _name_of(call)) for call in named]
+        if message["role"] == "tool" and waiting:
+            name, known = message.pop("tool_name", None), message.get("tool_call_id")
+            matches = [call for call in waiting if (call[0] == known if known else name in (None, call[1]))]
+            call = (matches or waiting)[0]
+            waiting.remove(call)
+            message |= {"tool_call_id": call[0], "name": call[1]}
+
+
+def _name_of(call: Mapping[str, Any]) -> Any:
+    function = call.get("function")
+    return function.get("name") if isinstance(function, Mapping) else None
