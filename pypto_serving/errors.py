@@ -13,7 +13,7 @@ EXIT_ENGINE = 4
 
 
 class PyptoError(Exception):
-    """Base of every error we raise on purpose; `str(error)` is one line for the user."""
+    """Base of all errors that we raise; `str(error)` is one line for the user."""
 
     status: int = 500
     code: ClassVar[str] = "internal_error"
@@ -35,7 +35,7 @@ class ModelError(PyptoError):
 
 
 FINAL_ERRORS: Mapping[int, type[PyptoError]] = {EXIT_USAGE: ConfigError, EXIT_MODEL: ModelError}
-"""Errors of a process that would end the next one too, by its exit code."""
+"""By exit code: errors of a process that would also end its successor."""
 
 
 class RequestError(PyptoError):
