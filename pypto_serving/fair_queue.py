@@ -1,4 +1,4 @@
-"""Weighted fair queueing: whose work is next, where clients share a process."""
+"""Weighted fair queueing of the work of clients that share a process."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 MAX_KEYS = 4096
-"""Keys whose virtual time is kept; beyond it, those that are not ahead of the clock are forgotten."""
+"""Above this many keys, forget the virtual times of keys that are not ahead of the clock."""
 
 
 class FairQueue(Generic[K, T]):
     """Owns items that wait, by key. Weighted fair queueing (Demers et al., SIGCOMM 1989) with equal weights.
 
-    - The virtual time of a key is the CPU time that its items used, which is charged when each is done. That is the
-      start tag of its next item; the finish tag is later by the time that this item may take, `expected_s`.
-    - The clock is the start tag of the last item that began (Goyal et al., SIGCOMM 1996). A key that had nothing to do
-      begins at the clock, so that idleness earns no claim.
-    - Next is the oldest item of the key with the least finish tag.
+    - The virtual time of a key is the CPU time of its items, charged when each is done. It is the start tag of the
+      key's next item; the finish tag adds the expected time of this item, `expected_s`.
+    - The clock is the start tag of the last item that began (Goyal et al., SIGCOMM 1996). A key that was idle starts at
+      the clock, so that idleness gives no advantage.
+    - The oldest item of the key with the smallest finish tag is next.
 
-    So a key that uses less than its share, with items that are known to be short, waits for the item in service alone.
+    So a key that uses less than its share, with items known to be short, waits only for the item in service.
     """
 
     def __init__(self, expected_s: Callable[[T], float] = lambda item: 0.0) -> None:
@@ -55,7 +55,7 @@ class FairQueue(Generic[K, T]):
             waiting = self._waiting.get(key)
             if not waiting:
                 continue
-            if start_s < self._used_s[key]:  # charged meanwhile
+            if start_s < self._used_s[key]:  # the key was charged meanwhile
                 self._enter(key)
                 continue
             self._clock_s = max(self._clock_s, start_s)
@@ -74,7 +74,7 @@ class FairQueue(Generic[K, T]):
         return item
 
     def remove(self, key: K, item: T) -> bool:
-        """Take an item that waits; return whether it did."""
+        """Remove a waiting item; return whether it was waiting."""
         if item not in self._waiting.get(key, ()):
             return False
         self._waiting[key].remove(item)
@@ -94,7 +94,7 @@ class FairQueue(Generic[K, T]):
         heapq.heappush(self._heap, (finish_s, next(self._arrivals), start_s, key))
 
     def _discard(self, key: K) -> None:
-        """Count an item that was taken; forget a key without items."""
+        """Count a removed item; forget a key without items."""
         self._num_waiting -= 1
         if not self._waiting[key]:
             del self._waiting[key]
