@@ -1,7 +1,7 @@
-"""Compile grammars and follow outputs, with llguidance, which is imported on first use, like tokenizers.
+"""Compile grammars and follow outputs, with llguidance. Like tokenizers, it is imported on first use.
 
-llguidance is deterministic: what may follow depends on the grammar and on the tokens so far. Its work is bounded by
-`LIMITS`, which count steps, not time, so a grammar is refused on every machine or on none.
+llguidance is deterministic: the allowed tokens depend only on the grammar and the tokens so far. `LIMITS` bounds its
+work in steps, not in time, so a grammar is refused on every machine or on none.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ LIMITS: dict[str, Any] = {
     "max_lexer_states": 50_000,
     "max_grammar_size": 200_000,
 }
-"""Of each call. The fuel also bounds what counted repetitions unfold to: the first mask of `(((a{100}){100}){100})`
-takes 30 ms and 11 MB. A row of items is as long as an object has optional properties, a few for each.
+"""Limits of each call. The fuel also bounds the expansion of counted repetitions: the first mask of
+`(((a{100}){100}){100})` takes 30 ms and 11 MB. A row needs a few items per optional property of an object.
 
-None of them bounds time: ambiguous rules may take seconds before they meet one. So grammars are compiled and followed
-in processes that have limits of time and memory: `api/reading` and `worker/guiding`.
+None of these limits bounds time: ambiguous rules may take seconds before they reach one. So grammars are compiled and
+followed in processes with limits of time and memory: `api/reading` and `worker/guiding`.
 """
 MAX_KNOWN_CHARS = 1 << 24
-"""Characters of grammars that are remembered; each counts ENTRY_CHARS more."""
+"""Limit of the characters of remembered grammars, plus ENTRY_CHARS for each."""
 ENTRY_CHARS = 1 << 12
 MAX_MESSAGE_CHARS = 300
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class GrammarError(RequestError):
-    """A grammar that cannot be compiled, or not be followed within the limits."""
+    """A grammar cannot be compiled, or cannot be followed within the limits."""
 
     code = "invalid_grammar"
 
@@ -60,7 +60,7 @@ def content_key(grammar: Grammar) -> int:
 
 
 class KnownGrammars(Generic[T]):
-    """Remembers what became of grammars, by `content_key`. The least recently used are forgotten."""
+    """Remembers the outcomes of grammars, by `content_key`; forgets the least recently used."""
 
     def __init__(self) -> None:
         self._found: OrderedDict[int, tuple[T, int]] = OrderedDict()
@@ -70,14 +70,14 @@ class KnownGrammars(Generic[T]):
         return len(self._found)
 
     def find(self, key: int) -> T | None:
-        """Return what became of a grammar, or None if that is not known."""
+        """Return the outcome of a grammar, or None if it is unknown."""
         if key not in self._found:
             return None
         self._found.move_to_end(key)
         return self._found[key][0]
 
     def add(self, key: int, outcome: T, num_chars: int = 0) -> None:
-        """Remember what became of a grammar; `num_chars` of text are kept with it."""
+        """Remember the outcome of a grammar, which keeps `num_chars` of text in memory."""
         num_chars += ENTRY_CHARS
         self._num_chars += num_chars - self._found.pop(key, (None, 0))[1]
         self._found[key] = outcome, num_chars
@@ -88,14 +88,14 @@ class KnownGrammars(Generic[T]):
 class Matcher:
     """Follows one output token by token.
 
-    Copies share what their lexer learned, and with it the limits.
+    Copies share the cache of their lexer, and therefore also the limits.
     """
 
     def __init__(self, raw: llguidance.LLMatcher) -> None:
         self._raw = raw
 
     def copy(self) -> Matcher:
-        """Return a matcher that stands where this one does."""
+        """Return a matcher with the same state."""
         return Matcher(self._raw.deep_copy())
 
     def consume(self, token_id: int) -> None:
@@ -105,21 +105,21 @@ class Matcher:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing can follow but an end-of-sequence token."""
+        """Whether only an end-of-sequence token can follow."""
         return self._raw.is_stopped()
 
     def forced(self) -> list[int]:
-        """Return the tokens that must follow, as the tokenizer writes their text; none if there is a choice.
+        """Return the tokens that must follow, as the tokenizer encodes their text; [] if there is a choice.
 
         Raises GrammarError beyond the limits.
         """
         token_ids = self._raw.compute_ff_tokens()
-        if self._raw.is_error():  # which counts as stopped, too
+        if self._raw.is_error():  # an error also counts as stopped
             self._fail()
         return token_ids
 
     def fill(self, mask: NDArray[np.uint32]) -> None:
-        """Write which tokens may follow: bit v % 32 of word v // 32. Takes time.
+        """Write the mask of allowed tokens: bit v % 32 of word v // 32. Slow.
 
         Raises GrammarError beyond the limits.
         """
@@ -132,7 +132,7 @@ class Matcher:
 
 
 class VocabularyBytes:
-    """The UTF-8 bytes of tokens. Does not change, so any thread may use it."""
+    """The UTF-8 bytes of tokens. Immutable, so any thread may use it."""
 
     def __init__(self, raw: tokenizers.Tokenizer) -> None:
         self._raw = raw
@@ -141,7 +141,7 @@ class VocabularyBytes:
         self._bytes_of = _byte_alphabet() if b'"ByteLevel"' in decoder else None
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of one token: for some tokens part of a character, b"" for unknown ids."""
+        """Return the bytes of one token, which may be part of a character; b"" for unknown ids."""
         if token_id in self._added:
             return self._added[token_id].encode()
         token = self._raw.id_to_token(token_id)
@@ -157,7 +157,7 @@ class VocabularyBytes:
 def _byte_alphabet() -> dict[str, bytes]:
     """Map the characters of byte-level BPE to bytes (GPT-2).
 
-    Bytes printable in Latin-1 are their own character; the others take U+0100 upwards, in order.
+    Bytes printable in Latin-1 map to that character; the others to U+0100 and up, in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -167,7 +167,7 @@ def _byte_alphabet() -> dict[str, bytes]:
 
 
 class Vocabulary:
-    """The tokens of a checkpoint as llguidance asks for them. Special tokens have no text that could match."""
+    """The tokens of a checkpoint, in the form for llguidance. Special tokens have no text that could match."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -185,7 +185,7 @@ class Vocabulary:
         self.greedy: llguidance.LLTokenizer | None = None
 
     def __call__(self, text: str) -> list[int]:
-        """Encode forced text; if the tokenizer changes it, take the longest tokens instead."""
+        """Encode forced text; if the tokenizer would change it, use the longest matching tokens instead."""
         ids: list[int] = self._raw.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if self.greedy is not None and b"".join([self.tokens[i] for i in ids]) != text.encode():
             return self.greedy.greedy_tokenize(text)
@@ -193,7 +193,7 @@ class Vocabulary:
 
 
 class Compiler:
-    """Compiles grammars for one tokenizer. `tokens` has the bytes of each of its tokens."""
+    """Compiles grammars for one tokenizer. `tokens`: the bytes of each of its tokens."""
 
     def __init__(self, tokenizer: llguidance.LLTokenizer, tokens: Sequence[bytes]) -> None:
         from llguidance import LLParserLimits
@@ -213,18 +213,18 @@ class Compiler:
 
     @classmethod
     def of_bytes(cls) -> Compiler:
-        """Prepare a tokenizer with one token for each byte, which costs nothing."""
+        """Prepare a tokenizer with one token per byte, at almost no cost."""
         from llguidance import LLTokenizer
 
         return cls(LLTokenizer("byte"), [bytes([byte]) for byte in range(256)])
 
     @property
     def num_words(self) -> int:
-        """Words of a mask."""
+        """Number of words of a mask."""
         return -(-self._tokenizer.vocab_size // 32)
 
     def compile(self, grammar: Grammar) -> Matcher:
-        """Return a matcher at the beginning of an output. Takes time.
+        """Return a matcher at the beginning of an output. Slow.
 
         Raises GrammarError.
         """
@@ -237,7 +237,7 @@ class Compiler:
 
 
 def checked(grammar: Grammar) -> Grammar:
-    """Return a grammar that compiles, GBNF as Lark. Takes time, and no tokenizer. Raises GrammarError."""
+    """Check that a grammar compiles, without a tokenizer; return it, with GBNF as Lark. Slow. Raises GrammarError."""
     if grammar.syntax == "gbnf":
         grammar = Grammar("lark", _to_lark(grammar.text))
     compiler = Compiler.of_bytes()
@@ -246,7 +246,7 @@ def checked(grammar: Grammar) -> Grammar:
     except GrammarError as error:
         if grammar.syntax != "lark" or "token" not in str(error).lower():
             raise
-        _check_rules(grammar)  # what it says of special tokens, only the tokenizer knows
+        _check_rules(grammar)  # only the tokenizer knows whether special tokens of the grammar exist
     return grammar
 
 
@@ -265,12 +265,12 @@ def _to_lark(text: str) -> str:
         return gbnf_to_lark(text)
     except RecursionError:
         raise GrammarError("the GBNF grammar nests too deeply") from None
-    except Exception as error:  # its own error class, and whatever its parser meets
+    except Exception as error:  # its own error class, and any error of its parser
         raise GrammarError(f"the GBNF grammar cannot be read: {_brief(str(error))}") from None
 
 
 def _source(grammar: Grammar) -> str:
-    """Write a grammar as llguidance reads it."""
+    """Return a grammar in llguidance's form."""
     from llguidance import LLMatcher
 
     if grammar.syntax == "lark":
@@ -281,7 +281,7 @@ def _source(grammar: Grammar) -> str:
 
 
 def _brief(message: str) -> str:
-    """Return an error of llguidance in one line: its first, and what a parser of regular expressions says below."""
+    """Return an error of llguidance in one line: its first line, and the reason of a regex parser below."""
     if message.startswith("NoExtension"):
         return "nothing can match it"
     lines = message.splitlines() or [""]
