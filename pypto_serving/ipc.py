@@ -1,7 +1,6 @@
 """Typed channels between our processes: msgspec over Unix sockets.
 
-A channel connects two ends; messages sent on one arrive on the other, in order. Each end sends at least once per
-heartbeat.
+Messages sent on one end of a channel arrive on the other end, in order. Each end sends at least once per heartbeat.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ class Channel(Protocol[T_co]):
 
 
 class SocketChannel(Generic[T]):
-    """Owns one end of a connected Unix socket; use it from one thread. A frame is 4 bytes of length, then a message.
+    """Owns one end of a connected Unix socket, for one thread. A frame is 4 bytes of length, then a message.
 
-    Bytes that the socket does not take at once are kept until `flush`. A caller that sleeps must poll for `events`.
+    Bytes that the socket does not accept at once are kept until `flush`. A caller that sleeps must poll for `events`.
     """
 
     def __init__(self, end: socket.socket, receives: Any) -> None:
@@ -65,7 +64,7 @@ class SocketChannel(Generic[T]):
         self.flush()
 
     def flush(self) -> None:
-        """Send as much as the socket takes; drop everything if the peer is gone."""
+        """Send as much as the socket accepts; drop everything if the peer is gone."""
         try:
             while self._outbox:
                 del self._outbox[: self.socket.send(self._outbox)]
@@ -90,7 +89,7 @@ class SocketChannel(Generic[T]):
         return frame
 
     def _read(self) -> bool:
-        """Read what has arrived; return False for nothing."""
+        """Read the data that has arrived; return False if there is none."""
         try:
             data = self.socket.recv(1 << 18)
         except BlockingIOError:
@@ -102,7 +101,7 @@ class SocketChannel(Generic[T]):
         return bool(data)
 
     def _wait(self, deadline_s: float) -> bool:
-        """Sleep until something arrives; return False at the deadline. A peer that is gone sends nothing more."""
+        """Sleep until data arrives; return False at the deadline, or if the peer is gone."""
         left_s = deadline_s - time.monotonic() if deadline_s else 0.0
         if left_s <= 0:
             return False
