@@ -1,6 +1,6 @@
-"""Limits of the processes that a client's text can make slow or large: the reader and the guide.
+"""Limits of the processes that a client's text can make slow or large: the reader and the guide process.
 
-They are expendable: what exceeds a limit ends the copy of a process that works on it, and nothing else.
+Their copies are expendable: work that exceeds a limit ends only the copy that does it.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from pathlib import Path
 from pypto_serving.util import GIB
 
 CPU_S = 2.0
-"""CPU time to read a body, or to compile a grammar. Each MiB of a body may take as much more."""
+"""Limit of CPU time to read a body, or to compile a grammar. Each MiB of a body adds the same time."""
 TOKEN_S = 0.05
-"""CPU time to follow one token of a grammar."""
+"""Limit of CPU time to follow one token of a grammar."""
 MAX_BYTES = 2 * GIB
-"""Memory that such a process may take for data."""
+"""Limit of such a process's memory for data."""
 MAX_MATCHER_BYTES = 256 << 20
-"""Memory for all grammars that a worker's rows follow; the memory plan counts it. One row may take a quarter."""
+"""Limit of memory for all grammars of a worker's rows, part of the memory plan. One row may take a quarter."""
 IDLE_S = 300.0
-"""How long such a process stays without work."""
+"""Such a process ends after this time without work."""
 STUCK_S = 60.0
-"""How long it may take to start, or be silent. CPU time has limits of its own."""
+"""Limit of real time to start, or to be silent. CPU time has separate limits."""
 OOM_SCORE = Path("/proc/self/oom_score_adj")
-"""Short of memory, the kernel ends the process with the highest score first: one of these, and not the worker."""
+"""If memory is short, the kernel ends the process with the highest score: one of these, not the worker."""
 _THREAD_CPU_CLOCK = 3  # CLOCK_THREAD_CPUTIME_ID of Linux
 
 
 def cpu_limit_s(num_bytes: int) -> float:
-    """Return the CPU time that a body of `num_bytes` may take."""
+    """Return the limit of CPU time for a body of `num_bytes`."""
     return CPU_S * (1 + num_bytes / (1 << 20))
 
 
 def limit_memory() -> None:
-    """Bound the memory of this process and its copies, which are the first to end where memory is short."""
+    """Limit the memory of this process and its copies; if memory is short, let the kernel end them first."""
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
     with contextlib.suppress(OSError):  # some sandboxes have no such file
         OOM_SCORE.write_text("1000")
@@ -64,7 +64,7 @@ class _TimerSpec(ctypes.Structure):
 
 
 class ThreadCpuLimit:
-    """Ends this process by SIGPROF when the thread that made it took too much CPU time, whatever other threads take."""
+    """Ends this process by SIGPROF when the thread that created this object exceeds a limit of CPU time."""
 
     def __init__(self) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -76,14 +76,14 @@ class ThreadCpuLimit:
 
     def __call__(self, seconds: float) -> None:
         """Allow `seconds` more; 0 for no limit."""
-        if (call := self._calls.get(seconds)) is None:  # each token makes two
+        if (call := self._calls.get(seconds)) is None:  # cached, since each token makes two calls
             spec = _TimerSpec(0, 0, int(seconds), int(seconds % 1 * 1e9))
             call = self._calls[seconds] = partial(self._set_time, self._timer, 0, ctypes.byref(spec), None)
         call()
 
 
 class ProcessMemory:
-    """Measures the memory of this process, and gives it back."""
+    """Measures the memory of this process, and returns free memory to the system."""
 
     def __init__(self) -> None:
         self._page_bytes = resource.getpagesize()
@@ -93,12 +93,12 @@ class ProcessMemory:
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
     def resident_bytes(self) -> int:
-        """Return the memory in use; 0 if the system does not say."""
+        """Return the memory in use; 0 if unknown."""
         if self._statm < 0:
             return 0
         return int(os.pread(self._statm, 100, 0).split()[1]) * self._page_bytes
 
     def trim(self) -> None:
-        """Give free memory back to the system."""
+        """Return free memory to the system."""
         if self._trim is not None:
             self._trim(0)
