@@ -1,7 +1,7 @@
 """Log lines of all processes, on stderr: text for people, or a JSON object on each line. Standard library only.
 
-A line that belongs to a request names it: by the task that writes it (`REQUEST_ID`), or by `of_request` where one
-process works for many requests at once.
+A line about a request has its id: from the task that writes the line (`REQUEST_ID`) or, in a process that works for
+many requests at once, from `of_request`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def configure(process: str, level: str, form: LogFormat) -> None:
 
 
 def of_request(request_id: str, **fields: Any) -> Mapping[str, Any]:
-    """Return the argument `extra` of a line about a request; `fields` are for JSON alone."""
+    """Return the argument `extra` for a line about a request; `fields` appear only in JSON."""
     return {"request_id": request_id, _OWN: fields}
 
 
 def with_fields(**fields: Any) -> Mapping[str, Any]:
-    """Return the argument `extra` of a line whose JSON has `fields` beside the message."""
+    """Return the argument `extra` for a line whose JSON has additional `fields`."""
     return {_OWN: fields}
 
 
@@ -68,7 +68,7 @@ class TextLines(logging.Formatter):
 class JsonLines(logging.Formatter):
     """One JSON object on each line: time (UTC), level, process, message, id of the request, trace of the error.
 
-    Fields of single lines stand beside these.
+    Single lines have additional fields.
     """
 
     def __init__(self, process: str) -> None:
