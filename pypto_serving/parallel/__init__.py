@@ -1,1 +1,1 @@
-"""How one replica is spread over ranks: values only, for every layer."""
+"""The distribution of one replica over ranks: plain values, for use in every layer."""

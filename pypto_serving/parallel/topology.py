@@ -1,7 +1,7 @@
-"""The ranks of one replica: which part of a model each one computes and holds, and where it runs. Values only.
+"""The ranks of one replica: the part of a model that each computes and holds, and its placement. Values only.
 
 A replica is a pipeline of stages, each a range of layers, and every stage is a tensor group. The ranks of a tensor
-group split each matrix by its outputs, never by its inputs. No sum is split, so all sizes give the same bits.
+group split each matrix by its outputs, never by its inputs. So no sum is split, and all sizes give the same bits.
 The experts of a layer are split among expert groups inside the tensor group:
 
     --tp 4 --ep 2     rank 0    rank 1    rank 2    rank 3
@@ -9,7 +9,7 @@ The experts of a layer are split among expert groups inside the tensor group:
     experts           0..63     0..63     64..127   64..127
     their columns     left      right     left      right
 
-Attention can be split by rows instead: each rank then computes all heads for its rows. No sum is split either.
+Attention can be split by rows instead: each rank then computes all heads for its rows. This splits no sum, either.
 
 All parts are half-open ranges in rank order, without gaps, as equal as whole units allow.
 """
@@ -24,17 +24,17 @@ import msgspec
 from pypto_serving.util import ceil_div
 
 PANEL = 32
-"""Outputs of a panel of packed weights."""
+"""Outputs per panel of packed weights."""
 MOST_HOSTS = 2
 
 
 class Topology(msgspec.Struct, frozen=True):
-    """How one replica is spread over ranks. Raises ValueError for sizes that do not go together.
+    """The numbers of ranks of one replica in each dimension. Raises ValueError for incompatible sizes.
 
     tensor: ranks that split the matrices of each layer.
     pipeline: stages that split the layers; each is a tensor group.
     expert: groups within a tensor group that split the experts.
-    data: groups within a tensor group that split the rows of attention: 1, or each rank by itself.
+    data: groups within a tensor group that split the rows of attention: 1, or one group per rank.
     hosts: machines that split the stages, or the ranks of the only stage.
     """
 
@@ -63,25 +63,25 @@ class Topology(msgspec.Struct, frozen=True):
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
-        """List all ranks, stage by stage; the first is the leader, which samples and answers."""
+        """Return all ranks, stage by stage; the first is the leader, which samples and answers."""
         return tuple(Rank(self, index) for index in range(self.num_ranks))
 
     def repeats_kv_heads(self, num_kv_heads: int) -> bool:
-        """Return True if some ranks of a tensor group have the same key and value head."""
+        """Return whether some ranks of a tensor group share a key and value head."""
         return num_kv_heads < self.tensor
 
     def on_host(self, host: int) -> tuple[Rank, ...]:
-        """List the ranks of one host; the leader is on host 0."""
+        """Return the ranks of one host; the leader is on host 0."""
         return tuple(rank for rank in self.ranks if rank.host == host)
 
     @property
     def hosts_split_layers(self) -> bool:
-        """Return True if the ranks of each layer are on several hosts."""
+        """Return whether the ranks of each layer are on several hosts."""
         return self.hosts > 1 and self.pipeline == 1
 
     @property
     def connections(self) -> Mapping[str, tuple[int, int]]:
-        """Name the connections of two hosts, with the index of the rank at either end, that of host 0 first."""
+        """Return the connections of two hosts by name, each with the indices of its two ranks, host 0's first."""
         if self.hosts == 1:
             return {}
         first = self.on_host(1)[0].index
@@ -96,9 +96,9 @@ class Topology(msgspec.Struct, frozen=True):
 
 
 class Rank(msgspec.Struct, frozen=True):
-    """One rank's place, and its parts of a model; the only rank of Topology() has all of it.
+    """One rank's position, and its parts of a model; the only rank of Topology() has the whole model.
 
-    Raises ValueError for an index that the topology does not have.
+    Raises ValueError for an index outside the topology.
     """
 
     topology: Topology = Topology()
@@ -110,39 +110,39 @@ class Rank(msgspec.Struct, frozen=True):
 
     @property
     def leads(self) -> bool:
-        """Return True for the rank that packs steps, samples and answers."""
+        """Return whether this rank packs steps, samples and answers."""
         return self.index == 0
 
     @property
     def stage(self) -> int:
-        """Return the place in the pipeline."""
+        """Return the index of its stage in the pipeline."""
         return self.index // self.topology.tensor
 
     @property
     def tensor(self) -> int:
-        """Return the place in the tensor group."""
+        """Return its index in the tensor group."""
         return self.index % self.topology.tensor
 
     @property
     def attention(self) -> Rank:
-        """Return the rank whose part of attention weights it holds: if rows are split, a rank that has all of them."""
+        """Return the rank whose attention weights it holds: itself or, if rows are split, a rank with all of them."""
         return Rank() if self.topology.data > 1 else self
 
     @property
     def host(self) -> int:
-        """Return the host that it runs on."""
+        """Return the index of its host."""
         topology = self.topology
         place, size = (self.stage, topology.pipeline) if topology.pipeline > 1 else (self.tensor, topology.tensor)
         return next(host for host in range(topology.hosts) if place in part(size, topology.hosts, host))
 
     @property
     def embeds(self) -> bool:
-        """Return True in the first stage, which looks tokens up."""
+        """Return whether it is in the first stage, which embeds tokens."""
         return self.stage == 0
 
     @property
     def projects(self) -> bool:
-        """Return True in the last stage, which computes logits."""
+        """Return whether it is in the last stage, which computes logits."""
         return self.stage == self.topology.pipeline - 1
 
     def layers(self, num_layers: int) -> range:
@@ -150,7 +150,7 @@ class Rank(msgspec.Struct, frozen=True):
         return part(num_layers, self.topology.pipeline, self.stage)
 
     def heads(self, num_heads: int, num_kv_heads: int = 1) -> range:
-        """Return its query heads: all of its key and value heads, or a part if several ranks have the same one.
+        """Return its query heads: all heads of its key and value heads, or a part if ranks share a key and value head.
 
         `num_kv_heads` divides `num_heads`. Empty for some ranks if there are fewer heads than tensor ranks.
         """
@@ -163,20 +163,20 @@ class Rank(msgspec.Struct, frozen=True):
         return range(kept.start * group + inside.start, kept.start * group + inside.stop)
 
     def kv_heads(self, num_kv_heads: int) -> range:
-        """Return its key and value heads; where there are fewer than tensor ranks, several ranks have the same one."""
+        """Return its key and value heads; if there are fewer than tensor ranks, several ranks share one."""
         if not self.topology.repeats_kv_heads(num_kv_heads):
             return part(num_kv_heads, self.topology.tensor, self.tensor)
         head = self.tensor * num_kv_heads // self.topology.tensor
         return range(head, head + 1)
 
     def writes_kv(self, num_kv_heads: int) -> bool:
-        """Return True for the first of the ranks that have its key and value heads."""
+        """Return whether it is the first of the ranks that have its key and value heads."""
         size = self.topology.tensor
         first = ceil_div(self.tensor * num_kv_heads // size * size, num_kv_heads)
         return self.tensor == first or not self.topology.repeats_kv_heads(num_kv_heads)
 
     def columns(self, num_columns: int, unit: int = PANEL) -> range:
-        """Return its outputs of a matrix in whole units; only the last unit may be shorter. It may be empty."""
+        """Return its outputs of a matrix, perhaps none, in whole units; only the matrix's last unit may be shorter."""
         return columns(num_columns, unit, self.topology.tensor, self.tensor)
 
     def vocabulary(self, vocab_size: int) -> range:
@@ -198,7 +198,7 @@ class Rank(msgspec.Struct, frozen=True):
 
 
 def part(count: int, num_parts: int, index: int) -> range:
-    """Return part `index` of range(count), split into `num_parts` that differ by one at most; the first are larger."""
+    """Return part `index` of range(count), split into `num_parts`; the first parts may be larger by one."""
     least, larger = divmod(count, num_parts)
     start = index * least + min(index, larger)
     return range(start, start + least + (index < larger))
@@ -211,17 +211,17 @@ def columns(count: int, unit: int, num_parts: int, index: int) -> range:
 
 
 Split = Literal["whole", "heads", "kv_heads", "attention", "columns", "experts"]
-"""How ranks split a matrix: not at all, by heads, by outputs, or by experts and the outputs of each.
+"""Ways to split a matrix over ranks: not at all, by heads, by outputs, or by experts and the outputs of each.
 
-Matrices of attention are split by heads or outputs; where ranks split its rows, each has them whole.
+Matrices of attention are split by heads or outputs; if ranks split the rows of attention, each has the whole matrices.
 """
 
 
 class SplitWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """Weights that ranks split in one way.
+    """Weights that ranks split in the same way.
 
-    layers: layers whose stages hold them. The embedding is with the first layer, the output layer with the last one.
-    outputs, unit: outputs of each matrix, and how many stay together, where outputs are split.
+    layers: layers whose stages hold them. The embedding belongs to the first layer, the output layer to the last one.
+    outputs, unit: outputs of each matrix and, if outputs are split, how many stay together.
     """
 
     layers: tuple[int, ...]
@@ -232,12 +232,12 @@ class SplitWeights(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenBytes(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of the activations of a token on the kernels.
+    """Bytes of activations per token in the CPU kernels.
 
-    whole: of each rank.
-    split: of all ranks of a stage together.
-    attention: of all ranks of a stage together, unless they split its rows: then of each, beside its share of x.
-    passed: of x, the hidden state, which a stage passes on.
+    whole: in each rank.
+    split: in all ranks of a stage together.
+    attention: in all ranks of a stage together; if they split its rows, in each rank, in addition to its share of x.
+    passed: of x, the hidden state, which a stage passes to the next.
     """
 
     whole: int = 0
@@ -246,7 +246,7 @@ class TokenBytes(msgspec.Struct, frozen=True, kw_only=True):
     passed: int = 0
 
     def held(self, rank: Rank, slots: int) -> int:
-        """Count those of `rank` with `slots` steps in flight. Memory of two processes counts half for each."""
+        """Count the bytes of `rank` with `slots` steps in flight. Memory shared by two processes counts half."""
         topology = rank.topology
         neighbours = (not rank.embeds) + (not rank.projects)
         divided = self.split + self.passed * slots * neighbours // 2
@@ -256,7 +256,7 @@ class TokenBytes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelParts(msgspec.Struct, frozen=True, kw_only=True):
-    """What ranks split of a model; without experts, `num_experts` is 0."""
+    """The parts of a model that ranks split; without experts, `num_experts` is 0."""
 
     num_layers: int
     num_heads: int
@@ -272,7 +272,7 @@ class ModelParts(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self._held(weights, rank) for weights in self.weights if not own.isdisjoint(weights.layers))
 
     def head_share(self, rank: Rank) -> float:
-        """Return the rank's part of all query heads, or of all rows."""
+        """Return the rank's share of all query heads, or of all rows."""
         heads = rank.attention.heads(self.num_heads, self.num_kv_heads)
         return len(heads) / self.num_heads / rank.topology.data
 
@@ -295,7 +295,7 @@ class ModelParts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def merged(weights: Iterable[SplitWeights]) -> tuple[SplitWeights, ...]:
-    """Add up the weights that are split alike."""
+    """Sum the weights that are split in the same way."""
     sizes: dict[SplitWeights, int] = {}
     for one in weights:
         alike = msgspec.structs.replace(one, num_bytes=0)
@@ -304,16 +304,16 @@ def merged(weights: Iterable[SplitWeights]) -> tuple[SplitWeights, ...]:
 
 
 class NumaNode(msgspec.Struct, frozen=True):
-    """CPUs that this process may use and that share the memory of one NUMA node."""
+    """The allowed CPUs of one NUMA node."""
 
     index: int
     cpus: tuple[int, ...]
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank runs. Its memory lies on the node of the CPU that first writes to it.
+    """The placement of a rank. Its memory lies on the node of the CPU that first writes to it.
 
-    So no `set_mempolicy` is needed, which most containers forbid; nor does a full node end the process.
+    So `set_mempolicy`, which most containers forbid, is not needed, and a full node does not end the process.
 
     cpus: CPUs of its threads; empty for all that the process may use.
     node: NUMA node of all these CPUs, or None.
@@ -326,10 +326,10 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def place_ranks(nodes: Sequence[NumaNode], num_ranks: int, num_threads: int) -> tuple[Placement, ...]:
-    """Give each rank CPUs and its part of `num_threads`: at least one thread, at most one for each of its CPUs.
+    """Give each rank CPUs and its part of `num_threads`: at least one thread, at most one per CPU.
 
-    Each node gets equally many ranks where that is possible; otherwise all CPUs are split in order. Where there are
-    fewer CPUs than ranks, ranks share them.
+    If possible, each node gets the same number of ranks; otherwise all CPUs are split in order. If there are fewer CPUs
+    than ranks, ranks share CPUs.
     """
     each, rest = divmod(num_ranks, max(1, len(nodes)))
     if nodes and not rest:
@@ -345,7 +345,7 @@ def place_ranks(nodes: Sequence[NumaNode], num_ranks: int, num_threads: int) -> 
 
 
 def _share(cpus: Sequence[int], count: int, index: int) -> tuple[int, ...]:
-    """Return part `index` of `count` of the CPUs, or one of them where there are too few."""
+    """Return part `index` of `count` of the CPUs, or a single CPU if there are too few."""
     if len(cpus) < count:
         return tuple(cpus[index * len(cpus) // count :][:1])
     own = part(len(cpus), count, index)
