@@ -1,6 +1,6 @@
 """Small tools: clocks, measured rates, backoff, stable hashes, size parsing.
 
-Imports nothing of ours.
+Imports no other module of the package.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 T = TypeVar("T")
 
 Clock = Callable[[], float]
-"""A source of time in seconds that never goes back, such as time.monotonic."""
+"""A source of time in seconds that never decreases, such as time.monotonic."""
 GIB = 1 << 30
 _SIZE_UNITS = {
     "": 1,
@@ -37,7 +37,7 @@ _SIZE_UNITS = {
 
 
 class Backoff:
-    """Exponential backoff: after each failure in a row, wait twice as long, from `first_s` up to `last_s`."""
+    """Exponential backoff: the wait doubles with each consecutive failure, from `first_s` up to `last_s`."""
 
     def __init__(self, first_s: float = 1.0, last_s: float = 60.0) -> None:
         self._first_s = self.next_wait_s = first_s
@@ -45,21 +45,21 @@ class Backoff:
         self._retry_s = 0.0
 
     def fail(self, now_s: float) -> None:
-        """Wait from now on before the next try."""
+        """Start the wait before the next attempt."""
         self._retry_s = now_s + self.next_wait_s
         self.next_wait_s = min(2 * self.next_wait_s, self._last_s)
 
     def succeed(self) -> None:
-        """Wait only `first_s` after the next failure."""
+        """Reset the wait after the next failure to `first_s`."""
         self.next_wait_s = self._first_s
 
     def is_over(self, now_s: float) -> bool:
-        """Return whether it is time to try again."""
+        """Return whether the wait is over."""
         return now_s >= self._retry_s
 
 
 class Rate:
-    """Units per second with exponential decay: a measurement weighs 0.9 of the next. Infinite until the first."""
+    """Units per second with exponential decay: a measurement has 0.9 of the next one's weight. Infinite at first."""
 
     def __init__(self) -> None:
         self._units = 0.0
@@ -71,7 +71,7 @@ class Rate:
         self._seconds = self._seconds * 0.9 + seconds
 
     def refuse(self) -> None:
-        """Raise the estimate 5 %, so that what was too slow to be used is tried again one day."""
+        """Raise the estimate by 5 %, so that a source that seems too slow is tried again later."""
         self._seconds /= 1.05
 
     @property
@@ -88,7 +88,7 @@ class Rate:
         return self.per_second if self.measured and self._seconds else 0.0
 
     def seconds(self, units: float) -> float:
-        """Return how long `units` are expected to take."""
+        """Return the expected time for `units`."""
         return units / self.per_second
 
 
@@ -101,7 +101,7 @@ def write_at(file: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file. Raises OSError, also for what might keep its reader waiting: a FIFO, a device, a folder."""
+    """Open a regular file. Raises OSError, also for a FIFO or device, whose reader might block, or a folder."""
     file = os.open(path, flags | os.O_NONBLOCK, 0o600)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
@@ -130,7 +130,7 @@ def ceil_div(numerator: int, denominator: int) -> int:
 
 
 def parse_size(text: str) -> int:
-    """Parse a size such as `512MiB`, `2GiB`, `1.5e9` or `4096` to bytes; raise ValueError if it is none."""
+    """Parse a size such as `512MiB`, `2GiB`, `1.5e9` or `4096` to bytes. Raises ValueError if it is not a size."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*([kKmMgGtT]?i?)[bB]?\s*", text)
     if match is None or match[2].lower() not in _SIZE_UNITS:
         raise ValueError(f"{text!r} is not a size; write bytes or a number with a unit, such as 2GiB")
@@ -138,7 +138,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(num_bytes: float) -> str:
-    """Write `num_bytes` with a binary unit and up to four significant digits, such as `1.25 GiB`."""
+    """Format `num_bytes` with a binary unit and up to four significant digits, such as `1.25 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(num_bytes) < 1024:
             return f"{num_bytes:.4g} {unit}"
@@ -147,17 +147,17 @@ def format_size(num_bytes: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Write a count with its noun: `1 request`, `2 requests`."""
+    """Format a count with its noun: `1 request`, `2 requests`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def install_extra(extra: str) -> str:
-    """Say how to install an extra of this package; no index has the package."""
+    """Return instructions to install an extra of this package, which is not in any package index."""
     return f"run in the checkout: pip install '.[{extra}]'"
 
 
 def one_of(texts: Sequence[str]) -> str:
-    """Write what there is to choose from: `a`, `a or b`, `a, b or c`."""
+    """Format alternatives: `a`, `a or b`, `a, b or c`."""
     *others, last = texts
     return f"{', '.join(others)} or {last}" if others else last
 
@@ -193,7 +193,7 @@ def decode_json(data: str | bytes | bytearray, kind: type[T]) -> T:
 
 
 def whole(value: object) -> int:
-    """Return a whole number of any kind, numpy's too, as int; raise ValueError for all else, truth values too."""
+    """Convert a whole number of any type, including numpy's, to int. Raises ValueError for others, and for booleans."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -203,7 +203,7 @@ def whole(value: object) -> int:
 
 
 def entries(value: Any) -> list[Any]:
-    """List what `value` holds; raise ValueError for a text, bytes, a mapping, and for what holds nothing."""
+    """Return the entries of `value`. Raises ValueError for text, bytes, a mapping, or a value that is not iterable."""
     try:
         if isinstance(value, str | bytes | bytearray | memoryview | Mapping):
             raise TypeError
