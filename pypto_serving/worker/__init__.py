@@ -1,1 +1,1 @@
-"""L2: the process that owns a device. Started by `python -m pypto_serving.worker`."""
+"""L2: the process that owns a device, started by `python -m pypto_serving.worker`."""

@@ -55,9 +55,9 @@ def run(parent: Parent[WorkerStart], wrap: Wrap = lambda runner: runner) -> None
 
 
 def open_prefault(config: EngineConfig, program: Program, runner: Runner) -> Callable[[], bool]:
-    """Return the prefault of KV memory; a function that does nothing with ranks on several NUMA nodes.
+    """Return the Prefault of KV memory. If ranks are on several NUMA nodes, return a function that does nothing.
 
-    Memory would lie on the node of this process.
+    There, prefaulted memory would lie on the node of this process.
     """
     if isinstance(program.memory, HostBlocks) and len({place.node for place in config.parallel.placements}) <= 1:
         return Prefault(program.memory.arenas, program.groups, runner.batch.tables)
@@ -65,9 +65,9 @@ def open_prefault(config: EngineConfig, program: Program, runner: Runner) -> Cal
 
 
 def open_stores(program: Program, start: WorkerStart) -> dict[Tier, Store]:
-    """Open the stores of all configured tiers but those left out.
+    """Open the stores of all configured tiers that are not left out.
 
-    Raises ConfigError for a folder or URL that cannot be used.
+    Raises ConfigError for an unusable folder or URL.
     """
     stores: dict[Tier, Store] = {}
     sizes = program.memory.block_bytes
@@ -92,7 +92,7 @@ def open_stores(program: Program, start: WorkerStart) -> dict[Tier, Store]:
 
 
 def inventories(stores: Mapping[Tier, Store], left_out: Iterable[Tier]) -> tuple[TierInventory, ...]:
-    """List what stores hold, but for host memory, of which the core knows; and the tiers that have none."""
+    """Return the inventories of stores, empty for host memory, which the core knows, and entries for tiers left out."""
     held = [store.inventory() for tier, store in stores.items() if tier != "host"]
     return (*held, *(TierInventory(tier, left_out=True) for tier in left_out))
 

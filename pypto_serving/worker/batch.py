@@ -1,4 +1,4 @@
-"""RowBatch: keep a worker's persistent rows, turn plans into dispatches, and append the sampled tokens."""
+"""RowBatch: keep a worker's persistent rows, convert plans to dispatches, and append the sampled tokens."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Dispatch(NamedTuple):
 
     rows [n]: the rows that sample; owners [n]: their indices in the dispatch.
     positions [n]: the position of the first token that row i samples, if every draft in flight is accepted.
-    num_drafts [n]: how many drafts are verified with it; None if no row has drafts.
-    num_logprobs [n]: what a device must return of them, see SamplingInputs; empty if the host samples.
+    num_drafts [n]: drafts that row i verifies; None if no row has drafts.
+    num_logprobs [n]: log-probabilities that a device must return, see SamplingInputs; empty if the host samples.
     lives [n]: the lives of the rows, to detect later that a row has a new request; None if no steps are held.
-    prompt_spans: prompt tokens whose logits follow those of the rows that sample.
+    prompt_spans: prompt tokens, whose logits follow those of the sampling rows.
     """
 
     inputs: StepInputs
@@ -45,7 +45,7 @@ class Dispatch(NamedTuple):
         return np.zeros(len(self.rows), np.int32) if self.num_drafts is None else self.num_drafts
 
     def drafts(self, i: int) -> list[int]:
-        """Return the drafts of the i-th row that samples."""
+        """Return the drafts of the i-th sampling row."""
         if self.num_drafts is None:
             return []
         end = int(self.inputs.query_start[self.owners[i] + 1])
@@ -54,11 +54,11 @@ class Dispatch(NamedTuple):
 
 
 class RowBatch:
-    """Owns the state of a worker's rows: tokens, how many are computed, block tables, sampling parameters.
+    """Owns the state of a worker's rows: tokens, numbers of computed ones, block tables, sampling parameters.
 
-    The last of `buffers` is that of draft layers, where there is one more than dispatches are held.
+    If there are more `buffers` than held dispatches, the last one is for draft layers.
 
-    Arrays are indexed by row in [0, R), R = max_num_seqs. A plan only names differences, so the work of a step grows
+    Arrays are indexed by row in [0, R), R = max_num_seqs. A plan contains only differences, so the work of a step grows
     with its tokens and new blocks, not with the length of its rows. Token intervals of a row, half open:
 
         [0, num_tokens)                      known: prompt, and tokens of collected dispatches
@@ -104,7 +104,7 @@ class RowBatch:
             self.drafts = RowDrafts(make_drafter, self.tokens, self._lay_out_drafts, self.samplers.draws)
 
     def pack_plan(self, plan: StepPlan) -> list[Dispatch]:
-        """Apply a plan's differences and lay out its tokens: in one dispatch, or in two if steps are split."""
+        """Apply a plan's differences, and lay out its tokens in one dispatch, or in two if steps are split."""
         for row in id_list(plan.drops):
             self.num_tokens[row] = 0
             self._lives[row] += 1
@@ -208,9 +208,9 @@ class RowBatch:
     def _draft(
         self, rows: Int32Array, known: Int32Array, most: Int32Array, samples: Int32Array, counts: Int32Array
     ) -> Int32Array | None:
-        """Return how many drafts each row gets, at most `most`; None if no row has any.
+        """Return the number of drafts of each row, at most `most`; None if no row has any.
 
-        Only rows that sample have drafts. The host writes its drafts after their known tokens.
+        Only rows that sample have drafts. The host writes them after the rows' known tokens.
         """
         if self._samples_on_device:
             return most
@@ -234,8 +234,8 @@ class RowBatch:
     ) -> None:
         """Append the sampled tokens of a collected dispatch: `counts` tokens per sampling row, None for one each.
 
-        Drafts beyond those `accepted` were rejected, so their positions are computed again; so is the last token of a
-        row with count 0. Tokens after the next one are forced: they are computed later.
+        Drafts after the `accepted` ones were rejected, so their positions are computed again, like the last token of a
+        row with count 0. Tokens after the next one are forced, and computed later.
         """
         rows = dispatch.rows
         if counts is None and dispatch.lives is None:
@@ -261,13 +261,13 @@ class RowBatch:
         self.num_tokens[rows] = starts + counts
 
     def still(self, dispatch: Dispatch) -> Int32Array:
-        """Return the rows of a dispatch that sample, int32 [n], with -1 for those that have a new request since."""
+        """Return the sampling rows of a dispatch, int32 [n], with -1 for rows that have a new request meanwhile."""
         if dispatch.lives is None:
             return dispatch.rows
         return np.where(dispatch.lives == self._lives[dispatch.rows], dispatch.rows, np.int32(-1))
 
     def _append(self, rows: Int32Array, ends: Int32Array, token_ids: Int32Array) -> None:
-        """Append one token to each row, which has `ends` tokens."""
+        """Append one token to each row, at position `ends`."""
         try:
             self.tokens[rows, ends] = token_ids
         except IndexError:

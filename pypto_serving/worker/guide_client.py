@@ -1,4 +1,4 @@
-"""The guide process, seen from the worker: how it starts and ends, and the rows that it follows."""
+"""The worker's side of the guide process: its start and end, and the rows that it follows."""
 
 from __future__ import annotations
 
@@ -40,31 +40,31 @@ from pypto_serving.worker.row_guide import NextTokens
 logger = logging.getLogger("pypto_serving.worker")
 
 MAX_CRASHES = 6
-"""How many processes may end one after the other for a row, or for none, for reasons that no grammar brings about."""
+"""Limit of consecutive processes that end for one row, or for no row, for reasons that a grammar cannot cause."""
 OWN_FAULTS: dict[int, str] = {
     signal.SIGPROF: "takes too long to follow: one token took more CPU time than is allowed",
     COMPILES_TOO_LONG: "takes too long to compile",
     signal.SIGABRT: "takes too much memory to follow, or nests too deeply",
     signal.SIGSEGV: "nests too deeply to be followed",
 }
-"""Signals that the row which a process works for brings about, and why."""
+"""Signals that are the fault of the row for which a process works, and their meaning."""
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""The process makes copies of itself, so no library must start threads there."""
+"""Environment that keeps libraries from starting threads in the process, which forks."""
 NOTHING: MaskArray = np.empty((0, 0), np.uint32)
-"""No mask after a draft."""
+"""No masks after drafts."""
 CPUS = tuple(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
-"""The CPUs of the worker when it imports this module, before a backend pins its main thread."""
+"""The worker's CPUs, read at import, before a backend pins the main thread."""
 
 
 class GuidedRow:
-    """A row with a guide, and the last answer of that guide. Owned by RowGuides.
+    """A row with a guide, and the guide's last answer. Owned by RowGuides.
 
-    - `life`: names it to the process that follows it; 0 if none does yet.
-    - `choice`: what the row may append next; None until its process answers.
-    - `ahead` [n, words]: the masks after the first n of its drafts; None until its process answers.
-    - `expected`: what must follow the last token, as far as that was known before it.
-    - `fault`: why it cannot go on, or None.
-    - `num_crashes`: how many processes ended while they worked for it.
+    - `life`: the row's id in messages to the process that follows it; 0 if none does yet.
+    - `choice`: the next tokens that the row may append; None until the process answers.
+    - `ahead` [n, words]: the masks after the first n of its drafts; None until the process answers.
+    - `expected`: tokens that must follow the last one, as far as known from earlier answers.
+    - `fault`: the error that ends the row, or None.
+    - `num_crashes`: number of processes that ended while they worked for the row.
     """
 
     def __init__(self, row: int, sampling: RowSampling, output: Sequence[int]) -> None:
@@ -86,14 +86,14 @@ class GuidedRow:
         return (self.choice is None or self.ahead is None) and self.fault is None
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Append what the row appended. Of what follows only the rest of expected tokens is known."""
+        """Record tokens that the row appended. Until the next answer, only remaining expected tokens are known."""
         expected, count = () if self.choice is None else self.choice.expected, len(token_ids)
         self.expected = expected[count:] if expected[:count] == tuple(token_ids) else ()
         self.choice, self.ahead = None, NOTHING
         self.output += token_ids
 
     def fail(self, error: RequestError) -> None:
-        """Fail the row. If that is due to its grammar, name the field of the request that it is from."""
+        """Fail the row. If its grammar is the reason, name the request's field with the grammar."""
         self.fault = error
         if error.status < HTTPStatus.INTERNAL_SERVER_ERROR and self.guide.grammar is not None:
             self.fault = RequestError(f"{self.guide.field}: {error}", param=self.guide.field, code=error.error_code)
@@ -101,7 +101,7 @@ class GuidedRow:
 
 
 class Death(NamedTuple):
-    """How a process ended, by `signal` or 0, and for whom: the life of a row and the key of its grammar, or 0."""
+    """The end of a process: its `signal` or 0, and the row for which it worked: its life and grammar's key, or 0."""
 
     life: int
     key: int
@@ -111,8 +111,8 @@ class Death(NamedTuple):
 class GuideProcess:
     """Owns the guide process, the channel to its copy that follows rows, and the shared masks.
 
-    Both start with the first row that is opened, and end when there has been none for long. After a death all rows are
-    forgotten, and the next row that is opened starts another copy: later and later while they end for no row.
+    Process and copy start with the first row, and end after a long time without rows. After a death all rows are
+    forgotten, and the next row starts another copy, with growing delays if copies end without a row at fault.
     """
 
     def __init__(self, model_dir: str, vocab_size: int, max_rows: int, max_drafts: int = 0) -> None:
@@ -149,7 +149,7 @@ class GuideProcess:
             self._unsent.clear()
 
     def _start_copy(self, eos_ids: bytes) -> SocketChannel[GuideAnswers]:
-        """Start a copy, and the process if there is none. If that fails, the channel is closed."""
+        """Start a copy, and the process if there is none. If this fails, the returned channel is closed."""
         channel, theirs = SocketChannel.pair(GuideAnswers)
         self._heard_s = time.monotonic()
         with theirs, suppress(OSError):
@@ -174,9 +174,9 @@ class GuideProcess:
         self._control = ours
 
     def receive(self, timeout_s: float) -> GuideAnswers | None:
-        """Return the next answers of the process, or None if none come in time.
+        """Return the next answers of the process, or None if there are none in time.
 
-        Between copies it waits as well, so that the caller does not compute in vain until the next one starts.
+        Wait also while no copy runs, so that the caller does not compute in vain until the next one starts.
         """
         self._flush()
         if self._channel is None:
@@ -188,7 +188,7 @@ class GuideProcess:
         return answers
 
     def death(self) -> Death | None:
-        """Return how the process ended, once, if it did. One that is silent for too long is ended."""
+        """Return the process's death, once, or None. End a process that has been silent for too long."""
         if self._channel is None or not (self._channel.gone or self._is_stuck()):
             return None
         code = self._end_code() if self._channel.gone else None
@@ -243,8 +243,8 @@ MakeGuideProcess = Callable[[str, int, int, int], GuideProcess]
 class GuideClient:
     """Owns the guide process and knows the rows that it follows, by their lives. Owned by RowGuides.
 
-    The answers of a process depend on the guide and the tokens of a row alone. So when it dies, another one follows the
-    same rows from their first token on. A grammar that ended one is refused when it comes again.
+    The answers of a process depend only on a row's guide and tokens. So when it dies, another process follows the same
+    rows from their first token on. A grammar that ended a process is refused from then on.
     """
 
     def __init__(self, process: GuideProcess) -> None:
@@ -268,23 +268,23 @@ class GuideClient:
         self.process.send(opened)
 
     def drop(self, guided: GuidedRow) -> None:
-        """Stop following a row, and drop the work left for it."""
+        """Stop following a row, and drop its pending work."""
         if self.rows.pop(guided.life, None) is not None:
             self.process.send(DropRow(guided.life))
 
     def append(self, guided: GuidedRow, token_ids: Int32Array) -> None:
-        """Append what a row appended, with the next `flush`."""
+        """Queue tokens that a row appended for the next `flush`."""
         if guided.life in self.rows:
             self._appended.append((guided.life, token_ids))
 
     def draft(self, guided: GuidedRow, token_ids: Int32Array) -> None:
-        """Ask with the next `flush` which tokens are allowed after each draft of a row."""
+        """Queue drafts of a row for the next `flush`, to ask which tokens are allowed after each."""
         if guided.life in self.rows:
             guided.ahead = None
             self._drafted.append((guided.life, token_ids))
 
     def flush(self) -> None:
-        """Send the process what rows appended, and their drafts after that."""
+        """Send queued tokens and drafts to the process."""
         if self._appended:
             self.process.send(AppendTokens(*_packed(self._appended)))
             self._appended = []
@@ -293,7 +293,7 @@ class GuideClient:
             self._drafted = []
 
     def receive(self, timeout_s: float) -> bool:
-        """Take the answers of the process; return False if there are none. If it died, start another."""
+        """Process new answers; return False if there are none. If the process died, start another."""
         if not self.rows:
             return False
         answers = self.process.receive(timeout_s)
@@ -325,7 +325,7 @@ class GuideClient:
                 guided.fail(error)
 
     def _recover(self, death: Death) -> None:
-        """Blame the row that ended the process, which may have left, and let another process follow the others."""
+        """Fail the row that ended the process, if it is still there, and let another process follow the others."""
         if death.key and (words := OWN_FAULTS.get(death.signal)) is not None:
             error = GrammarError(f"the grammar {words}; simplify it, or make it less ambiguous")
             self._refused.add(death.key, error)
@@ -345,6 +345,6 @@ class GuideClient:
 
 
 def _packed(pieces: list[tuple[int, Int32Array]]) -> tuple[list[int], list[int], bytes]:
-    """Return the lives of rows, how many tokens each has, and all tokens."""
+    """Return the lives of rows, their numbers of tokens, and all tokens concatenated."""
     lives, tokens = zip(*pieces, strict=True)
     return list(lives), [len(each) for each in tokens], np.concatenate(tokens, dtype=np.int32).tobytes()

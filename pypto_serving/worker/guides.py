@@ -1,4 +1,4 @@
-"""RowGuides: the guides of a worker's rows, followed by a process of its own while the next step is computed."""
+"""RowGuides: the guides of a worker's rows, followed by a separate process while the next step is computed."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from pypto_serving.worker.guide_client import NOTHING, GuideClient, GuidedRow, G
 from pypto_serving.worker.masks import RowMasks
 
 PATIENCE_S = 0.01
-"""How long a step waits for guides that are late, once one of its rows can go on without them. A row without what it
-needs is computed again."""
+"""Limit of a step's wait for late guides if any of its rows is ready. A row whose guide has not answered is computed
+again."""
 WAIT_SHARE = 0.1
-"""Share of the time that steps wait if they also have rows without a guide."""
+"""Limit of the share of time spent waiting for guides in steps that also have rows without a guide."""
 
 
 class StepConstraints(NamedTuple):
-    """What guides allow the n rows that sample, by index.
+    """Constraints by guides on the n sampling rows, by index.
 
-    - `guides`: of the rows that have one.
+    - `guides`: guides of the rows that have one.
     - `withheld`: rows that cannot sample yet.
-    - `forced`: what a row appends in place of a sampled token.
-    - `faults`: why a row cannot go on.
-    - `known_drafts`: after how many of a row's drafts the allowed tokens are known.
+    - `forced`: tokens that a row appends instead of a sampled one.
+    - `faults`: errors that end rows.
+    - `known_drafts`: number of a row's drafts after which the allowed tokens are known.
     """
 
     guides: dict[int, GuidedRow]
@@ -38,9 +38,9 @@ class StepConstraints(NamedTuple):
 
 
 class RowGuides:
-    """Owns what is known of the guides of rows. Rows without one cost nothing.
+    """Owns the state of the guides of rows. Rows without a guide cost nothing.
 
-    A process follows grammars; it starts with the first row that has a guide. Until then `_client` is None.
+    A process follows grammars. It starts with the first row that has a guide; until then `_client` is None.
     """
 
     def __init__(self, make_process: Callable[[], GuideProcess], masks: RowMasks) -> None:
@@ -52,14 +52,14 @@ class RowGuides:
         self._waited_s = 0.0
 
     def start(self, row: int, sampling: RowSampling, output: Sequence[int]) -> None:
-        """Guide `row`, which has the tokens `output` already."""
+        """Begin to guide `row`, which already has the tokens `output`."""
         if self._client is None:
             self._client = GuideClient(self._make_process())
         guided = self._rows[row] = GuidedRow(row, sampling, output)
         self._client.open(guided)
 
     def clear(self, row: int) -> None:
-        """Forget the guide of `row`; what it has yet to do is dropped."""
+        """Forget the guide of `row`, and drop its pending work."""
         if (guided := self._rows.pop(row, None)) is not None and self._client is not None:
             self._client.drop(guided)
 
@@ -70,14 +70,14 @@ class RowGuides:
             self._client = None
 
     def expected(self, rows: Int32Array) -> dict[int, tuple[int, ...]]:
-        """Return what must follow the last token of `rows` [n], by index, where that is known already."""
+        """Return, by index, the tokens that must follow the last one of `rows` [n], as far as already known."""
         if not self._rows:
             return {}
         found = ((i, self._rows.get(row)) for i, row in enumerate(rows.tolist()))
         return {i: guided.expected for i, guided in found if guided is not None and guided.expected}
 
     def draft(self, rows: Int32Array, known: Int32Array, counts: Int32Array, tokens: Int32Array) -> None:
-        """Give guides the `counts` [n] drafts that `rows` [n] verify, after their `known` [n] of `tokens`."""
+        """Pass to guides the `counts` [n] drafts that `rows` [n] verify, which follow their `known` [n] in `tokens`."""
         if self._client is None or not self._rows:
             return
         for i, row in enumerate(rows.tolist()):
@@ -86,9 +86,9 @@ class RowGuides:
         self._client.flush()
 
     def constrain(self, rows: Int32Array, num_drafts: Int32Array | None = None) -> StepConstraints | None:
-        """Return what `rows` [n], which sample now, may choose, and set their masks. Wait a little for the process.
+        """Return the constraints of `rows` [n], which sample now, and set their masks. Wait a little for the process.
 
-        A row of -1 has no guide. Row i verifies `num_drafts[i]` drafts. None if no row has a guide.
+        A row of -1 has no guide. Row i verifies `num_drafts[i]` drafts. Return None if no row has a guide.
         """
         if self._client is None or not self._rows:
             return None
@@ -117,16 +117,16 @@ class RowGuides:
         return constraints
 
     def _put_ahead(self, guided: GuidedRow, num_drafts: int) -> int:
-        """Set the masks after the drafts of a row; return after how many drafts the allowed tokens are known."""
+        """Set the masks after the drafts of a row; return the number of drafts with a known mask after them."""
         ahead = NOTHING if guided.ahead is None else guided.ahead[:num_drafts]
         for draft, mask in enumerate(ahead):
             self._masks.put(guided.row, 1 + draft, mask)
         return len(ahead)
 
     def _wait(self, client: GuideClient, late: Sequence[GuidedRow], num_ready: int, has_others: bool) -> None:
-        """Take in what was found out, and wait for `late`. If no other row is ready, wait as long as a token may take.
+        """Process new answers, and wait for the rows `late`. While no row is ready, wait as long as a token may take.
 
-        Once one is, wait by PATIENCE_S at most. If the step has other rows, waits take at most WAIT_SHARE of the time.
+        Once a row is ready, wait at most PATIENCE_S. If the step has other rows, wait at most WAIT_SHARE of the time.
         """
         client.receive(0.0)
         began_s = time.monotonic()
@@ -143,7 +143,7 @@ class RowGuides:
             self._may_wait_s -= self._waited_s - began_s
 
     def append(self, rows: Int32Array, constraints: StepConstraints, counts: Int32Array, token_ids: Int32Array) -> None:
-        """Append what `rows` [n] appended: `counts` [n] of `token_ids`, row after row."""
+        """Record the tokens appended by `rows` [n]: `counts` [n] of `token_ids`, row after row."""
         assert self._client is not None
         ends = counts.cumsum()
         for i, guided in constraints.guides.items():

@@ -14,7 +14,7 @@ from pypto_serving.worker.prompt_logprobs import PromptSpan, logits_rows, num_lo
 
 
 class RowTables:
-    """Owns the block tables of all rows in one group: row i has the first `lengths[i]` ids of `blocks[i]`, [R, n]."""
+    """Owns the block tables of all rows in one group: row i has the first `lengths[i]` ids of blocks[i]; [R, n]."""
 
     def __init__(self, rows: int, copies: list[PackedTable]) -> None:
         self.blocks: Int32Array = np.zeros((rows, copies[0].width), dtype=np.int32)
@@ -38,7 +38,7 @@ class RowTables:
 class PackedTable:
     """Owns one dispatch's packed copy of a group's block tables, in `buffer` [R, n].
 
-    If a line of the buffer had the same row in the dispatch before, only the new ids are copied.
+    If a line of the buffer had the same row in the last dispatch, only new ids are copied.
     """
 
     def __init__(self, buffer: Int32Array) -> None:
@@ -48,11 +48,11 @@ class PackedTable:
         self._copied: Int32Array = np.zeros(len(buffer), dtype=np.int32)
 
     def forget_row(self, row: int) -> None:
-        """Copy the whole table of `row` next time, since the row has a new request."""
+        """Mark the table of `row` to be copied completely next time, since the row has a new request."""
         self._owner[self._owner == row] = -1
 
     def pack_rows(self, tables: RowTables, rows: Int32Array, padded: int) -> Int32Array:
-        """Copy the tables of `rows` [r], then null blocks up to `padded` rows. Return a view as wide as the longest."""
+        """Copy the tables of `rows` [r], then null blocks up to `padded` rows. Return a view of the longest's width."""
         num_rows = len(rows)
         owner, copied, lengths = self._owner[:num_rows], self._copied[:num_rows], tables.lengths[rows]
         if owner.tobytes() != rows.tobytes():
@@ -70,19 +70,19 @@ class PackedTable:
 
 
 class Lines:
-    """Owns the order of rows in one dispatch's buffers: a row keeps its line, so that its tables stay copied.
+    """Owns the order of rows in one dispatch's buffers. A row keeps its line, so that its tables need no new copy.
 
-    The line of a row that leaves goes to a new row, or to the row on the last line.
+    When a row leaves, its line is given to a new row, or to the row on the last line.
     """
 
     def __init__(self, num_lines: int) -> None:
-        # One more entry than there are lines: -1, which stands for no row and no line, indexes it.
+        # One extra entry, indexed by -1, which means no row and no line.
         self._rows: Int32Array = np.full(num_lines + 1, -1, dtype=np.int32)
         self._asked = b""
         self._order: Int32Array | None = None
 
     def order(self, rows: Int32Array) -> Int32Array | None:
-        """Return the index into `rows` [r] of the row on each of r lines; None if they are in this order already."""
+        """Return, for each of r lines, the index of its row in `rows` [r]; None if they are in this order already."""
         asked = rows.tobytes()
         if asked != self._asked:
             order = self._arrange(rows)
@@ -90,7 +90,7 @@ class Lines:
         return self._order
 
     def _arrange(self, rows: Int32Array) -> Int32Array:
-        """Leave rows on their lines if these are among the first r, and put the others on free ones, in order."""
+        """Keep rows on their lines if these are among the first r; put the others on free lines, in order."""
         num_rows, num_lines = len(rows), len(self._rows) - 1
         line_of: Int32Array = np.full(num_lines + 1, -1, dtype=np.int32)
         line_of[self._rows[:-1]] = np.arange(num_lines, dtype=np.int32)
@@ -109,11 +109,11 @@ NONE: Int32Array = np.empty(0, dtype=np.int32)
 
 
 class DispatchRows(NamedTuple):
-    """The rows of a plan that go into one dispatch, all int32 [r].
+    """The rows of a plan in one dispatch, all int32 [r].
 
-    counts: tokens to compute, the drafts included; computed: the position of the first.
+    counts: tokens to compute, including drafts; computed: the position of the first.
     drafts: how many of the last tokens are drafts; None if no row has drafts.
-    samples: indices in [0, r) of the rows that sample; pending: of the rows whose last step is in flight.
+    samples: indices in [0, r) of rows that sample; pending: of rows whose last step is in flight.
     prompt_spans: the prompt tokens whose log-probabilities are returned.
     """
 
@@ -188,7 +188,7 @@ class DispatchLayout:
         slots += positions
 
     def _pad(self, kind: DispatchKind, num_rows: int, num_tokens: int) -> int:
-        """Add rows of one token each in the null block, up to a row count of the program. Return that count."""
+        """Add rows with one token each, in the null block, up to a row count of the program. Return that count."""
         if kind != "decode" or not self._padded_rows:
             return num_rows
         padded = next(count for count in self._padded_rows if count >= num_rows)
@@ -215,7 +215,7 @@ class DispatchLayout:
         return found
 
     def _with_prompt_rows(self, part: DispatchRows, starts: Int32Array) -> Int32Array:
-        """Return the indices of `_logits_rows`, then those of the prompt spans."""
+        """Return the indices of `_logits_rows`, then the tokens of the prompt spans."""
         sampling = len(self._logits_rows(part, starts))
         found = self._buffers.logits_rows[: sampling + num_logits(part.prompt_spans)]
         found[sampling:] = logits_rows(part.prompt_spans, starts)
@@ -223,7 +223,7 @@ class DispatchLayout:
 
 
 def _padded(buffer: Int32Array, values: Int32Array, padded: int, filler: int) -> Int32Array:
-    """Write `values` to `buffer`, then `filler` up to length `padded`. Return that view."""
+    """Write `values` to `buffer`, then `filler` up to length `padded`. Return a view of them."""
     found = buffer[:padded]
     found[: len(values)] = values
     if len(values) < padded:

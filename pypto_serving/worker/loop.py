@@ -14,11 +14,11 @@ from pypto_serving.worker.layout import RowTables
 from pypto_serving.worker.runner import PlanExecutor
 
 QUIET_S, PAUSE_S = 0.25, 0.005
-"""How long no message must come before the worker is idle, and before it continues to prefault."""
+"""Seconds without a message after which the worker is idle, and after which it continues to prefault."""
 PREFAULT_TOKENS = 8192
-"""Tokens for whose blocks there is memory after those that rows have had."""
+"""Keep memory ready for the blocks of this many tokens after the highest used block."""
 PREFAULT_BYTES = 4 << 20
-"""Memory to provide at once: a request that comes meanwhile waits for it, or its loads."""
+"""Memory to prefault at once; a request or load that arrives meanwhile must wait for it."""
 
 
 def serve(
@@ -31,8 +31,8 @@ def serve(
 ) -> None:
     """Send `hello`, then execute plans in order until told to stop. Call `step_done` after each step.
 
-    Collect a step when the program can hold no more, or when no message waits. While there is nothing to do, call
-    `idle`, which does some of what can wait and returns whether more is left.
+    Collect a step when the program can hold no more, or when no message waits. When there is nothing to do, call
+    `idle`, which does a part of the background work and returns whether more is left.
     """
     patience_s = QUIET_S
 
@@ -59,11 +59,11 @@ def serve(
 
 
 class Prefault:
-    """Provides memory in `arenas`, uint8 [blocks, block_bytes] of each group, ahead of the block tables `tables`.
+    """Prefaults memory of `arenas`, uint8 [blocks, block_bytes] per group, ahead of the block tables `tables`.
 
-    The system zeroes a page when it is first written, and a virtual machine may first have to ask its host for it; a
-    step that fills new blocks would wait for that. Blocks are used in order of their ids, so memory is provided after
-    the highest one, and a server takes at most that much more than it uses.
+    The system zeroes a page at the first write, and a virtual machine may have to get it from its host; a step that
+    fills new blocks would wait for that. Blocks are used in order of their ids, so memory after the highest one is
+    prefaulted, and a server takes only this much more than it uses.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Prefault:
         self._ends = [0] * len(self._groups)
 
     def __call__(self) -> bool:
-        """Provide the next piece; return whether one was missing."""
+        """Prefault the next piece; return whether one was missing."""
         for g, (arena, group, table) in enumerate(self._groups):
             used = 1 + int(table.blocks.max())
             begin = max(self._ends[g], used)

@@ -11,9 +11,9 @@ from pypto_serving.types.sampler import MaskArray
 class RowMasks:
     """Owns the token masks of R rows: one for a row's next token, and one after each of its drafts.
 
-    Bit v % 32 of word v // 32 allows token v. A mask is what `put` gave and the row's allowed ids, both together; what
-    `put` gave alone if they have no token in common. It stays until the next `put`, or until the row goes. Memory of
-    masks that are never set is never touched.
+    Bit v % 32 of word v // 32 allows token v. A mask is the intersection of the one from `put` and the row's allowed
+    ids, or only the former if they have no token in common. It stays until the next `put`, or until the row is cleared.
+    Memory of masks that are never set is never touched.
     """
 
     def __init__(self, rows: int, vocab_size: int, max_drafts: int = 0) -> None:
@@ -35,10 +35,10 @@ class RowMasks:
         self.lift(row)
 
     def put(self, row: int, draft: int, mask: MaskArray | None) -> None:
-        """Set the mask of the token that `row` samples after `draft` drafts; None allows what `allow` does.
+        """Set the mask of the token that `row` samples after `draft` drafts; None leaves only the ids of `allow`.
 
-        `mask` has a word for each 32 ids of the vocabulary and is copied. Call before the tokens are sampled, or, if a
-        device samples, before the dispatch is submitted.
+        `mask` has a word for each 32 ids of the vocabulary and is copied. Must be called before the tokens are sampled
+        or, if a device samples, before the dispatch is submitted.
         """
         allowed, at = self._allowed.get(row), row * self._width + draft
         if mask is not None and allowed is not None and (both := mask & allowed).any():
@@ -52,7 +52,7 @@ class RowMasks:
             self._masked.discard(row)
 
     def lift(self, row: int) -> None:
-        """Allow all at every position of `row` from now on that `allow` does not exclude."""
+        """From now on, allow at every position of `row` all tokens that `allow` does not exclude."""
         for draft in range(self._width):
             self.put(row, draft, None)
 
@@ -64,7 +64,7 @@ class RowMasks:
             self._index[row] = -1
 
     def find(self, rows: Int32Array) -> Int32Array:
-        """Return where in `bits` the masks of `rows` are, -1 for none. A row repeats, once for each of its drafts."""
+        """Return the indices in `bits` of the masks of `rows`, -1 for none. A row repeats once per draft."""
         drafts = np.zeros(len(rows), np.int32)
         if self._width > 1 and len(rows):
             starts = np.flatnonzero(np.append(True, rows[1:] != rows[:-1]))

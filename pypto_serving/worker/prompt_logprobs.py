@@ -1,4 +1,4 @@
-"""Compute log-probabilities of prompt tokens: which logits of a dispatch they need, and their values."""
+"""Log-probabilities of prompt tokens: find the necessary logits in a dispatch, and compute the values."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ BAD_PROMPT = "the model's logits are not finite for this prompt; the prompt or t
 
 
 class PromptSpan(NamedTuple):
-    """Tokens of one row whose logits, computed by a dispatch, give the log-probabilities of the tokens after them.
+    """n consecutive tokens of one row in a dispatch, whose logits give the log-probabilities of their successors.
 
     row: the worker's row; owner: its index in the dispatch.
-    first: how many of the row's tokens in the dispatch precede them.
-    targets int32 [n]: the token after each of the n tokens.
-    width: how many of the most likely tokens are returned for each.
+    first: number of the row's tokens in the dispatch before these.
+    targets int32 [n]: the successor of each token.
+    width: how many most likely tokens to return for each.
     """
 
     row: int
@@ -33,7 +33,7 @@ class PromptSpan(NamedTuple):
 
 
 class PromptLogprobRows:
-    """Owns which rows need more prompt log-probabilities, for RowBatch. False while no row does.
+    """Owns the set of rows that need more prompt log-probabilities, for RowBatch. False if it is empty.
 
     The log-probabilities of the tokens at [1, n) of a prompt come from the logits of those at [0, n - 1).
     """
@@ -81,7 +81,7 @@ def logits_rows(spans: Sequence[PromptSpan], query_start: Int32Array) -> Int32Ar
 
 
 def num_logits(spans: Sequence[PromptSpan]) -> int:
-    """Return how many rows of logits a dispatch has for `spans`."""
+    """Return the number of rows of logits for `spans`."""
     return sum(len(each.targets) for each in spans)
 
 
@@ -90,7 +90,7 @@ def compute_prompt_logprobs(
 ) -> tuple[list[RowPromptLogprobs], list[RowFault]]:
     """Return the log-probabilities of the `spans`, and faults of rows whose logits are not finite.
 
-    `logits` [n, vocab] hold those of all spans, in order.
+    `logits` [n, vocab] are those of all spans, in order.
     """
     found, faults, end = [], [], 0
     for row, _, _, targets, width in spans:

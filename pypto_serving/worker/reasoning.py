@@ -23,7 +23,7 @@ class TokenTexts:
         return self._texts[token_id]
 
     def beyond(self, mark: bytes) -> list[list[int]]:
-        """Return for each n the tokens that end `mark` after its first n bytes, and go on. Takes time, once."""
+        """Return, for each n, the tokens that complete `mark` after its first n bytes and continue. Slow at first."""
         if mark not in self._beyond:
             ends = [(i, text) for i, text in enumerate(self._texts) if mark[-1:] in text[:-1]]
             self._beyond[mark] = [
@@ -35,13 +35,13 @@ class TokenTexts:
 
 
 class ReasoningState:
-    """Where an output stands, from the text of its tokens alone, however it is cut; see Reasoning. Owned by a RowGuide.
+    """The stage of an output, determined only by its text, not by its tokens; see Reasoning. Owned by a RowGuide.
 
     opening      all text so far is white space, or the beginning of `begin`
-    reasoning    neither `end` nor one of `calls` has come
-    content      the rest. `content_ids` are the last tokens if they are content already: those of a call
+    reasoning    neither `end` nor one of `calls` has appeared
+    content      the rest. `content_ids`: the last tokens, if they belong to the content because they begin a call
 
-    `texts` are those of all tokens.
+    `texts`: the texts of all tokens.
     """
 
     def __init__(self, reasoning: Reasoning, max_tokens: int | None, texts: TokenTexts) -> None:
@@ -56,10 +56,10 @@ class ReasoningState:
         self._num_opened = 0
         self._num_tokens = 0
         self._tail: deque[tuple[int, bytes]] = deque(maxlen=max(map(len, self._marks)))
-        """The last tokens of the reasoning; as many as a mark has bytes hold all of it."""
+        """The last tokens of the reasoning, as many as the longest mark has bytes, which suffices to contain it."""
 
     def copy(self) -> ReasoningState:
-        """Return a state that stands where this one does."""
+        """Return a copy of this state."""
         copied = copy.copy(self)
         copied._tail = self._tail.copy()
         return copied
@@ -106,12 +106,12 @@ class ReasoningState:
 
     @property
     def opening_id(self) -> int | None:
-        """Return the next token of `begin_ids`, while the stage is `opening`; None if another way was taken."""
+        """Return the next token of `begin_ids` in the stage `opening`; None if the output deviates from them."""
         ids = self._reasoning.begin_ids
         return ids[self._num_opened] if self._num_opened < len(ids) else None
 
     def forced(self) -> tuple[int, ...]:
-        """Return what must follow: the rest of `end_ids` once the reasoning has its maximum of tokens."""
+        """Return the tokens that must follow: the rest of `end_ids` once the limit of reasoning tokens is reached."""
         if self.stage != "reasoning" or self._max_tokens is None or self._num_tokens < self._max_tokens:
             return ()
         end, last = self._reasoning.end_ids, tuple(token_id for token_id, _ in self._tail)
@@ -121,7 +121,7 @@ class ReasoningState:
         return end
 
     def beyond(self) -> list[int]:
-        """Return the tokens that would end a mark and go on, in which no grammar would have a say."""
+        """Return the tokens that would complete a mark and continue with content that no grammar has checked."""
         read = b"".join(piece for _, piece in self._tail)
         return [
             token_id

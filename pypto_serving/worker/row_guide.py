@@ -1,4 +1,4 @@
-"""RowGuide: what a row with a guide may choose next."""
+"""RowGuide: determine the next tokens that a row with a guide may choose."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pypto_serving.types.sampler import MaskArray
 from pypto_serving.worker.reasoning import ReasoningState, TokenTexts
 
 MAX_FORCED = 128
-"""Tokens that a row appends at once."""
+"""Limit of tokens that a row appends at once."""
 
 
 class NextTokens(NamedTuple):
-    """What a row may append next.
+    """The tokens that a row may append next.
 
     - `forced`: tokens that must follow, to be appended without sampling.
     - `expected`: tokens that must follow, to be sampled one by one.
-    - `mask`: the tokens that may be chosen, or None for all. It is only valid until its owner works for another row.
-    - `is_done`: whether nothing is restricted any more.
+    - `mask`: the allowed tokens, or None for all. Only valid until its owner works for another row.
+    - `is_done`: there are no restrictions any more.
     """
 
     forced: tuple[int, ...] = ()
@@ -43,13 +43,13 @@ class NextTokens(NamedTuple):
 class RowGuide:
     """Follows the output of one row.
 
-    Its choices depend on the guide and on the output tokens alone. A matcher has limits on the work of each of its
-    calls, so they too are made in the same order whether tokens come one by one or, after a restart, all at once.
+    Its choices depend only on the guide and the output tokens. A matcher limits the work of each call, so calls are
+    made in the same order whether tokens come one by one or, after a restart, all at once.
 
-    - `matcher` stands at the beginning of the content; None for no grammar.
-    - `bits` is where masks are written. Rows may share it.
-    - `texts` are those of all tokens.
-    - `jumps`: whether forced tokens are appended all at once; else they are sampled one by one.
+    - `matcher` is at the beginning of the content; None without a grammar.
+    - `bits`: memory for masks. Rows may share it.
+    - `texts`: the texts of all tokens.
+    - `jumps`: append forced tokens all at once; else they are sampled one by one.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RowGuide:
         self._has_grammar = matcher is not None
         self._matcher = matcher
         self._content: Matcher | None = None
-        """Where the content begins, if an opening may be followed before."""
+        """The matcher at the beginning of the content, if the output may still open with reasoning."""
         if matcher is not None and self._stage == "opening":
             self._content = matcher.copy()
         self._ended = False
@@ -82,11 +82,11 @@ class RowGuide:
         return "content" if self._state is None else self._state.stage
 
     def open(self) -> None:
-        """Stand before the first token. Takes time. Raises RequestError."""
+        """Determine the choice of the first token. Slow. Raises RequestError."""
         self._prepare()
 
     def append(self, token_id: int) -> None:
-        """Append a token of the output. Takes time. Raises RequestError."""
+        """Append a token of the output. Slow. Raises RequestError."""
         if self._forced and self._forced[0] == token_id:
             self._forced.popleft()
         else:
@@ -96,7 +96,7 @@ class RowGuide:
             self._prepare()
 
     def choice(self) -> NextTokens:
-        """Return what may follow."""
+        """Return the tokens that may follow."""
         if self._stage == "content" and not self._has_grammar:
             return NextTokens(is_done=True)
         if self._forced:
@@ -105,9 +105,9 @@ class RowGuide:
         return NextTokens(mask=self._mask)
 
     def look_ahead(self, drafts: Sequence[int], masks: MaskArray) -> Iterator[int]:
-        """Write to masks[i + 1] what may follow drafts[: i + 1], as far as they match; yield i + 1 after each.
+        """Write the mask after drafts[: i + 1] to masks[i + 1], as far as the drafts match; yield i + 1 after each.
 
-        masks[0] is that of the last choice, if it has one. The guide stays where it is. Takes time.
+        masks[0] is the mask of the last choice, if it has one. Does not change the guide. Slow.
         """
         if self._ended or self._stage == "opening":
             return
@@ -119,7 +119,7 @@ class RowGuide:
                 return
             try:
                 copied.append(token_id)
-            except RequestError:  # a limit, which the row itself may never meet
+            except RequestError:  # a limit that the row itself may never reach
                 return
             choice = copied.choice()
             if choice.forced:
@@ -128,7 +128,7 @@ class RowGuide:
             yield i + 1
 
     def _copy(self) -> RowGuide:
-        """Return a guide that stands where this one does, with the same memory for masks."""
+        """Return a copy of this guide with the same memory for masks."""
         copied = copy.copy(self)
         copied._forced = self._forced.copy()
         copied._state = None if self._state is None else self._state.copy()
@@ -136,7 +136,7 @@ class RowGuide:
         return copied
 
     def _push(self, token_id: int) -> None:
-        """Append one token. An output that may open with reasoning is followed as content too, while it matches."""
+        """Append one token. While an output may still open with reasoning, also follow it as content if it matches."""
         before, added = self._stage, [token_id]
         if self._state is not None:
             self._state.push(token_id)
@@ -150,7 +150,7 @@ class RowGuide:
             self._append(each)
 
     def _append(self, token_id: int) -> None:
-        """Append a token of the content, or of an opening that may yet be content."""
+        """Append a token of the content, or of an opening that may turn out to be content."""
         if token_id in self._eos_ids:
             self._ended = True
         elif self._matcher is not None:
@@ -162,7 +162,7 @@ class RowGuide:
                 self._matcher = None
 
     def _prepare(self) -> None:
-        """Find out what may follow."""
+        """Compute the next choice."""
         self._mask = None
         self._forced.extend(self._find_forced())
         if not self._forced and self._has_grammar:
@@ -176,7 +176,7 @@ class RowGuide:
         return ()
 
     def _allowed(self) -> MaskArray:
-        """Return what the grammar allows: in reasoning all but the end of the sequence, after its own end only that."""
+        """Return the allowed tokens: in reasoning, all but end-of-sequence ones; after the grammar, only these."""
         if self._stage == "reasoning":
             self._bits.fill(0xFFFFFFFF)
             self._flip({*self._eos_ids, *self._state.beyond()} if self._state is not None else self._eos_ids)

@@ -45,14 +45,14 @@ class PlanExecutor(Protocol):
         """Number of steps submitted and not collected."""
 
     def submit_plan(self, plan: StepPlan) -> None:
-        """Begin a step. Any exception is a device error: the caller ends the worker."""
+        """Begin a step. Any exception is a device error; the caller must end the worker."""
 
     def collect_result(self) -> StepResult:
-        """Wait for the oldest step. Any exception is a device error: the caller ends the worker."""
+        """Wait for the oldest step. Any exception is a device error; the caller must end the worker."""
 
 
 def hello(program: Program, epoch: int, load_s: float, tiers: tuple[TierInventory, ...] = ()) -> WorkerHello:
-    """Build the worker's first message: facts about its program and stores."""
+    """Return the worker's first message: facts about its program and stores."""
     return WorkerHello(
         epoch=epoch,
         pid=os.getpid(),
@@ -76,12 +76,12 @@ class _PendingStep(msgspec.Struct, frozen=True):
 class Runner:
     """Owns the persistent rows and drives the program. Implements PlanExecutor.
 
-    `model_dir` has the tokenizer that grammars need, "" if there is none. With `ngram`, the host looks drafts up in the
-    tokens of each row; else draft layers of the program make them, or the device.
+    `model_dir`: folder with the tokenizer for grammars, or "". With `ngram`, the host makes n-gram drafts; otherwise
+    the program's draft layers or the device make drafts.
 
-    - If the device samples, all dispatches of a step are submitted at once. The program holds steps up to its depth.
-    - A pipeline submits all dispatches at once, too. It holds a step for each stage.
-    - Else each dispatch is collected and sampled before the next is submitted.
+    - If the device samples, all dispatches of a step are submitted at once. The program holds up to `depth` steps.
+    - A pipeline also submits all dispatches at once. It holds one step per stage.
+    - Otherwise each dispatch is collected and sampled before the next one is submitted.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Runner:
         return len(self._steps) >= self._held_steps
 
     def submit_plan(self, plan: StepPlan) -> None:
-        """Pack a plan and hand it to the program."""
+        """Pack a plan and submit it to the program."""
         started_s = time.perf_counter()
         dispatches = self.batch.pack_plan(plan)
         step = _PendingStep(plan, dispatches, started_s, time.perf_counter(), [])
@@ -152,7 +152,7 @@ class Runner:
             sampling_s += time.perf_counter() - computed_s
             if output.virtual_s is not None:
                 virtual_s = (virtual_s or 0.0) + output.virtual_s
-        now_s, free_s = time.perf_counter(), self._collected_s  # a held step also waits for those before it
+        now_s, free_s = time.perf_counter(), self._collected_s  # a held step also waits for earlier ones
         self._collected_s = now_s
         elapsed_s, packing_s = now_s - max(step.started_s, free_s), step.packed_s - step.started_s
         computing_s = now_s - max(step.packed_s, free_s)
@@ -163,7 +163,7 @@ class Runner:
         return _result(step, found, elapsed_s, packing_s, sampling_s)
 
     def _log(self, dispatch: Dispatch, faults: Iterable[RowFault]) -> None:
-        """Log faults of the server, with the id of the request unless its row may belong to another one by now."""
+        """Log faults of the server, with the request's id unless its row may belong to another request meanwhile."""
         rows = set(self.batch.still(dispatch).tolist())
         for fault in faults:
             if fault.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
@@ -171,7 +171,7 @@ class Runner:
                 logger.error("%s", fault.message, extra=of_request(self.batch.log_ids[fault.row] if known else ""))
 
     def _measure(self, step: _PendingStep, elapsed_s: float) -> None:
-        """Report to the drafts how long a step of decodes alone took, from when no earlier step was left."""
+        """Report the time of a step that has only decodes to the drafts, counted from the end of the step before."""
         assert self.batch.drafts is not None
         if len(step.dispatches) == 1:
             (dispatch,) = step.dispatches
@@ -204,7 +204,7 @@ class Runner:
 
 
 def _drafter_maker(program: Program, sampler: Sampler, ngram: NgramConfig | None) -> MakeDrafter:
-    """Return what makes the drafter of a host that samples. Raises ConfigError where there is none."""
+    """Return the function that makes the drafter of a sampling host. Raises ConfigError if there is no drafter."""
     max_rows = program.limits.max_num_seqs
     if ngram is not None:
         return lambda *_: NgramDrafter(max_rows, ngram.shortest, ngram.longest)

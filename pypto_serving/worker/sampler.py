@@ -1,4 +1,4 @@
-"""RowSamplers: random numbers and logit adjustments of a step's rows, with which a Sampler chooses their tokens."""
+"""RowSamplers: random numbers and logit adjustments of a step's rows, for the Sampler that chooses their tokens."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from pypto_serving.worker.masks import RowMasks
 
 
 class RowAdjustments:
-    """Owns the changes to logits of R rows, set once with the row. They cost nothing while no row has any.
+    """Owns the logit adjustments of R rows, set once with the row. They cost nothing while no row has any.
 
     `tokens` [R, max_model_len] are the rows' tokens, which their owner keeps up to date. Penalties and bad words are
-    found from them when a token is sampled, so nothing has to follow what a row appends, takes back or starts with.
+    computed from these when a token is sampled, so no other state must follow appended, rejected or initial tokens.
     """
 
     def __init__(self, tokens: Int32Array, vocab_size: int, max_drafts: int = 0) -> None:
@@ -32,7 +32,7 @@ class RowAdjustments:
         self._table: ChangeTable | None = None
 
     def set_row(self, row: int, sampling: RowSampling, prompt_len: int) -> None:
-        """Set what `sampling` asks for. The prompt of `row` has `prompt_len` tokens."""
+        """Set the adjustments of `sampling`. The prompt of `row` has `prompt_len` tokens."""
         if sampling.allowed_ids:
             self.masks.allow(row, unpack_ids(sampling.allowed_ids))
         if sampling.bias_ids or sampling.bad_words or sampling.has_penalties:
@@ -45,16 +45,16 @@ class RowAdjustments:
         self._table = None
 
     def clear_row(self, row: int) -> None:
-        """Forget the changes of `row`."""
+        """Forget the adjustments of `row`."""
         self.masks.clear(row)
         if self._given.pop(row, None) is not None:
             self._until[row] = 0
             self._table = None
 
     def for_rows(self, rows: Int32Array, positions: Int32Array, known: Int32Array) -> LogitAdjustments | None:
-        """Return what changes the logits of `rows` [n] for the tokens at `positions` [n]; None if nothing does.
+        """Return the adjustments of `rows` [n] for the tokens at `positions` [n], or None if there are none.
 
-        See LogitAdjustments for `known` [n]. Rows may repeat, with their next positions.
+        See LogitAdjustments for `known` [n]. Rows may repeat, with consecutive positions.
         """
         if not (self._given or self.masks):
             return None
@@ -76,7 +76,7 @@ class RowAdjustments:
 
 
 def _table(given: dict[int, tuple[RowSampling, int]], num_rows: int) -> ChangeTable:
-    """Lay out the changes of the rows in `given`."""
+    """Make the table of adjustments of the rows in `given`."""
     changes = np.zeros(num_rows, CHANGE)
     sampling = [each for each, _ in given.values()]
     biases = [np.frombuffer(each.bias_values, "<f4") for each in sampling]
@@ -105,15 +105,15 @@ def _joined(arrays: Sequence[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
 
 
 AHEAD = 16
-"""Positions to make random numbers for at once: the cost hardly depends on how many they are."""
+"""Generate random numbers for this many positions at once, since the cost hardly depends on their number."""
 
 
 class RowSamplers:
     """Owns the sampling parameters of R rows, as arrays indexed by row. They are set once, with the row.
 
-    Random numbers, adjusted logits and log-probabilities cost nothing while no row needs them. `masks` is where a
-    grammar puts the tokens that a row may choose next: `masks.put(row, draft, bits)`, before `sample` or `inputs`.
-    `tokens` [R, max_model_len] are those of the rows, kept up to date by their owner.
+    Random numbers, adjusted logits and log-probabilities cost nothing while no row needs them. Grammars set the tokens
+    that a row may choose next by `masks.put(row, draft, bits)`, before `sample` or `inputs`. The rows' owner keeps
+    `tokens` [R, max_model_len] up to date.
     """
 
     def __init__(self, tokens: Int32Array, vocab_size: int, max_drafts: int = 0) -> None:
@@ -166,21 +166,21 @@ class RowSamplers:
         return tokens, self._logprobs(tokens, logits, rows, sampler) if self._asking else {}
 
     def draws(self, rows: Int32Array, positions: Int32Array) -> NDArray[np.void]:
-        """Return how `rows` [s] choose, and their random numbers at absolute `positions` [s]: DRAWs [s]."""
+        """Return DRAWs [s]: the sampling parameters of `rows` [s], and random numbers for absolute `positions` [s]."""
         draws = self._draws[rows]
         if self._random:
             draws["random"] = self._random_numbers(rows, positions)
         return draws
 
     def num_logprobs(self, rows: Int32Array) -> Int32Array:
-        """Return how many top log-probabilities each of `rows` asks for; -1 for none, not even its token's."""
+        """Return how many top log-probabilities each of `rows` asks for; -1 for no log-probabilities at all."""
         found: Int32Array = self._num_logprobs[rows]
         return found
 
     def inputs(self, rows: Int32Array, owners: Int32Array, positions: Int32Array, known: Int32Array) -> SamplingInputs:
-        """Build a device's inputs for `rows` [n], at indices `owners` of a dispatch, sampling from `positions` on.
+        """Build a device's inputs for `rows` [n], at indices `owners` in a dispatch, sampling from `positions` on.
 
-        `known` [n] is how many tokens of each row have been collected.
+        `known` [n]: number of collected tokens of each row.
         """
         return SamplingInputs(
             owners=owners,
@@ -193,9 +193,9 @@ class RowSamplers:
         )
 
     def _random_numbers(self, rows: Int32Array, positions: Int32Array) -> NDArray[np.float64]:
-        """Return the numbers of `rows` at `positions`; a row may repeat, with its next positions.
+        """Return the random numbers of `rows` at `positions`; a row may repeat, with consecutive positions.
 
-        If one row has none left, make the next for all.
+        If any row has no numbers left, generate the next ones for all rows.
         """
         ahead, index = self._ahead, positions - self._uniforms_from[rows]
         if index.min(initial=0) < 0 or index.max(initial=0) >= ahead:
@@ -213,7 +213,7 @@ class RowSamplers:
     ) -> dict[int, TokenLogprobs]:
         """Return log-probabilities from the raw logits, by index, for rows that ask for them.
 
-        Tokens that a row names stand in place of the top ones.
+        If a row names tokens, return these instead of the top ones.
         """
         pairs = enumerate(zip(rows.tolist(), tokens.tolist(), strict=True))
         asking = np.array([i for i, (row, token) in pairs if row in self._asking and token >= 0], np.int32)
@@ -225,7 +225,7 @@ class RowSamplers:
         for j, (i, count) in enumerate(zip(asking.tolist(), counts.tolist(), strict=True)):
             ids, values = found.best_ids[j, :count], found.best_values[j, :count]
             if (named := self._named.get(int(rows[i]))) is not None:
-                # All log-probabilities of a position are its logits less one value, known from the chosen token.
+                # Log-probabilities are logits minus a constant per position, known from the chosen token.
                 ids, values = named, found.values[j] + (logits[i, named] - logits[i, tokens[i]])
             made[i] = pack_logprobs(found.values[j], found.ranks[j], ids, values)
         return made

@@ -32,7 +32,7 @@ class Move(NamedTuple):
 
 
 class MovedPart(NamedTuple):
-    """A part of a job: when a thread began and ended it, and which of its blocks were moved."""
+    """A part of a job: its begin and end, and which of its blocks were moved."""
 
     started_s: float
     ended_s: float
@@ -47,13 +47,13 @@ class Mover:
         self.stores = stores
 
     def moves(self, job: TransferJob) -> list[Move]:
-        """List the blocks of a job."""
+        """Return the blocks of a job."""
         groups, blocks, slots = (unpack_ids(part).tolist() for part in (job.groups, job.blocks, job.slots))
         keys = [job.keys[i : i + KEY_BYTES] for i in range(0, len(job.keys), KEY_BYTES)]
         return [Move(*move) for move in zip(groups, blocks, slots, keys, strict=True)]
 
     def move(self, job: TransferJob, moves: Sequence[Move]) -> list[bool]:
-        """Move some blocks of a job. Return for each whether it succeeded."""
+        """Move some blocks of a job. Return, for each, whether this succeeded."""
         store = self.stores[job.tier]
         if job.kind == "find":
             return store.find([move.key for move in moves])
@@ -87,10 +87,10 @@ def _by_group(moves: Sequence[Move]) -> dict[int, list[int]]:
 
 
 class TransferServer:
-    """Owns the threads of a worker's transfers. Receives jobs and sends reports over a channel of its own.
+    """Owns the threads of a worker's transfers. Receives jobs and sends reports over its own channel.
 
-    One thread serves the channel. Each tier has LOAD_THREADS for loads and one for stores. Loads of a message wait
-    until step `after_step` is done.
+    One thread serves the channel. Each tier has LOAD_THREADS threads for loads and one for stores. Loads of a message
+    wait until step `after_step` is done.
     """
 
     def __init__(self, channel: SocketChannel[Transfers], mover: Mover, epoch: int) -> None:
@@ -108,7 +108,7 @@ class TransferServer:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there are transfers that were not reported yet."""
+        """Whether there are transfers that have not been reported yet."""
         return bool(self._waiting or self._running)
 
     def step_done(self, step_id: int) -> None:
@@ -129,7 +129,7 @@ class TransferServer:
                 self._accept_jobs(message)
             while self._waiting and self._waiting[0][0] <= self._completed_step:
                 self._start(self._waiting[0][1])
-                self._waiting.popleft()  # now: in between the worker would not be busy
+                self._waiting.popleft()  # only now, so that `is_busy` stays true in between
             self._report()
 
     def _accept_jobs(self, message: Transfers) -> None:
@@ -140,7 +140,7 @@ class TransferServer:
                 self._start(job)
 
     def _start(self, job: TransferJob) -> None:
-        """Have threads move the blocks of a job: those of a load in as many parts as there are threads."""
+        """Let threads move the blocks of a job; a load is split into one part per thread."""
         pool = self._storers[job.tier] if job.kind in ("store", "clear") else self._loaders[job.tier]
         moves = self._mover.moves(job)
         num_parts = max(1, min(LOAD_THREADS[job.tier], len(moves))) if job.kind == "load" else 1
@@ -157,7 +157,7 @@ class TransferServer:
             return MovedPart(started_s, time.monotonic(), worked)
 
     def _report(self) -> None:
-        """Report the jobs of which all parts have ended."""
+        """Report the jobs whose parts have all ended."""
         running, done = [], []
         for job, parts in self._running:
             if all(part.done() for part in parts):

@@ -20,10 +20,10 @@ _NOT_FINITE = "the model's logits are not finite for this request; the prompt or
 
 
 class DispatchResult(NamedTuple):
-    """The result of a dispatch: `counts[i]` of `token_ids` for the i-th sampling row, None for one each.
+    """The result of a dispatch: `counts[i]` of `token_ids` for the i-th sampling row; None for one each.
 
-    `accepted[i]` is how many of the row's drafts are among its tokens, None if no row had any. `prompt_logprobs` are
-    those of rows that ask for them.
+    `accepted[i]`: number of the row's drafts among its tokens; None if no row had drafts. `prompt_logprobs` are for
+    rows that ask for them.
     """
 
     token_ids: Int32Array
@@ -51,7 +51,7 @@ def sample_and_verify(
 ) -> DispatchResult:
     """Sample on the host: one token for each row of `logits` [s, vocab]. Keep tokens up to the first wrong draft.
 
-    Row i keeps at most 1 + `limits[i]` tokens, if it is there: later ones were sampled without their mask.
+    If `limits` has row i, it keeps at most 1 + limits[i] tokens, since later ones were sampled without their mask.
     """
     rows, positions, drafts = dispatch.rows, dispatch.positions, dispatch.num_drafts
     if not len(rows):
@@ -73,7 +73,7 @@ def sample_and_verify(
 
 
 def _following_drafts(dispatch: Dispatch, num_logits: int) -> Int32Array:
-    """Return the draft after each token with logits to sample from; any value after a row's last token."""
+    """Return the draft after each sampled token; any value after a row's last token."""
     ids, at = dispatch.inputs.token_ids, dispatch.inputs.logits_rows[:num_logits] + 1
     return ids[np.minimum(at, len(ids) - 1)]
 
@@ -81,7 +81,7 @@ def _following_drafts(dispatch: Dispatch, num_logits: int) -> Int32Array:
 def verify_drafts(tokens: Int32Array, drafted: Int32Array, first: Int32Array, widths: Int32Array) -> Int32Array:
     """Return how many sampled tokens each row keeps, int32 [n]: up to the first that differs from its draft, inclusive.
 
-    `tokens` and `drafted` [s] have `widths[i]` entries of row i from `first[i]` on. A row's last token has no draft.
+    `tokens` and `drafted` [s] have `widths[i]` entries of row i from `first[i]` on. The last one has no draft.
     """
     wrong = np.flatnonzero(np.append(tokens != drafted, True))
     misses = wrong[np.searchsorted(wrong, first)] - first
@@ -109,7 +109,7 @@ def read_device_tokens(dispatch: Dispatch, sampled: SampledTokens) -> DispatchRe
 def _make_result(
     dispatch: Dispatch, tokens: Int32Array, counts: Int32Array | None, logprobs: list[RowLogprobs]
 ) -> DispatchResult:
-    """Build the result. Turn a token of -1, which is always the last of its row, into a fault."""
+    """Return the result, in which a token of -1, always the last of its row, becomes a fault."""
     accepted = None if counts is None else counts - 1
     if -1 not in tokens.tolist():
         return DispatchResult(tokens, counts, logprobs, [], accepted)
@@ -122,7 +122,7 @@ def _make_result(
 
 
 def apply_guides(dispatch: Dispatch, chosen: DispatchResult, constraints: StepConstraints) -> DispatchResult:
-    """Return what rows append by the constraints of their guides: nothing, forced tokens, or what was chosen.
+    """Return the tokens that rows append under the constraints of their guides: none, forced ones, or the chosen ones.
 
     Drafts count as computed as long as they equal the forced tokens; the last forced token never counts.
     """
@@ -153,6 +153,6 @@ def apply_guides(dispatch: Dispatch, chosen: DispatchResult, constraints: StepCo
 
 
 def _num_equal(drafts: Sequence[int], tokens: Sequence[int]) -> int:
-    """Return how many drafts are the first of `tokens`."""
+    """Return how many drafts equal the first `tokens`."""
     pairs = enumerate(zip(drafts, tokens, strict=False))
     return next((i for i, (draft, token) in pairs if draft != token), min(len(drafts), len(tokens)))

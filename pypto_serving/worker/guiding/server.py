@@ -1,4 +1,4 @@
-"""GuideServer: follow the outputs of rows, one token at a time, and answer what each may append next."""
+"""GuideServer: follow the outputs of rows, one token at a time, and answer with their next allowed tokens."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ from pypto_serving.worker.row_guide import RowGuide
 T = TypeVar("T")
 
 WAIT_S = 10.0
-"""How long a row waits for memory before it ends."""
+"""Limit of a row's wait for memory, after which it is ended."""
 ROW_BYTES = MAX_MATCHER_BYTES // 4
-"""Memory that one row may take. If a row took an eighth of it, its memory is given back to the system at its end."""
+"""Limit of one row's memory. If a row took 1/8 of it, its memory is returned to the system at its end."""
 ANSWER_S = 0.002
-"""Time between answers while rows are followed, and between checks of a grammar that compiles."""
+"""Interval of answers while rows are followed, and of checks while a grammar compiles."""
 DECAY = 0.9
-"""What a token took decays by this factor with each later one of its row."""
+"""The recorded time of a row's slowest token decays by this factor with each later token."""
 COMPILES_TOO_LONG = signal.SIGVTALRM
-"""Ends the process when a grammar takes too long to compile. SIGPROF ends it when a token takes too long."""
+"""Signal that ends the process when a grammar takes too long to compile; SIGPROF, when a token takes too long."""
 NO_ROW = 0, 0
 HELD = f"other grammars take all memory for grammars, and none of them ended in {WAIT_S:g} s; try again later"
 TOO_LARGE = f"the grammar takes more than {format_size(ROW_BYTES)} of memory to follow; simplify it"
@@ -67,11 +67,11 @@ class FollowedRow:
     """A row that a guide process follows.
 
     - `guide`: None until its grammar is compiled and its first choice is known.
-    - `num_tokens`: how many tokens the guide has; `todo`: those that it has yet to append; `drafts`: to be verified
-      after all of them.
-    - `num_answered`: how many tokens it had when its last choice was sent.
+    - `num_tokens`: number of tokens of the guide; `todo`: tokens that it must still append; `drafts`: to be checked
+      after all of these.
+    - `num_answered`: number of tokens when its last choice was sent.
     - `num_bytes`: memory that its guide took.
-    - `token_s`: CPU time of its slowest token lately, by exponential decay.
+    - `token_s`: CPU time of its slowest recent token, with exponential decay.
     """
 
     source: OpenRow
@@ -89,9 +89,9 @@ class FollowedRow:
 
 
 class CompileThread:
-    """Compiles grammars in a thread, one at a time: llguidance releases the interpreter's lock meanwhile.
+    """Compiles grammars in a thread, one at a time. llguidance releases the GIL meanwhile.
 
-    `row`: whose grammar is compiled, or None; `outcome`: its matcher, once that is done.
+    `row`: the row whose grammar is being compiled, or None; `outcome`: its matcher, when done.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class CompileThread:
         self._clock, self._began_s = time.CLOCK_THREAD_CPUTIME_ID, math.inf
 
     def start(self, row: FollowedRow, grammar: Grammar, compiler: Compiler) -> None:
-        """Compile the grammar of a row, and its first mask, which takes long as well."""
+        """Compile the grammar of a row, and compute its first mask, which also takes long."""
         self.row, self._began_s = row, math.inf
         self.outcome = self._pool.submit(self._run, grammar, compiler)
 
@@ -112,20 +112,20 @@ class CompileThread:
         return matcher
 
     def used_s(self) -> float:
-        """Return the CPU time that it took for the last grammar; less than 0 if it has not begun."""
+        """Return the CPU time used for the last grammar; below 0 if compiling has not begun."""
         return time.clock_gettime(self._clock) - self._began_s
 
 
 class GuideServer:
-    """Owns the guides of rows in a guide process. Each has matchers of its own, so no row depends on others.
+    """Owns the guides of rows in a guide process. Each row has its own matchers, so rows do not affect each other.
 
-    Turns: rows with tokens to follow share the CPU time by weighted fair queueing. A token that takes more than TOKEN_S
-    of it ends the process. New grammars are compiled one at a time, in a thread; their clients share its time in the
-    same way. Rows wait for it by TOKEN_S at most, and it ends the process if it takes more than CPU_S.
+    Turns: rows with tokens to follow share CPU time by weighted fair queueing. A token that takes more than TOKEN_S of
+    CPU time ends the process. New grammars are compiled one at a time, in a thread; clients share its time in the same
+    way. Rows wait at most TOKEN_S for a compilation, which ends the process if it takes more than CPU_S.
 
-    Memory: while all matchers together take more than half of what they may, no grammar is compiled until others leave,
-    for WAIT_S at most. A row that takes more than ROW_BYTES ends. If all take more than they may, the one that takes
-    the most ends. While a grammar compiles beside other work, all growth counts as its own.
+    Memory: while all matchers together take more than half of their limit, no grammar is compiled until rows leave; new
+    rows wait for at most WAIT_S. A row that takes more than ROW_BYTES is ended. Above the limit of all, the largest row
+    is ended. While a grammar compiles in parallel with other work, all growth counts as its own.
     """
 
     def __init__(
@@ -148,30 +148,30 @@ class GuideServer:
         self._newcomers = FairQueue[str, FollowedRow]()
         self._compiling = CompileThread()
         self._owed_s = 0.0
-        """How long rows may work before the next grammar compiles: as long as they waited for the last one."""
+        """Time that rows may still work before the next grammar compiles: as long as they waited for the last one."""
         self._resident_bytes = 0
         self._held_bytes = 0
         self._had_room_s = 0.0
-        """When a new grammar last had not to wait for memory."""
+        """Last time at which a new grammar did not have to wait for memory."""
         self._answers = GuideAnswers([], [], [])
         self._answered_s = self._worked_s = time.monotonic()
 
     @property
     def is_busy(self) -> bool:
-        """Return whether a row has something to do."""
+        """Return whether any row has pending work."""
         return bool(self._turns or self._compiling.row or (self._newcomers and not self._is_full))
 
     @property
     def _is_full(self) -> bool:
-        """Return whether new grammars have to wait for memory."""
+        """Return whether new grammars must wait for memory."""
         return self._held_bytes > MAX_MATCHER_BYTES // 2
 
     def has_been_idle(self, seconds: float) -> bool:
-        """Return whether there has been no row for so long."""
+        """Return whether there has been no row for `seconds`."""
         return not self._rows and time.monotonic() - self._worked_s >= seconds
 
     def turn(self, wait_s: float) -> None:
-        """Take what arrived, work for one row, and answer. Without work, wait at most `wait_s` for some."""
+        """Process new messages, work for one row, and answer. Without work, wait at most `wait_s` for messages."""
         self._shared.num_heartbeats[0] += 1
         if self.is_busy:
             wait_s = 0.0 if self._turns or self._compiling.row is None else ANSWER_S
@@ -212,7 +212,7 @@ class GuideServer:
             self._turns.push(row.source.life, row)
 
     def _add(self, row: FollowedRow, token_ids: list[int], are_drafts: bool) -> None:
-        """Give a row tokens to follow, after which earlier drafts mean nothing, or new drafts."""
+        """Add tokens for a row to follow, which invalidate earlier drafts; or add new drafts."""
         if are_drafts:
             row.drafts = tuple(token_ids)
         else:
@@ -222,7 +222,7 @@ class GuideServer:
             self._add_turn(row)
 
     def _compile(self) -> None:
-        """Compile the next grammar, or take the outcome of the last one. One that takes too long ends the process."""
+        """Compile the next grammar, or take the outcome of the last one. If one takes too long, end the process."""
         thread = self._compiling
         if not self._is_full:
             self._had_room_s = time.monotonic()
@@ -238,7 +238,7 @@ class GuideServer:
                 signal.raise_signal(COMPILES_TOO_LONG)
 
     def _refuse_late(self) -> None:
-        """End rows that wait for memory for too long."""
+        """End rows that have waited for memory for too long."""
         late_s = time.monotonic() - WAIT_S
         if self._had_room_s >= late_s:
             return
@@ -247,7 +247,7 @@ class GuideServer:
                 self._refuse(row, UnavailableError(HELD))
 
     def _start_compiling(self, row: FollowedRow) -> None:
-        """Start to compile the grammar of a row; other rows wait a little, since most grammars take less than that."""
+        """Start to compile the grammar of a row; let other rows wait a little, since most grammars compile quickly."""
         grammar, (compiler, _) = row.source.guide.grammar, self._prepare(row)
         assert grammar is not None
         self._answer()
@@ -272,7 +272,7 @@ class GuideServer:
         self._measure(row)
 
     def _prepare(self, row: FollowedRow) -> tuple[Compiler, TokenTexts]:
-        """Return what a new row needs. It is no row's fault if loading it ends the process."""
+        """Return compiler and texts for a new row. If loading them ends the process, no row is at fault."""
         compiler, texts = self._load(row.source.eos_ids)
         if len(self._bits) != compiler.num_words:
             self._bits = np.zeros(compiler.num_words, np.uint32)
@@ -285,7 +285,7 @@ class GuideServer:
         self._shared.at_work[0] = row.source.life, row.key
         try:
             self._follow(row, texts)
-        except BaseException as error:  # a panic of llguidance, too: the row ends, with its matcher
+        except BaseException as error:  # also a panic of llguidance: end the row with its matcher
             self._fail(row, error)
         else:
             self._answer_choice(row)
@@ -306,7 +306,7 @@ class GuideServer:
             self._look_ahead(row, row.guide)
 
     def _look_ahead(self, row: FollowedRow, guide: RowGuide) -> None:
-        """Write the masks after the drafts of a row, as far as they match and take no longer than a token may."""
+        """Write the masks after the drafts of a row, as far as they match, within the time limit of a token."""
         drafts, row.drafts = row.drafts, ()
         masks, found, started_s = self._shared.masks[row.source.row], 0, time.thread_time()
         counts = guide.look_ahead(drafts[: len(masks) - 1], masks)
@@ -364,7 +364,7 @@ class GuideServer:
         self._forget(row)
 
     def _forget(self, row: FollowedRow) -> None:
-        """Drop a row, whatever it has yet to do, and all that its matcher learned."""
+        """Drop a row, its pending work, and its matcher's memory."""
         row.guide = row.matcher = None
         self._rows.pop(row.source.life, None)
         self._turns.remove(row.source.life, row)
@@ -375,7 +375,7 @@ class GuideServer:
             self._resident_bytes = self._memory.resident_bytes()
 
     def _measure(self, row: FollowedRow) -> None:
-        """Count the memory that a row took; end it if that is too much, or another one if there is too little."""
+        """Count the memory that a row took. End the row if that is too much, or the largest row if memory is short."""
         resident_bytes = self._memory.resident_bytes()
         grown_bytes = max(0, resident_bytes - self._resident_bytes)
         self._resident_bytes = resident_bytes
@@ -390,7 +390,7 @@ class GuideServer:
             self._refuse(largest, UnavailableError(HELD))
 
     def _answer(self) -> None:
-        """Send what is new since the last answer."""
+        """Send all news since the last answer."""
         if self._answers.choices or self._answers.refusals or self._answers.aheads:
             self._channel.send(self._answers)
             self._answers = GuideAnswers([], [], [])
