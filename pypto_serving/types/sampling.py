@@ -109,7 +109,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
-                raise _refusal(name, value, _ALLOWED[name])
+                raise _refusal(name, value, f"{_ALLOWED[name]} ({_broken_bound(value, low)})")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         limit = self.max_tokens if self.max_tokens is not None else 2**31
         _require(0 <= self.min_tokens <= limit, "min_tokens", self.min_tokens, "between 0 and max_tokens")
@@ -177,7 +177,8 @@ def guiding(params: SamplingParams) -> list[str]:
 
 def check_max_tokens(value: int | None, name: str = "max_tokens", least: int = 0) -> None:
     """Raise RequestError about the field `name` unless `value` is None or a valid number of output tokens."""
-    _require(value is None or least <= value <= INT32_MAX, name, value, f"between {least} and {INT32_MAX}")
+    if value is not None and not least <= value <= INT32_MAX:
+        raise _refusal(name, value, f"between {least} and {INT32_MAX} ({_broken_bound(value, least)})")
 
 
 def check_stops(stops: Sequence[str], name: str = "stop") -> None:
@@ -203,6 +204,11 @@ class _Words(str):
     """Words for a message, written without quotes."""
 
     __slots__ = ()
+
+
+def _broken_bound(value: float, low: float) -> str:
+    """Return pydantic's word for the bound of a number that is not kept; clients of vLLM look for it."""
+    return "greater_than_equal" if value < low else "less_than_equal"
 
 
 def _refusal(name: str, value: object, allowed: str) -> RequestError:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pypto_serving.errors import QueueFullError
+from pypto_serving.types.arrays import unpack_ids
 from tests.api.chat_events import join_events
 from tests.api.running import CHAT, COMPLETIONS, RunningServer
 from tests.api.scripted_engine import Script
@@ -133,3 +134,55 @@ def test_what_only_changes_what_is_shown_is_taken_and_named(
     answer = server.http.post(path, json={**said, **limit, **fields})
     assert answer.status_code == 200, answer.text
     assert answer.headers.get(IGNORED) == ignored
+
+
+def test_log_probabilities_of_chosen_ids(server: RunningServer) -> None:
+    """In place of the most likely ones, streamed too."""
+    wanted = [5, 300, 7]
+    body = {"messages": [HELLO], "max_tokens": 3, "logprobs": True, "logprob_token_ids": wanted}
+    scored = server.post(CHAT, body).json()["choices"][0]["logprobs"]["content"]
+    streamed = [
+        e["choices"][0]["logprobs"]["content"] for e in server.events(CHAT, body) if e["choices"][0]["logprobs"]
+    ]
+    assert [token for tokens in streamed for token in tokens] == scored
+    assert all(len(token["top_logprobs"]) == 3 for token in scored) and len(scored) == 3
+    assert server.engine.requests[-1].params.logprob_token_ids == tuple(wanted)
+    plain = {"prompt": "hello", "max_tokens": 2, "logprob_token_ids": wanted, "return_tokens_as_token_ids": True}
+    top = server.post(COMPLETIONS, plain).json()["choices"][0]["logprobs"]["top_logprobs"]
+    assert {"token_id:5", "token_id:300", "token_id:7"} <= top[0].keys()
+    for bad in ([10**6], [-1], [1] * 1025, "x"):
+        error = server.post(COMPLETIONS, plain | {"logprob_token_ids": bad}).json()["error"]
+        assert error["param"].startswith("logprob_token_ids")
+
+
+@pytest.mark.parametrize(("side", "kept"), [("left", [3, 4]), ("right", [1, 2]), (None, [3, 4])])
+def test_a_prompt_is_cut_at_either_side(server: RunningServer, side: str | None, kept: list[int]) -> None:
+    body = {"prompt": [1, 2, 3, 4], "truncate_prompt_tokens": 2, "truncation_side": side, "max_tokens": 1}
+    answer = server.post(COMPLETIONS, body)
+    assert unpack_ids(server.engine.requests[-1].token_ids).tolist() == kept
+    assert answer.headers["x-truncated-prompt-tokens"] == "2"
+    whole = {"messages": [HELLO], "truncate_prompt_tokens": 4, "truncation_side": side, "return_token_ids": True}
+    server.post(CHAT, whole | {"truncate_prompt_tokens": None})
+    ids = unpack_ids(server.engine.requests[-1].token_ids).tolist()
+    server.post(CHAT, whole)
+    cut = unpack_ids(server.engine.requests[-1].token_ids).tolist()
+    assert cut == (ids[:4] if side == "right" else ids[-4:])
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "word"),
+    [
+        (COMPLETIONS, {"prompt": "a", "max_tokens": -1}, "greater_than_equal"),
+        (COMPLETIONS, {"prompt": "a", "temperature": -1}, "greater_than_equal"),
+        (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "less_than_equal"),
+        (COMPLETIONS, {"prompt": "a", "prompt_logprobs": -2}, "greater_than_equal"),
+        (CHAT, {"messages": [HELLO], "top_logprobs": 21, "logprobs": True}, "less_than_equal"),
+        (CHAT, {"messages": [HELLO], "top_logprobs": -1, "logprobs": True}, "greater_than_equal"),
+        (CHAT, {"messages": [HELLO], "thinking_token_budget": -1}, "greater_than_equal"),
+        (CHAT, {"messages": [HELLO], "n": 129}, "less_than_equal"),
+    ],
+)
+def test_refused_numbers_have_the_words_of_vllm(
+    server: RunningServer, path: str, fields: dict[str, Any], word: str
+) -> None:
+    assert word in server.post(path, fields).json()["error"]["message"]

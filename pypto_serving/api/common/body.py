@@ -328,8 +328,8 @@ _ALLOWED: Mapping[str, str] = {
     "list_type": "be a list",
     "dict_type": "be an object",
     "model_type": "be an object",
-    "greater_than_equal": "be at least {ge}",
-    "less_than_equal": "be at most {le}",
+    "greater_than_equal": "be at least {ge} (greater_than_equal)",
+    "less_than_equal": "be at most {le} (less_than_equal)",
     "literal_error": "be {expected}",
     "too_long": "have at most {max_length} entries",
 }

@@ -123,13 +123,14 @@ def fit_prompt(
     max_tokens_field: str = "max_tokens",
     prompt_field: str = "prompt",
     truncate_to: int | None = None,
+    keeps_start: bool = False,
     text: str | None = None,
     strict: bool = False,
 ) -> FittedPrompt:
     """Make a FittedPrompt whose max_tokens fits the context; see `truncate`, and `fit_max_tokens` for the errors."""
     most = config.limits.max_model_len
     strict = strict or truncate_to == -1  # which leaves room for max_tokens
-    token_ids, num_cut = truncate(token_ids, truncate_to, max_tokens, most)
+    token_ids, num_cut = truncate(token_ids, truncate_to, max_tokens, most, keeps_start)
     fields = {"field": max_tokens_field, "prompt_field": prompt_field}
     fitting = fit_max_tokens(len(token_ids), max_tokens, default_max_tokens, most, strict=strict, **fields)
     return FittedPrompt(pack_ids(token_ids), fitting, num_cut, None if num_cut else text)
@@ -150,11 +151,12 @@ def fit_num_logprobs(prompts: Sequence[FittedPrompt], params: SamplingParams, as
     if params.logprobs is None:
         return list(prompts)
     num_choices, most = params.n * len(prompts), max(prompt.max_tokens for prompt in prompts)
-    fitting = MAX_LOGPROBS_OF_ANSWER // (num_choices * (1 + params.logprobs))
+    width = len(params.logprob_token_ids) or params.logprobs
+    fitting = MAX_LOGPROBS_OF_ANSWER // (num_choices * (1 + width))
     if asked is None and fitting > 0:
         return [msgspec.structs.replace(prompt, max_tokens=min(prompt.max_tokens, fitting)) for prompt in prompts]
     if most > fitting:
-        each = f"up to {most} tokens each with the {params.logprobs} most likely ones"
+        each = f"up to {most} tokens each with {width} others"
         message = f"log-probabilities of {num_choices} choices of {each} may be more than {MAX_LOGPROBS_OF_ANSWER}"
         advice = "send a lower max_tokens, ask for fewer of them, or stream"
         raise RequestError(f"{message}; {advice}", param="logprobs")
@@ -260,19 +262,23 @@ def fit_max_tokens(
 
 
 def truncate(
-    token_ids: Sequence[int], limit: int | None, max_tokens: int | None, max_model_len: int
+    token_ids: Sequence[int],
+    limit: int | None,
+    max_tokens: int | None,
+    max_model_len: int,
+    keeps_start: bool = False,
 ) -> tuple[Sequence[int], int]:
-    """Return the kept end of a prompt, and how many tokens were cut off before it.
+    """Return the kept end of a prompt, or its start if `keeps_start`, and how many tokens were cut off.
 
-    Keep the last `limit` tokens; all for None. For -1, keep as many as fit the context together with `max_tokens`
-    output tokens, or with one output token if that is None.
+    Keep `limit` tokens; all for None. For -1, keep as many as fit the context together with `max_tokens` output
+    tokens, or with one output token if that is None.
     """
     if limit is None:
         return token_ids, 0
     if limit < 0:
         limit = max(1, max_model_len - max(1, 1 if max_tokens is None else max_tokens))
     num_cut = max(0, len(token_ids) - limit)
-    return token_ids[num_cut:], num_cut
+    return token_ids[: len(token_ids) - num_cut] if keeps_start else token_ids[num_cut:], num_cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,6 +288,7 @@ class ChatRequest:
     - `messages`, `kwargs`: what ChatEncoder.encode takes, but for the tools; the client's field is `messages_field`
     - `max_tokens`: the client's own, from its field `max_tokens_field`; None leaves the choice to `default_max_tokens`.
       With `strict_max_tokens` it must fit
+    - `keeps_start`: a prompt that is truncated loses its end
     - `thinking_budget`: most tokens of reasoning
     - `hides_reasoning`: no part of the answer is reasoning
     - `stream`: log-probabilities need not fit one answer
@@ -296,6 +303,7 @@ class ChatRequest:
     max_tokens_field: str = "max_tokens"
     default_max_tokens: int | None = None
     strict_max_tokens: bool = False
+    keeps_start: bool = False
     add_special_tokens: bool = False
     thinking_budget: int | None = None
     hides_reasoning: bool = False
@@ -330,6 +338,7 @@ def fit_chat(prompter: Prompter, chat: ChatRequest) -> tuple[FittedPrompt, Sampl
         max_tokens_field=chat.max_tokens_field,
         prompt_field=chat.messages_field,
         truncate_to=params.truncate_prompt_tokens,
+        keeps_start=chat.keeps_start,
         strict=chat.strict_max_tokens,
     )
     check_prompt_logprobs([prompt], params)

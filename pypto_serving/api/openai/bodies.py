@@ -86,7 +86,8 @@ def sampling_params(
         stop=_stop_strings(body.stop),
         logit_bias=_logit_bias(body.logit_bias),
         max_tokens=max_tokens,
-        logprobs=logprobs,
+        logprobs=0 if logprobs is None and body.logprob_token_ids else logprobs,
+        logprob_token_ids=tuple(body.logprob_token_ids or ()),
         structured_outputs=structured_outputs(body),
     )
 
@@ -253,6 +254,7 @@ def read_chat(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray
         max_tokens_field=field,
         default_max_tokens=serving.default_sampling.max_tokens,
         strict_max_tokens=serving.strict_max_tokens,
+        keeps_start=body.truncation_side == "right",
         add_special_tokens=bool(body.add_special_tokens),
         thinking_budget=body.thinking_token_budget,
         hides_reasoning=body.include_reasoning is False,
@@ -263,8 +265,9 @@ def read_chat(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray
 
 
 def _num_logprobs(body: ChatBody) -> int | None:
+    word = "greater_than_equal" if (body.top_logprobs or 0) < 0 else "less_than_equal"
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_LOGPROBS:
-        refuse("top_logprobs", f"is {body.top_logprobs}, but must be between 0 and {MAX_LOGPROBS}")
+        refuse("top_logprobs", f"is {body.top_logprobs}, but must be between 0 and {MAX_LOGPROBS} ({word})")
     if body.logprobs:
         return body.top_logprobs or 0
     if body.top_logprobs:
@@ -338,6 +341,7 @@ def read_completion(prompter: Prompter, serving: ServingConfig, raw: bytes | byt
             prompter.config,
             default_max_tokens=DEFAULT_MAX_TOKENS,
             truncate_to=params.truncate_prompt_tokens,
+            keeps_start=body.truncation_side == "right",
             text=text if shown.echo else None,
             strict=serving.strict_max_tokens,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, WithJsonSchema
 
@@ -176,10 +176,14 @@ class GenerationBody(PromptBody, StreamBody):
         None, fail_fast=True, max_length=sampling.MAX_BIASES
     )
     bad_words: Annotated[list[str] | None, BAD_WORDS] = Field(None, fail_fast=True, max_length=sampling.MAX_BAD_WORDS)
+    logprob_token_ids: Annotated[list[int] | None, STOP_IDS] = Field(
+        None, fail_fast=True, max_length=sampling.MAX_BIASES
+    )
     prompt_logprobs: Annotated[int | None, whole(0, sampling.MAX_LOGPROBS)] = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: Annotated[int | None, TRUNCATION] = None
+    truncation_side: Literal["left", "right"] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     structured_outputs: Annotated[Any, STRUCTURED] = None
