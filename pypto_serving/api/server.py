@@ -84,7 +84,8 @@ async def _answer_lost(request: Request, error: HTTPException) -> Response:
     """Answer a request whose path or method no route has."""
     app, asked = request.app, f"{request.method} {request.url.path}"[:200]
     here = [route for route in app.routes if route.matches(request.scope)[0] is not Match.NONE]
-    methods = sorted({name for route in here for name in route.methods})
+    allowed = {name for route in here for name in route.methods}
+    methods = sorted(allowed | {"HEAD"} if "GET" in allowed else allowed)
     if methods:
         message = f"{asked} is not allowed here; use {one_of(methods)}"
         return ApiError(405, message, "method_not_allowed", headers=(("allow", ", ".join(methods)),)).response(

@@ -140,7 +140,7 @@ def test_routes_that_do_not_exist(server: RunningServer) -> None:
     for method, path, allowed in (
         ("GET", PATH, "POST"),
         ("POST", "/health", "GET, HEAD"),
-        ("PUT", "/v1/models/a/b", "GET"),
+        ("PUT", "/v1/models/a/b", "GET, HEAD"),
     ):
         response = server.http.request(method, path)
         assert f"{method} {path} is not allowed here; use " in error_of(response, 405)["message"]
