@@ -141,7 +141,7 @@ def test_a_tool_that_was_searched_for_is_told(ask: Ask, tokenizer: Tokenizer) ->
     said = [HELLO, *called(MESSAGES, [{"type": "tool_reference", "tool_name": "now"}])]
     answer = ask(MESSAGES, said, tools=[tool, {"type": "tool_search_tool_regex_20251119", "name": "find"}])
     assert answer.status_code == 200, answer.text
-    assert answer.headers[IGNORED] == "tools.tool_search_tool_regex_20251119"
+    assert answer.headers[IGNORED] == "tools[0].defer_loading, tools.tool_search_tool_regex_20251119"
     assert "The tool now can be called now." in text_of(ask, tokenizer)
 
 
