@@ -1,7 +1,7 @@
 """Batch-invariant paged attention: prefill and decode compute the same, bit by bit.
 
 The context of a sequence is cut into tiles of `TILE` absolute positions. Every product of queries with a tile has the
-same sizes whatever the context. So a query's result depends neither on other rows nor on how its context was computed.
+same sizes for any context. So a query's result depends neither on other rows nor on how its context was computed.
 The online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) merges tiles in order. K and V are read as stored.
 """
 
@@ -26,7 +26,7 @@ class StepTensors:
 
     token_ids, positions [t]; query_start [r + 1]; context_lens [r]; logits_rows [s]; slots[g] [t];
     block_tables[g] [r, n]. Tokens from query_start[r] on are padding: they belong to no row and lie in the null
-    block. The end of logits_rows may be padding too.
+    block. The end of logits_rows may also be padding.
     """
 
     token_ids: Tensor
@@ -50,9 +50,9 @@ _MASKED = torch.finfo(torch.float32).min
 class KVArena:
     """Owns the pages of one full-history group, [blocks, layers, k or v, all_heads, block_size, head_dim].
 
-    One hidden block after the others stays zero and stands for blocks that a sequence does not have. Memory is
-    committed when first written. All ranks have the same pages, and each has `kv_heads` of them. Where several ranks
-    have the same head, the first of them writes it, and a barrier comes before they read.
+    A hidden last block stays zero, and is read in place of blocks that a sequence does not have. Memory is committed
+    when first written. All ranks share the pages, and each has `kv_heads` of them. If several ranks have the same head,
+    the first one writes it, and a barrier precedes reading.
     """
 
     def __init__(

@@ -22,9 +22,9 @@ from pypto_serving.model.fields import read_json_file
 from pypto_serving.util import brief, ceil_div, parse_json
 
 FLOATS = ("F32", "BF16", "F16")
-"""Stored dtypes of weights that are not quantised."""
+"""Stored dtypes of weights that are not quantized."""
 INT8, INT64 = "I8", "I64"
-"""Stored dtypes of quantised weights, and of tables of ids."""
+"""Stored dtypes of quantized weights, and of tables of ids."""
 ITEM_BYTES = {
     "F64": 8,
     "I64": 8,
@@ -43,10 +43,10 @@ CODES = ("qweight", "weight_packed")
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 UNFINISHED_FILE = "unfinished-conversion.json"
-"""Says what an unfinished conversion is of; locked while a process converts."""
+"""File that describes an unfinished conversion; locked while a process converts."""
 _MAX_HEADER_BYTES = 100_000_000
 _LONGEST_NAME = 255
-"""Bytes that file systems allow a name, and characters of the name of a tensor."""
+"""Limit of bytes of file names, and of characters of tensor names."""
 _MAX_DIMS, _MAX_SIZE = 8, 1 << 48
 
 
@@ -70,7 +70,7 @@ class StoredTensor:
 class Expected:
     """A tensor that a model needs: its shape, and the dtypes that it may have.
 
-    `usual` is its dtype where no file says it; empty for the checkpoint's own, or for the only one.
+    `usual`: its dtype if no file gives it; "" for the checkpoint's own, or for the only allowed one.
     """
 
     shape: tuple[int, ...]
@@ -121,14 +121,14 @@ class Checkpoint:
             raise ModelError(f"{self.directory}: tensor {surplus[0]}{more} is not part of this model")
 
     def _coded(self, name: str) -> str:
-        """Say that codes of the missing weight `name` are there, if they are: then config.json lacks their scheme."""
+        """If there are codes of the missing weight `name`, return words that config.json lacks their scheme."""
         module = name.removesuffix(".weight")
         codes = next((f"{module}.{end}" for end in CODES if f"{module}.{end}" in self.tensors), "")
         return codes and f"; {codes} is there, but config.json has no quantization_config that says how it is stored"
 
 
 def same_shape(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Return True for equal shapes; a single number may have one dimension or none."""
+    """Return whether shapes are equal; a single number may have one dimension or none."""
     return found == wanted or (found == () and wanted == (1,))
 
 
@@ -168,7 +168,7 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
 
 
 def _require_names(source: Path, names: Iterable[str]) -> None:
-    """Raise ModelError for names of tensors that no message could hold."""
+    """Raise ModelError for names of tensors that cannot be shown in messages."""
     for name in names:
         if not name.isprintable() or not 0 < len(name) <= _LONGEST_NAME:
             raise ModelError(
@@ -198,7 +198,7 @@ def _read_header(file: Path) -> list[StoredTensor]:
 
 
 def _require_contiguous(file: Path, tensors: Sequence[StoredTensor], begin: int, end: int) -> None:
-    """Raise ModelError unless tensors fill bytes [begin, end), as the format demands: other readers refuse the file."""
+    """Raise ModelError unless tensors fill bytes [begin, end), as the format requires."""
     at, before = begin, ""
     for tensor in sorted((tensor for tensor in tensors if tensor.num_bytes), key=lambda tensor: tensor.begin):
         if tensor.begin < at:
@@ -248,7 +248,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class StoredTensors:
-    """Owns the maps of a checkpoint's files and the count of what has been read.
+    """Owns the maps of a checkpoint's files, and counts the bytes read.
 
     Reports `progress("weights", bytes done, bytes in total)`.
     """
@@ -262,7 +262,7 @@ class StoredTensors:
 
     @property
     def headers(self) -> Mapping[str, StoredTensor]:
-        """Return where all tensors are, by name."""
+        """Return the locations of all tensors, by name."""
         return self._checkpoint.tensors
 
     def require(self, expected: Mapping[str, Expected], ignores: Callable[[str], bool]) -> None:
@@ -277,14 +277,14 @@ class StoredTensors:
         return name in self._checkpoint.tensors
 
     def is_surplus(self, name: str) -> bool:
-        """Return True if the checkpoint has a tensor called `name` that `require` was not asked for."""
+        """Return whether the checkpoint has a tensor called `name` that was not among those of `require`."""
         return self.has(name) and name not in self._expected
 
     def __getitem__(self, name: str) -> StoredTensor:
         return self._checkpoint.tensors[name]
 
     def map(self, tensor: StoredTensor) -> mmap.mmap:
-        """Map the file of `tensor` privately: torch wants a writable buffer, and pages are never written."""
+        """Map the file of `tensor` privately, since torch requires a writable buffer; pages are never written."""
         if tensor.file not in self._maps:
             try:
                 with tensor.file.open("rb") as stream:
@@ -306,13 +306,13 @@ class StoredTensors:
         return (stored.astype("<u4") << 16).view("<f4") if tensor.dtype == "BF16" else stored.astype("<f4")
 
     def read_bfloat16(self, tensor: StoredTensor, begin: int, end: int) -> NDArray[np.uint16]:
-        """Read elements [begin, end) of a flat `tensor` as the bits of bfloat16; those stored so are only viewed."""
+        """Read elements [begin, end) of a flat `tensor` as the bits of bfloat16, without a copy if stored so."""
         if tensor.dtype == "BF16":
             return self.view(tensor).reshape(-1)[begin:end]
         return bfloat16(self.read(tensor, begin, end))
 
     def forget(self, tensor: StoredTensor) -> None:
-        """Count `tensor` as read, and let the kernel take back its whole pages."""
+        """Count `tensor` as read, and let the kernel reclaim its whole pages."""
         begin, end = ceil_div(tensor.begin, mmap.PAGESIZE), tensor.end // mmap.PAGESIZE
         if end > begin and hasattr(mmap, "MADV_DONTNEED"):
             start, length = begin * mmap.PAGESIZE, (end - begin) * mmap.PAGESIZE
@@ -320,7 +320,7 @@ class StoredTensors:
         self.count(tensor)
 
     def finish(self) -> None:
-        """Count all tensors as read; other ranks read what this one does not need."""
+        """Count all tensors as read, since other ranks read the remaining ones."""
         if self._done < self._total:
             self._done = self._total
             self._progress("weights", self._done, self._total)

@@ -1,4 +1,4 @@
-"""TorchCollectives: how the ranks of a torch program put together what each of them has computed."""
+"""TorchCollectives: combine the results of the ranks of a torch program."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def _zeros(dtype: Any, *shape: int) -> Array:
 
 
 class TorchCollectives:
-    """What `rank` shares with the others of its tensor group: memory for KV pages, and a group of torch.distributed.
+    """Shared memory for KV pages, and a torch.distributed group, of `rank` and the others of its tensor group.
 
-    `connect` joins the group, at the first collective. A sole rank needs neither: what it has computed is whole, and
-    every method returns at once.
+    `connect` joins the group, at the first collective. A single rank needs neither: its results are complete, and every
+    method returns at once.
 
     Ranks split outputs. So most parts are columns, which lie beside each other in the order of ranks. Others do not
     overlap, so that their sum is exact: each rank adds zeros to the parts of others. Columns are gathered, since gloo
@@ -59,7 +59,7 @@ class TorchCollectives:
 
     @property
     def alone(self) -> bool:
-        """Return True for a sole rank."""
+        """Return whether there is only one rank."""
         return self.rank.topology.tensor == 1
 
     @property
@@ -75,7 +75,7 @@ class TorchCollectives:
         return memory.to(torch.get_default_device())
 
     def parts(self, of: Callable[[Rank], range]) -> list[range]:
-        """List what each rank has of something, by rank."""
+        """Return `of(rank)` for each rank."""
         return [of(rank) for rank in self.rank.topology.ranks]
 
     def columns(self, part: Tensor, width: int, unit: int = PANEL) -> Tensor:
@@ -83,7 +83,7 @@ class TorchCollectives:
         return self.join(part, self.split(width, unit))
 
     def split(self, width: int, unit: int = PANEL) -> list[range]:
-        """List the columns that each rank has of a matrix of `width`, by rank."""
+        """Return the columns of each rank in a matrix of `width`."""
         return self.parts(lambda rank: rank.columns(width, unit))
 
     def join(self, part: Tensor, columns: Sequence[range]) -> Tensor:
@@ -117,7 +117,7 @@ class TorchCollectives:
         return int(tensor)
 
     def barrier(self) -> None:
-        """Wait for the other ranks; what they wrote to shared memory can be read then."""
+        """Wait for the other ranks; then their writes to shared memory can be read."""
         if not self.alone:
             self._wait(self._group.barrier)
 
@@ -132,8 +132,8 @@ class TorchCollectives:
 def join_group(rank: Rank, store: int, patience_s: float) -> dist.ProcessGroup:
     """Join the group of all ranks, who find each other in `store`, the descriptor of an empty file that all have.
 
-    torch's default device decides between COLLECTIVES. These ask for no password, so they listen on the loopback
-    interface only. A collective fails where a rank keeps the others waiting for `patience_s`.
+    torch's default device decides between COLLECTIVES. These have no authentication, so they listen only on the
+    loopback interface. A collective fails if a rank makes the others wait for `patience_s`.
     """
     backend = COLLECTIVES[torch.get_default_device().type]
     os.environ[f"{backend.upper()}_SOCKET_IFNAME"] = _loopback()
@@ -150,5 +150,5 @@ def join_group(rank: Rank, store: int, patience_s: float) -> dist.ProcessGroup:
 
 
 def _loopback() -> str:
-    """Name the loopback interface."""
+    """Return the name of the loopback interface."""
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))

@@ -21,10 +21,10 @@ from pypto_serving.types.model import Contents, IndexFacts, Source, StoredForm, 
 def read_contents(
     model_dir: str | Path, take_inventory: Callable[[Mapping[str, StoredTensor]], Inventory], dtype: str
 ) -> Contents:
-    """Read the best source present and compare all sources with the inventory, one line per finding.
+    """Read the best available source, and compare all sources with the inventory, one line per difference.
 
-    `take_inventory` takes it, with the help of the headers that are there. Without headers, dtypes and shapes come from
-    the inventory and `dtype`. Draft layers count if the source lists them; config.json alone lists all that it names.
+    `take_inventory` makes the inventory, from headers if present. Without headers, dtypes and shapes come from the
+    inventory and `dtype`. Draft layers count if the source lists them; config.json alone lists all that it names.
     """
     index, names = _read_index(Path(model_dir))
     headers, error = read_headers(Path(model_dir))
@@ -68,7 +68,7 @@ def _read_index(directory: Path) -> tuple[IndexFacts | None, Collection[str]]:
 
 
 def read_headers(directory: Path) -> tuple[Mapping[str, StoredTensor], str]:
-    """Read the tensors in the files, or the error found in them; neither unless all files are present."""
+    """Return the tensors in the files, and the error found in them; both empty unless all files are present."""
     try:
         if all(file.is_file() for file in weight_files(directory)):
             return Checkpoint.open(directory).tensors, ""
@@ -94,7 +94,7 @@ def _differences(
 
 
 def _obstacle(directory: Path, headers: Mapping[str, StoredTensor], inventory: Inventory) -> str:
-    """Return the error that loading these files would raise before it reads a weight; empty if none."""
+    """Return the error that loading these files would raise before reading any weight, or ""."""
     try:
         Checkpoint(directory, weight_files(directory), headers).require(inventory.expected(), inventory.ignores)
     except ModelError as error:
@@ -129,7 +129,7 @@ def _count(tensors: Collection[StoredBytes | StoredTensor]) -> tuple[TensorTotal
 
 
 def _forms(inventory: Inventory, found: Mapping[str, StoredBytes | StoredTensor]) -> tuple[StoredForm, ...]:
-    """Count the matrices, weights and bytes of each way in which matrices are stored."""
+    """Count the matrices, weights and bytes of each storage scheme."""
     counts, weights, sizes = Counter[str](), Counter[str](), Counter[str]()
     for matrix in inventory.matrices():
         held = [found[name] for name in matrix.tensors if name in found]

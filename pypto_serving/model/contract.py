@@ -1,4 +1,4 @@
-"""Contracts: the arguments of a model's compiled PyPTO programs, and how a step becomes them. Torch-free."""
+"""Contracts: the arguments of a model's compiled PyPTO programs, and their values for a step. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pypto_serving.types.kv import DTYPE_BYTES, Spans
 Role = Literal["input", "output", "weight", "cache"]
 StageName = Literal["prefill", "decode"]
 Sizes = Mapping[str, int]
-"""Values of the sizes that have a name."""
+"""Values of named sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument of a program. A size in `shape` that has a name is chosen by every dispatch, or by the pool of KV.
+    """One argument of a program. Named sizes in `shape` depend on the dispatch, or on the KV pool.
 
-    Inputs and outputs lie in shared memory; weights and caches on a device: number `device` of those of the program.
+    Inputs and outputs lie in shared memory; weights and caches on the program's device number `device`.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Argument:
 
 
 class StepArrays(Protocol):
-    """What a contract reads of a dispatch; StepInputs of the backends has it."""
+    """The attributes of a dispatch that a contract reads, a part of StepInputs."""
 
     @property
     def token_ids(self) -> Int32Array: ...
@@ -57,13 +57,13 @@ class StepArrays(Protocol):
 
 
 class Contract(Protocol):
-    """What a family's programs take and return, in one revision of them.
+    """Arguments and results of a family's programs, in one revision.
 
     revision, layout: names of the programs and of the order of dimensions in pages; parts of the fingerprint.
     stages: arguments of each program, in order.
     logits: the outputs that have the logits of each row's last token, float32 [rows, vocabulary with padding]; if there
         are several, each has a part of the vocabulary.
-    most: the largest values of the sizes that dispatches choose.
+    most: the largest values of sizes that depend on the dispatch.
     """
 
     revision: str
@@ -73,10 +73,10 @@ class Contract(Protocol):
     most: Sizes
 
     def inputs(self, stage: StageName, step: StepArrays, embedding: BFloat16Array | None) -> dict[str, Array]:
-        """Return the values of a dispatch's inputs; `embedding` [vocab, hidden] where the host embeds."""
+        """Return the values of a dispatch's inputs; `embedding` [vocab, hidden] if the host embeds tokens."""
 
     def embedding(self, tensors: StoredTensors) -> BFloat16Array | None:
-        """View the table by which the host embeds; None where the device does."""
+        """View the table with which the host embeds tokens; None if the device embeds them."""
 
     def weights(self, tensors: StoredTensors) -> Iterator[tuple[str, Iterable[Array]]]:
         """Yield each weight by its argument's name, in pieces along dimension 0; bfloat16 as uint16."""
@@ -115,7 +115,7 @@ def of_role(arguments: Iterable[Argument], *roles: Role) -> list[Argument]:
 
 
 def same_arguments(stages: Mapping[Any, Sequence[Argument]]) -> dict[str, Argument]:
-    """Return weights and caches by name. Raises ValueError where two stages disagree about one, since they share it."""
+    """Return weights and caches by name. Raises ValueError if two stages, which share them, disagree about one."""
     found: dict[str, Argument] = {}
     for arguments in stages.values():
         for argument in of_role(arguments, "weight", "cache"):

@@ -27,9 +27,9 @@ def read_json_file(path: Path) -> dict[str, Any]:
 
 
 MOST = (1 << 31) - 1
-"""The largest whole number that is read: sizes, counts and ids are far below it."""
+"""Limit of whole numbers; real sizes, counts and ids are far smaller."""
 MOST_LAYERS, MOST_EXPERTS = 1 << 10, 1 << 17
-"""Layers of a model, and experts of all its layers: their tensors are listed one by one."""
+"""Limits of layers, and of experts in all layers, since their tensors are listed one by one."""
 
 
 class Fields:
@@ -97,7 +97,7 @@ class Fields:
 
 
 def _shown(value: object) -> str:
-    """Return `value` as it stands in the file, cut to 100 characters."""
+    """Return `value` in the form of the file, cut to 100 characters."""
     try:
         text = json.dumps(value, default=str)
     except RecursionError:

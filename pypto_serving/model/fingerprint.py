@@ -1,4 +1,4 @@
-"""Fingerprints of all but tokens that the content of KV blocks depends on, and digests of weight files. Torch-free."""
+"""Digests of weight files, and fingerprints of everything except tokens that determines KV blocks. Torch-free."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from pypto_serving.util import hash128, open_regular, read_regular
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4 << 20
-"""Bytes that one thread reads and digests at once. Another size makes other digests."""
+"""Bytes that one thread reads and digests at once. Digests depend on this size."""
 MAX_RECORDS = 256
-"""Records that are kept, one for each folder of weights; the oldest are deleted first."""
+"""Limit of records, one per folder of weights; the oldest are deleted first."""
 SETTLED_NS = 2 * 10**9
-"""A file that changed less than this ago may change again and keep its times."""
+"""A file that changed more recently than this may change again without a change of its times."""
 
 
 def file_state(path: Path) -> str:
-    """Return what changes with the content of a file: name, size, inode and times. Raises ModelError."""
+    """Return a text that changes with a file's content: name, size, inode and times. Raises ModelError."""
     stat = _stat(path)
     return f"{path.name} {stat.st_size} {stat.st_ino} {stat.st_mtime_ns} {stat.st_ctime_ns}"
 
@@ -57,9 +57,9 @@ def digests(files: Sequence[Path], cache: str, progress: Progress) -> list[bytes
 
 
 def _has_settled(path: Path) -> bool:
-    """Return True if every later change of a file shows in its state.
+    """Return whether every later change of a file would change its state.
 
-    A change time in whole seconds was not kept by the system: it stems from the image of a read-only file system.
+    A change time in whole seconds was not set by the system, but comes from the image of a read-only file system.
     """
     stat = _stat(path)
     newest_ns = max(stat.st_mtime_ns, stat.st_ctime_ns)
@@ -111,7 +111,7 @@ def _stat(path: Path) -> os.stat_result:
 
 
 def _read(record: Path) -> dict[str, str]:
-    """Read digests by state; nothing from a record that is missing or damaged."""
+    """Read digests by state; return {} if the record is missing or damaged."""
     try:
         check, body = read_regular(record).split(b"\n", 1)
         return msgspec.json.decode(body, type=dict[str, str]) if check == _check(body) else {}
@@ -120,7 +120,7 @@ def _read(record: Path) -> dict[str, str]:
 
 
 def _write(record: Path, known: Mapping[str, str]) -> None:
-    """Replace a record at once, so that readers and other writers see a whole one. Delete the oldest records."""
+    """Replace a record atomically, so that other processes see a complete one. Delete the oldest records."""
     body = msgspec.json.encode(known)
     try:
         record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -166,7 +166,7 @@ def checkpoint_digest(model_dir: str | Path, cache: str, progress: Progress) -> 
 
 
 def file_digests(model_dir: str | Path, cache: str, progress: Progress) -> dict[str, bytes]:
-    """Return what `checkpoint_digest` hashes as 16 bytes for each file, by name."""
+    """Return, by file name, a 16-byte digest of each file that `checkpoint_digest` covers."""
     return {name: hash128(content) for name, content in _contents(Path(model_dir), cache, progress).items()}
 
 
@@ -185,9 +185,9 @@ def _config_files(directory: Path) -> tuple[Path, ...]:
 def program_fingerprint(
     config: EngineConfig, progress: Progress, architecture: str, program: str, *numerics: str
 ) -> bytes:
-    """Hash everything but tokens that the content of a KV block depends on to 16 bytes.
+    """Hash everything except tokens that the content of a KV block depends on to 16 bytes.
 
-    All bytes of the weights are read only for blocks that others may read, or that outlive the replica.
+    Reads all bytes of the weights only if other processes may read blocks, or if blocks outlive the replica.
     """
     if config.cache.shares_kv:
         weights = checkpoint_digest(config.model.path, config.worker.cache_dir, progress)

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint that its config.json implies: what is the same in all families. Torch-free."""
+"""The tensors of a checkpoint, derived from config.json: the common part of all families. Torch-free."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ STORED_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """The dtypes of config.json by their safetensors names."""
 
 Role = Literal["plain", "precise", "router", "float", "ids", "latent", "linear", "expert"]
-"""What a tensor is.
+"""The role of a tensor.
 
-`plain`, `precise` and `router` ones are of the checkpoint's dtype, bfloat16 in releases; the latter two are used in
-float32, and kernels hold routers so. `float` ones are float32 everywhere, `ids` int64. The others are matrices, which
-may be quantised: a latent's, one of the large ones, an expert's.
+`plain`, `precise` and `router` tensors have the checkpoint's dtype, bfloat16 in releases; the latter two are used in
+float32, and kernels store routers in float32. `float` tensors are float32 everywhere, `ids` int64. The others are
+matrices, which may be quantized: of a latent, large linear layers, or an expert.
 """
 MATRICES: tuple[Role, ...] = ("latent", "linear", "expert")
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor of a model: its logical shape and what it is."""
+    """A tensor of a model: its logical shape and its role."""
 
     shape: Shape
     role: Role = "plain"
@@ -45,7 +45,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredBytes:
-    """A tensor as a file holds it."""
+    """A tensor in the form of a file."""
 
     dtype: str
     shape: Shape
@@ -109,7 +109,7 @@ class Inventory:
                 self.schemes[module] = held(found, self._headers, module, *tensor.shape) if chooses else found[0]
 
     def scheme(self, name: str) -> Scheme:
-        """Return how the tensor `name` is stored."""
+        """Return the scheme of the tensor `name`."""
         return self.schemes.get(module_of(name), PLAIN)
 
     def sizes(self) -> dict[str, Shape]:
@@ -133,7 +133,7 @@ class Inventory:
         return {name: wanted.shape for name, wanted in self.expected().items()}
 
     def stored(self, dtype: str = "bfloat16", mtp: bool = True) -> dict[str, StoredBytes]:
-        """Return every tensor as files hold it. Weights have `dtype`, a key of STORED_DTYPES, unless quantised."""
+        """Return every tensor in the form of files. Weights have `dtype`, a key of STORED_DTYPES, unless quantized."""
 
         def usual(wanted: Expected) -> str:
             return wanted.usual or (wanted.dtypes[0] if len(wanted.dtypes) == 1 else STORED_DTYPES[dtype])
@@ -157,10 +157,10 @@ class Inventory:
         raise NotImplementedError
 
     def packed_bytes(self, item_bytes: int = 2, head: Scheme | None = None) -> dict[str, int]:
-        """Count the bytes of every tensor as kernels hold it; matrices that are not quantised have `item_bytes`.
+        """Count the bytes of every tensor in the kernels; elements of unquantized matrices have `item_bytes`.
 
-        `head` is how the output layer is held, if not as stored. An embedding that is only looked up is a table;
-        routers, vectors and what is used in float32 outside of matrices are float32.
+        `head`: scheme of the output layer, if it is not kept as stored. An embedding that is only looked up is a table;
+        routers, vectors and other tensors used in float32 are float32.
         """
         sizes = {}
         for name, tensor in self.model.items():
@@ -183,7 +183,7 @@ class Inventory:
         return sizes | ({self.embedding: 2 * sizes[self.embedding]} if self._tied else {})
 
     def token_share(self, name: str) -> Fraction:
-        """Return the part of all tensors called like `name` that a token reads: of experts, the chosen ones."""
+        """Return the fraction of the tensor `name` that a token reads on average: of experts, the chosen ones."""
         role = self.model[name].role
         if role == "expert":
             return Fraction(self.config.experts.per_token, self.config.experts.count)
@@ -225,9 +225,9 @@ class Inventory:
 def describe_model(
     config: Any, inventory: Inventory, dtype: str, packed: Mapping[str, int], token: TokenBytes, **own: Any
 ) -> ModelSpec:
-    """Describe a checkpoint to the engine: what is the same in all families, and `own` fields of a family's ModelSpec.
+    """Describe a checkpoint to the engine: the common fields of all families, and a family's `own` ones.
 
-    `packed` are the bytes of weights as kernels hold them, `token` those of a token's activations.
+    `packed`: bytes of weights in the kernels; `token`: bytes of a token's activations.
     """
     in_torch = inventory.torch_bytes(DTYPE_BYTES[dtype])
 

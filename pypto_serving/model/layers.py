@@ -1,7 +1,7 @@
-"""Batch-invariant layers: a row's result is the same bit by bit whatever rows are computed with it.
+"""Batch-invariant layers: a row's result has the same bits whatever other rows are computed with it.
 
-GEMMs go to oneDNN with prepacked weights. It accumulates over K in one order if a call has a few rows; `settle_rows`
-finds how many (4 on the machines seen so far), and shorter calls are padded. Everything else is exactly rounded per
+GEMMs use oneDNN with prepacked weights. It accumulates over K in one order if a call has enough rows; `settle_rows`
+finds how many (4 on all machines so far), and smaller calls are padded. Everything else is exactly rounded per
 element, or reduces over the last dimension of a row. Activations are fused into the GEMMs, because element-wise kernels
 compute the tail of a tensor by another formula.
 
@@ -39,7 +39,7 @@ def _onednn_serves(weight: Tensor) -> bool:
 
 
 class Linear:
-    """y = x W^T + b. Owns a copy of W [out, in], packed for oneDNN where that serves the dtype; b is [out].
+    """y = x W^T + b. Owns a copy of W [out, in], packed for oneDNN if it supports the dtype; b is [out].
 
     Ranks with nothing to compute have no outputs.
     """
@@ -84,8 +84,8 @@ class Linear:
     def settle_rows(self) -> bool:
         """Choose the smallest of ROW_FLOORS from which on results do not depend on the row count.
 
-        Return False if there is none; the largest is kept. The test runs on copies of one row. Its rounded result is
-        added as a negative bias in a second run, which compares the bits that rounding hides.
+        If there is none, keep the largest and return False. The test runs on copies of one row. A second run adds the
+        negated rounded result as a bias, to compare the bits that rounding hides.
         """
         generator = torch.Generator().manual_seed(0)
         row = torch.randn(1, self.in_features, generator=generator, device="cpu").to(self._weight.device, self.dtype)
@@ -100,14 +100,14 @@ class Linear:
 
 
 def _same_rows(linear: Linear, row: Tensor, floor: int) -> bool:
-    """Return True if all copies of `row` [1, in] give the same result for every row count."""
+    """Return whether all copies of `row` [1, in] give the same result for every row count."""
     whole = linear(row.expand(_PROBE_ROWS, -1).contiguous())
     counts = (1, floor, floor + 1, 2 * floor - 1, 31, _PROBE_ROWS)
     return all(torch.equal(linear(row.expand(n, -1).contiguous()), whole[:1].expand(n, -1)) for n in counts)
 
 
 class Embedding:
-    """A table of embeddings, of which each rank has those of its tokens."""
+    """A table of embeddings; each rank has the rows of its tokens."""
 
     def __init__(self, table: Tensor, comm: TorchCollectives, tokens: range) -> None:
         self.table, self._comm, self._tokens = table, comm, tokens
@@ -156,7 +156,7 @@ def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class MLP(Protocol):
-    """Two layers, of which a rank may have some of the outputs each."""
+    """Two layers; a rank may have only a part of the outputs of each."""
 
     down: Linear
 
@@ -164,7 +164,7 @@ class MLP(Protocol):
         """Compute the rank's part of the inner layer, [n, hidden] to [n, own]."""
 
     def linears(self) -> list[Linear]:
-        """List its matrices."""
+        """Return its matrices."""
 
 
 class GatedMLP:
@@ -216,7 +216,7 @@ class SplitExperts:
         return _weighted_sum(self._comm.sum(slots), weights)
 
     def _run(self, x: Tensor, topk_ids: Tensor, outputs: Tensor) -> None:
-        """Write what the rank's experts make of their rows to `outputs` [n * k, own columns]."""
+        """Write the results of the rank's experts for their rows to `outputs` [n * k, own columns]."""
         per_token, chosen = topk_ids.shape[1], self._chosen(topk_ids)
         if not self._shares_each:
             for expert, entries in chosen:
@@ -233,7 +233,7 @@ class SplitExperts:
             outputs.index_copy_(0, entries, expert.down(gated.index_select(0, entries)))
 
     def _chosen(self, topk_ids: Tensor) -> list[tuple[MLP, Tensor]]:
-        """List the rank's experts that rows have chosen, with the places of these choices in `topk_ids`, flat."""
+        """Return the chosen experts of the rank, each with the flat indices of its choices in `topk_ids`."""
         flat = topk_ids.flatten()
         counts = torch.bincount(flat, minlength=self._count).tolist()
         places = flat.argsort(stable=True).split(counts)

@@ -1,4 +1,4 @@
-"""Load a checkpoint's weights one tensor at a time, straight into the memory they are served from."""
+"""Load a checkpoint's weights one tensor at a time, directly into their final memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TorchWeights:
     def read(self, *names: str, dtype: torch.dtype | None = None, rows: Rows = None) -> Tensor:
         """Read the named tensors into a new one, concatenated along dimension 0; `dtype` defaults to the weights'.
 
-        `rows` are those to read of each tensor, by default all.
+        `rows`: rows to read of each tensor, by default all.
         """
         stored = self._views(names, rows)
         joined = torch.empty(_joined_shape(stored), dtype=dtype or self.dtype)
@@ -43,10 +43,10 @@ class TorchWeights:
         return joined
 
     def lend(self, *names: str, dtype: torch.dtype | None = None, rows: Rows = None) -> Tensor:
-        """Read as `read` does, into memory that the next call overwrites.
+        """Read like `read`, but into memory that the next call overwrites.
 
-        For weights that are packed into other memory. Allocators rarely reuse the memory of one such copy for the next,
-        so new tensors would take as much memory as the packed weights.
+        For weights that are then packed into other memory. Allocators rarely reuse the memory of one such copy for the
+        next, so separate tensors would take as much memory as the packed weights.
         """
         stored, dtype = self._views(names, rows), dtype or self.dtype
         shape = _joined_shape(stored)

@@ -40,7 +40,7 @@ _STORED = {"BF16": ElementType.BF16, "F32": ElementType.F32, "F16": ElementType.
 
 
 class MatrixPart:
-    """`outputs` of a stored matrix [n, k], by default all: its tensors, and the form in which they are packed."""
+    """`outputs` of a stored matrix [n, k], by default all: its tensors, and the form to pack."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class MatrixPart:
         self.tensors, self.form = tensors, form
 
     def pack(self, engine: Engine, room: Matrix, offset: int, half: int | None) -> None:
-        """Pack into outputs `offset` on of `room`, or into half 0 (gate) or 1 (up) of each panel."""
+        """Pack into `room` from output `offset` on, or into half 0 (gate) or 1 (up) of each panel."""
         raise NotImplementedError
 
 
@@ -113,7 +113,7 @@ class CodedPart(MatrixPart):
 def part_of(
     stored: StoredTensors, module: str, scheme: Scheme, shape: Sequence[int], outputs: range | None = None
 ) -> MatrixPart:
-    """Return `outputs`, by default all, of the matrix of a module [n, k] that is stored by `scheme`."""
+    """Return `outputs`, by default all, of a module's matrix [n, k], stored in `scheme`."""
     match scheme:
         case Plain():
             return FloatPart(stored, module, outputs)
@@ -125,7 +125,7 @@ def part_of(
 def _pack_elements(
     part: MatrixPart, engine: Engine, room: Matrix, of: ElementType, offset: int, half: int | None
 ) -> None:
-    """Pack stored elements as they are."""
+    """Pack stored elements without conversion."""
     n, tensor = len(part.outputs), part.tensors[0]
     begin = tensor.begin + part.outputs.start * part.k * of.bytes
     source = np.frombuffer(part.stored.map(tensor), np.uint8, n * part.k * of.bytes, begin)
@@ -144,8 +144,8 @@ _Item = TypeVar("_Item")
 class PackedWeights:
     """Packs a checkpoint's tensors, each once; the packed copy is the only one in memory.
 
-    Matrices and tables are loaded from `file` if it has them, else packed and given to it. A rank packs some `outputs`
-    of each matrix, or none; the rest of it is not read.
+    Matrices and tables are loaded from `file` if it has them, else packed and added to it. A rank packs only some
+    `outputs` of each matrix, or none; other outputs are not read.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class PackedWeights:
     ) -> None:
         """Check all tensors before any is read; raises ModelError (see Checkpoint.require).
 
-        schemes, shapes: how matrices are stored and their [n, k], by module; those without are not quantised.
+        schemes, shapes: scheme and [n, k] of each matrix, by module; other matrices are not quantized.
         """
         self._tensors.require(expected, ignores)
         self._schemes, self._shapes = schemes or {}, shapes or {}
@@ -207,7 +207,7 @@ class PackedWeights:
     def matrix(self, names: Sequence[str], outputs: Outputs = None, bias: bool = False) -> list[Matrix]:
         """Pack the named matrices [n_i, k], concatenated along outputs. Adjacent ones of one form become one Matrix.
 
-        With `bias`, pack their biases too.
+        With `bias`, also pack their biases.
         """
         runs = groupby(self._parts(names, outputs), lambda named: named[1].form)
         return [self._joined(dict(run), bias) for _, run in runs]
@@ -234,14 +234,14 @@ class PackedWeights:
         return [self._matrices("rounded", [part], len(part.outputs), 1, lambda room: self._pack(part, room))]
 
     def gate_up(self, gates: Sequence[str], ups: Sequence[str], outputs: Outputs = None) -> list[Gated]:
-        """Pack gate and up matrices [n, k] of experts, those of the same forms one after the other."""
+        """Pack gate and up matrices [n, k] of experts; matrices of equal forms are concatenated."""
         both = zip(self._parts(gates, outputs), self._parts(ups, outputs), strict=True)
         parts = [(gate, up) for (_, gate), (_, up) in both]
         forms = [(gate.form, up.form) for gate, up in parts]
         return [self._gated(pairs, places) for places, pairs in _sets(parts, forms)]
 
     def _gated(self, pairs: Sequence[tuple[MatrixPart, MatrixPart]], places: Int32Array | None) -> Gated:
-        """Interleave gate and up by half panels, or pack them apart where their forms differ."""
+        """Interleave gate and up by half panels, or pack them separately if their forms differ."""
         if pairs[0][0].form != pairs[0][1].form:
             return [self._stacked([pair[half] for pair in pairs], places) for half in (0, 1)]
         parts = [part for pair in pairs for part in pair]
@@ -253,7 +253,7 @@ class PackedWeights:
         return [replace(self._matrices("gated", parts, 2 * len(parts[0].outputs), len(pairs), fill), places=places)]
 
     def several(self, names: Sequence[str], outputs: Outputs = None) -> list[Matrix]:
-        """Pack matrices [n, k] of experts, those of one form one after the other."""
+        """Pack matrices [n, k] of experts; matrices of equal form are concatenated."""
         parts = [part for _, part in self._parts(names, outputs)]
         return [self._stacked(some, places) for places, some in _sets(parts, [part.form for part in parts])]
 
@@ -279,7 +279,7 @@ class PackedWeights:
             self._tensors.forget(tensor)
 
     def _parts(self, modules: Sequence[str], outputs: Outputs) -> list[tuple[str, MatrixPart]]:
-        """Find the outputs of each matrix to pack; matrices without any are left out."""
+        """Return the outputs of each matrix to pack; omit matrices without any."""
         parts = []
         for module, mine in zip(modules, [None] * len(modules) if outputs is None else outputs, strict=True):
             if mine is None or mine:
@@ -296,7 +296,7 @@ class PackedWeights:
         fill: Callable[[Matrix], None],
         bias: NDArray[np.float32] | None = None,
     ) -> Matrix:
-        """Pack `count` matrices of n outputs into one piece of memory: words, then what outputs have of their own."""
+        """Pack `count` matrices of n outputs into one piece of memory: words, then the outputs' scales and the like."""
         form, k, outputs = parts[0].form, parts[0].k, Matrix.outputs(n, count)
         words, rows = form.words(n, k, count), form.own_words
 
@@ -314,7 +314,7 @@ class PackedWeights:
     def _packed(
         self, how: str, tensors: Sequence[StoredTensor], dtype: Any, size: int, fill: Callable[[NDArray[Any]], None]
     ) -> NDArray[Any]:
-        """Load `size` elements made of `tensors` from the file, or let `fill` write them into zeros."""
+        """Load `size` elements, made from `tensors`, from the file, or let `fill` write them into zeros."""
         name = " ".join([how, *(tensor.name for tensor in tensors)])
         if name in self._done:
             return self._done[name]
@@ -359,7 +359,7 @@ def _sets(experts: Sequence[_Item], forms: Sequence[object]) -> Iterator[tuple[I
 
 
 def _cut(outputs: Sequence[range]) -> str:
-    """Name outputs of matrices for a file; those that are all the same once."""
+    """Return a name of the matrices' outputs for a file; equal outputs are named only once."""
     names = [f"{mine.start}:{mine.stop}" for mine in outputs]
     return ",".join(names[:1] if len(set(names)) == 1 else names)
 

@@ -1,7 +1,7 @@
-"""What native programs of all families record: products with packed weights, and a rank's share of them. Torch-free.
+"""Record products with packed weights, or a rank's share of them, for native programs of all families. Torch-free.
 
-Weights that multiply the same activations are a list of matrices, one for each form in which a checkpoint stores parts
-of them. Each is multiplied with activations of its own form.
+Weights that multiply the same activations are a list of matrices, one for each form in the checkpoint. Each is
+multiplied with activations of the matching form.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from pypto_serving.parallel.topology import Rank
 from pypto_serving.types.arrays import Float32Array, PairArray
 
 Gated = Sequence[Matrix]
-"""Gate and up, interleaved in one matrix, or apart where their forms differ."""
+"""Gate and up, interleaved in one matrix, or separate if their forms differ."""
 
 
 class Int8Room:
-    """Owns the memory of int8 activations, `rows` of at most k inputs. `holds` is what is in it while recording."""
+    """Owns the memory of int8 activations, `rows` of at most k inputs. `holds`: its present content while recording."""
 
     def __init__(self, rows: int, k: int) -> None:
         self.strips = Int8Strips(zeros(np.uint32, rows * most_int8_words(k)), zeros(np.float32, rows))
@@ -46,7 +46,7 @@ class Int8Room:
 class Feed:
     """Activations in the form that a matrix multiplies: bfloat16 strips, or int8 ones in a room that feeds share.
 
-    `write` records the operation that writes them for a matrix; nothing is recorded before `record_for`.
+    `write` records the operation that writes them for a matrix; it is called only by `record_for`.
     """
 
     def __init__(self, pairs: PairArray, room: Int8Room, exact: bool, write: Callable[[Matrix, Strips], None]) -> None:
@@ -54,7 +54,7 @@ class Feed:
         self._has_pairs = False
 
     def record_for(self, matrix: Matrix) -> Strips:
-        """Record what writes the activations of `matrix`, unless they are there already, and return them."""
+        """Return the activations for `matrix`; record the operation that writes them, unless done already."""
         strips = strips_for(matrix.form, self._pairs, self._room.strips, self._exact)
         if isinstance(strips, np.ndarray):
             if not self._has_pairs:
@@ -77,7 +77,7 @@ class ExpertBuffers:
 
 
 class Products:
-    """Records products and what feeds them. Owns the memory of int8 activations, and of gates apart from up.
+    """Records products and the operations that write their inputs. Owns the memory of int8 activations and gates.
 
     A step has `rows` rows of at most `widest` inputs, and with experts `entries` rows of at most `expert_widest`.
     With `exact`, 4-bit codes multiply bfloat16 activations.
@@ -97,7 +97,7 @@ class Products:
         return Feed(out, self._room, self._exact, lambda _, strips: self._step.rms_norm(x, weight, eps, strips, rows))
 
     def strips(self, x: PairArray, routing: Routing | None = None) -> Feed:
-        """Return a feed of strips x that an operation wrote before; with `routing`, those of expert inputs."""
+        """Return a feed of strips x that an earlier operation wrote; with `routing`, of expert inputs."""
 
         def write(matrix: Matrix, strips: Strips) -> None:
             if not isinstance(strips, np.ndarray):
@@ -149,9 +149,9 @@ class Products:
         out: Float32Array,
         limit: float = math.inf,
     ) -> None:
-        """Record out [tokens, own columns] += the weighted sum of what the chosen experts make of x.
+        """Record out [tokens, own columns] += the weighted sum of the chosen experts' results for x.
 
-        `packed` are gate and up, then down, of the rank's experts. An expert of one rank needs no barrier inside.
+        `packed`: gate and up, then down, of the rank's experts. An expert on a single rank needs no inner barrier.
         """
         (gate_up, down), b = packed, buffers
         inner, outer = rank.expert_columns(b.width, GATE_HALF), rank.expert_columns(b.out.shape[1])
@@ -180,12 +180,12 @@ def _columns(matrices: Sequence[Matrix], out: Float32Array) -> list[tuple[Matrix
 
 
 def rows_of(heads: range, dim: int) -> range:
-    """Return the outputs of a projection that make these heads."""
+    """Return the outputs of a projection that form these heads."""
     return range(heads.start * dim, heads.stop * dim)
 
 
 def columns_of(x: Float32Array, outputs: range) -> Float32Array:
-    """Return the columns of x [rows, width] that these outputs become."""
+    """Return the columns of x [rows, width] for these outputs."""
     return x[:, outputs.start : outputs.stop]
 
 
@@ -196,7 +196,7 @@ def expert_outputs(rank: Rank, count: int, outputs: range) -> list[range]:
 
 
 def cut(sizes: Sequence[int], outputs: range) -> list[range]:
-    """Return which outputs of each of several matrices are among `outputs` of all, one after the other.
+    """Return, for each of several concatenated matrices of `sizes`, its own part of `outputs`.
 
     sizes        64 ------------ 32 ---- 96 ----------------
     outputs               [40          100)
@@ -213,7 +213,7 @@ def cut(sizes: Sequence[int], outputs: range) -> list[range]:
 class AttentionShare:
     """A rank's part of all attention layers: its heads of all rows, or all heads of its share of the rows.
 
-    rank, peers: whose part of the weights it has, and who computes the same rows with it.
+    rank: the rank whose part of the weights it uses; peers: the ranks that compute the same rows.
     """
 
     def __init__(self, rank: Rank, peers: NativeCollectives) -> None:

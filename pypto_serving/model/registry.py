@@ -26,13 +26,13 @@ from pypto_serving.util import brief, one_of
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """The options that decide what a checkpoint is served as.
+    """The options that decide the form in which a checkpoint is served.
 
-    dtype: `auto`, `bfloat16` or `float32`; auto is the checkpoint's own, with float16 served as bfloat16, and bfloat16
-        beside quantised weights.
-    block_size: tokens per KV block, where groups do not have their own.
-    head, kv_dtype: `int8` for an output layer, and for keys and values, that will be rounded to that.
-    drafts: whether draft layers are served too.
+    dtype: `auto`, `bfloat16` or `float32`; auto is the checkpoint's own, but bfloat16 for float16 and for quantized
+        weights.
+    block_size: tokens per KV block, for groups without a block size of their own.
+    head, kv_dtype: `int8` to round the output layer, and keys and values, to int8.
+    drafts: whether draft layers are served, too.
     """
 
     dtype: str = "auto"
@@ -52,8 +52,8 @@ class ModelFamily:
     parse(raw, source): parse the object in config.json at `source`. Raises ModelError naming an unsupported key.
     inventory(config, headers): list the tensors that a configuration needs.
     kv_groups(config, dtype, block_size): list the KV groups of a configuration.
-    spec(config, serving, headers): describe a checkpoint to the engine, but for its path and names; the dtype is not
-        `auto`. `headers`, if any, settle what the configuration leaves open, here and in `inventory`.
+    spec(config, serving, headers): describe a checkpoint to the engine, without its path and names; the dtype is not
+        `auto`. Here and in `inventory`, `headers`, if any, decide where the configuration is ambiguous.
     with_drafts: returns a configuration with its draft layers, or raises ModelError; None for a family without any.
     """
 
@@ -73,7 +73,7 @@ class ModelFamily:
 
     @property
     def plan_conversion(self) -> Any:
-        """Import what plans conversions to other formats; see model/convert."""
+        """Import the function that plans conversions to other formats; see model/convert."""
         return pkgutil.resolve_name(self.conversion)
 
     @property
@@ -83,7 +83,7 @@ class ModelFamily:
 
 
 def refused_dtype(dtype: str) -> tuple[str, str]:
-    """Name the option `dtype` and say why the CPU kernels refuse its value; both are empty if they take it."""
+    """Return the option `dtype` and why the CPU kernels refuse its value; both are "" if they accept it."""
     return ("", "") if dtype == "bfloat16" else ("dtype", f"the kernels serve bfloat16 only, not {dtype}")
 
 
@@ -92,7 +92,7 @@ FAMILIES = {
     "Qwen3ForCausalLM": "pypto_serving.model.qwen3.spec:FAMILY",
     "Qwen3MoeForCausalLM": "pypto_serving.model.qwen3.spec:FAMILY",
 }
-"""Where the family of each architecture is; it is imported on first use."""
+"""Module and object of each architecture's family, which is imported on first use."""
 
 CONFIG_FILE = "config.json"
 
@@ -109,9 +109,9 @@ def model_family(architecture: str) -> ModelFamily:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """The config.json of a checkpoint folder, read once: its object, and what the family makes of that.
+    """The config.json of a checkpoint folder, read once: its object, and the family's configuration made from it.
 
-    `raw` has the section `quantization_config` even if that is in a file beside config.json.
+    `raw` has the section `quantization_config` even if it is in a file beside config.json.
 
     Methods raise ModelError for values that are not supported.
     """
@@ -130,7 +130,7 @@ class CheckpointConfig:
         return str(stored)
 
     def serving_dtype(self, dtype: str = "auto") -> str:
-        """Decide the dtype that weights, activations and KV are served in."""
+        """Decide the dtype of weights, activations and KV in serving."""
         if dtype == "auto":
             stored, quantised = self.stored_dtype(), self.raw.get(SECTION) is not None
             dtype = "bfloat16" if quantised or stored == "float16" else stored
@@ -156,9 +156,9 @@ class CheckpointConfig:
         return self.family.with_drafts(self.model)
 
     def contents(self) -> Contents:
-        """List what the folder holds, by the best source that is there: files, an index, or config.json alone.
+        """Return the contents of the folder, from the best available source: files, an index, or only config.json.
 
-        Raises ModelError for a damaged index too.
+        Raises ModelError also for a damaged index.
         """
         return read_contents(self.directory, partial(self.family.inventory, self.model), self.stored_dtype())
 
@@ -183,7 +183,7 @@ def read_config(model_dir: str | Path) -> CheckpointConfig:
 
 def _require_finished(path: Path) -> None:
     """Raise ModelError if there is no config.json at `path` because a conversion has not finished."""
-    with suppress(OSError):  # of a folder that may not be entered: reading config.json reports it
+    with suppress(OSError):  # the folder is inaccessible, which reading config.json reports
         if path.with_name(UNFINISHED_FILE).exists() and not path.exists():
             raise ModelError(f"{path.parent} is an unfinished conversion; run the same `pypto-serving convert` again")
 
@@ -195,5 +195,5 @@ def load_config(model_dir: str | Path, drafts: bool = False) -> tuple[str, Any]:
 
 
 def load_spec(model_dir: str | Path, serving: Serving = DEFAULT_SERVING) -> ModelSpec:
-    """Read what a checkpoint folder holds, without its weights. See `CheckpointConfig.spec`."""
+    """Describe a checkpoint folder without reading its weights. See `CheckpointConfig.spec`."""
     return read_config(model_dir).spec(serving)

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (RoPE) and their context extensions, as `transformers` computes them. Torch-free.
+"""Rotary position embeddings (RoPE) and their context extensions, equal to those of `transformers`. Torch-free.
 
 RoPE: Su et al. 2021, arXiv:2104.09864. YaRN: Peng et al. 2023, arXiv:2309.00071.
 """
@@ -24,7 +24,7 @@ Kind = TypeVar("Kind")
 _PIECE = 4096
 """Positions whose angles are computed at once."""
 _MOST_FACTOR = 1 << 20
-"""The largest extension of a context that is read."""
+"""Limit of the extension factor of a context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class Rope:
 
     @property
     def max_len(self) -> int:
-        """Return the longest sequence that the frequencies were extended to."""
+        """Return the longest sequence for which the frequencies were extended."""
         return int(self.trained_len * self.factor)
 
     def frequencies(self, max_model_len: int) -> NDArray[np.float32]:

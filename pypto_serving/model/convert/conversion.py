@@ -44,7 +44,7 @@ from pypto_serving.util import write_at
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight of the target, made of the tensor `source`: a matrix in `encoding`, or in `dtype`; "" is as stored.
+    """A weight of the target, made from the tensor `source`: a matrix in `encoding`, or in `dtype`; "" keeps its form.
 
     shape, scheme: of the source, whose matrices are called `module.weight`.
     """
@@ -56,7 +56,7 @@ class Weight:
     dtype: str = ""
 
     def tensors(self) -> list[str]:
-        """List the tensors that the weight is stored in."""
+        """Return the names of the tensors in which the weight is stored."""
         if self.scheme == PLAIN:
             return [self.source]
         n, k = self.shape
@@ -67,7 +67,7 @@ class Weight:
 class Plan:
     """The weights of the target by name.
 
-    expected, ignores: what the source must hold, and may.
+    expected, ignores: tensors that the source must have, and tensors that it may have.
     config: values of config.json that change; None removes a key.
     """
 
@@ -77,7 +77,7 @@ class Plan:
     config: Mapping[str, Any]
 
     def check(self) -> None:
-        """Raise ModelError for weights that were rounded too far already, or that an encoding does not hold."""
+        """Raise ModelError for weights that are already quantized, or that an encoding does not support."""
         for name, weight in self.weights.items():
             if weight.encoding is not None:
                 _require_fine(weight.scheme)
@@ -94,16 +94,16 @@ def _require_fine(scheme: Scheme) -> None:
 
 
 _CHUNK = 1 << 18
-"""Elements converted at once by a thread: they stay in a cache."""
+"""Elements that a thread converts at once, few enough to stay in a CPU cache."""
 _LARGEST = 1e30
-"""Weights are smaller: scales, and the sums that find them, fit into float32 and bfloat16."""
+"""Limit of weights, so that scales, and the sums to find them, fit into float32 and bfloat16."""
 _ENCODING = "encoding/encoding_*.py"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor goes: bytes [begin, end) after the header of its file."""
+    """The place of a tensor: bytes [begin, end) after the header of its file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -146,7 +146,7 @@ class _Conversion:
         self._tensors, self._plan = tensors, plan
 
     def run(self) -> dict[str, Any]:
-        """Write all files but config.json, whose content is returned."""
+        """Write all files except config.json, and return its content."""
         files: dict[str, dict[str, Weight]] = {}
         for name, weight in self._plan.weights.items():
             files.setdefault(self._tensors[weight.tensors()[0]].file.name, {})[name] = weight
@@ -186,7 +186,7 @@ class _Conversion:
             yield tensor, (dtype, wanted.shape)
 
     def _write_file(self, path: Path, weights: Mapping[str, Weight], threads: ThreadPoolExecutor) -> None:
-        """Write what `weights` become to `path`, unless the file exists: then it is complete."""
+        """Write the converted `weights` to `path`, unless the file exists, which means that it is complete."""
         places = self._places(weights)
         header = _header(places)
         if path.exists():
@@ -204,7 +204,7 @@ class _Conversion:
     def _writer(
         self, file: int, start: int, name: str, weight: Weight, places: Mapping[str, _Place]
     ) -> Callable[[int, int], None]:
-        """Return what converts rows [first, last) of a weight and writes them after byte `start`."""
+        """Return a function that converts rows [first, last) of a weight and writes them after byte `start`."""
         read, encoding, module = self._reader(weight), weight.encoding, name.removesuffix(".weight")
 
         def put(tensor: str, values: Array, first: int) -> None:
@@ -230,7 +230,7 @@ class _Conversion:
         return convert_rows
 
     def _reader(self, weight: Weight) -> Callable[[int, int], Array]:
-        """Return what reads rows [first, last) of a weight: in float32, or as stored if they are kept so."""
+        """Return a function that reads rows [first, last) of a weight in float32, or as stored if unchanged."""
         tensors, module = self._tensors, weight.source.removesuffix(".weight")
         if isinstance(weight.scheme, Fp8 | RowCodes):
             n, k = weight.shape
@@ -242,16 +242,16 @@ class _Conversion:
         return lambda first, last: tensors.read(tensor, first * width, last * width).reshape(last - first, width)
 
     def _count(self, name: str, weight: Weight) -> None:
-        """Count what a weight is made of as read, once where two are made of the same."""
+        """Count the source of a weight as read, only once if two weights are made from it."""
         if name == weight.source or weight.source not in self._plan.weights:
             for tensor in weight.tensors():
                 self._tensors.forget(self._tensors[tensor])
 
     def _copy_other_files(self, written: Container[str]) -> None:
-        """Copy all files but those of the weights: tokenizer, generation config, chat template and others.
+        """Copy all files except weights: tokenizer, generation config, chat template and others.
 
-        Of folders, copy the one with the encoding of DeepSeek V4's chats. Files that say how the source is quantised
-        are left there: other engines would read the target by them.
+        Of folders, copy only the one with the encoding of DeepSeek V4's chats. Do not copy files that describe the
+        source's quantization, since other engines would apply them to the target.
         """
         left = (CONFIG_FILE, UNFINISHED_FILE, *SECTION_FILES)
         for file in sorted((*self._source.iterdir(), *self._source.glob(_ENCODING))):
@@ -275,7 +275,7 @@ class _Conversion:
 
 
 def _run_all(threads: ThreadPoolExecutor, tasks: Sequence[Callable[[], None]]) -> None:
-    """Run all tasks. After a failure, start no other, and return once those that run have ended."""
+    """Run all tasks. After a failure, start no further ones, and wait for the running ones."""
     futures = [threads.submit(task) for task in tasks]
     try:
         for future in futures:

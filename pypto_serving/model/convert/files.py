@@ -1,4 +1,4 @@
-"""The files of a conversion: a folder that one process owns, files that appear once complete. Torch-free."""
+"""The files of a conversion: a folder owned by one process; files that appear only when complete. Torch-free."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from pypto_serving.util import decode_json
 
 
 class _UnfinishedFolder(msgspec.Struct, frozen=True):
-    """What UNFINISHED_FILE says: the conversion of `source`, in `state`, to `format` by a `version` of this program.
+    """Content of UNFINISHED_FILE: the conversion of `source`, in `state`, to `format` by a `version` of this program.
 
-    All but the path `source` decide the bytes of the target.
+    All fields except the path `source` determine the bytes of the target.
     """
 
     source: str
@@ -32,15 +32,15 @@ class _UnfinishedFolder(msgspec.Struct, frozen=True):
     version: str
 
     def continues(self, other: _UnfinishedFolder) -> bool:
-        """Return whether the files that `other` has written are those of this conversion."""
+        """Return whether files written by `other` can be used by this conversion."""
         return msgspec.structs.replace(other, source=self.source) == self
 
 
 @contextmanager
 def claim(source: Path, target: Path, format: str) -> Iterator[Callable[[], None]]:
-    """Own `target` for the conversion of `source` to `format`; raises ConfigError where it holds anything else.
+    """Own `target` for the conversion of `source` to `format`. Raises ConfigError if it contains anything else.
 
-    Yield what raises ModelError if `source` has changed since.
+    Yield a function that raises ModelError if `source` has changed meanwhile.
     """
     identity, state = checkpoint_state(source).hex(), target / UNFINISHED_FILE
     own = _UnfinishedFolder(str(source), identity, format, importlib.metadata.version("pypto-serving"))
@@ -51,7 +51,7 @@ def claim(source: Path, target: Path, format: str) -> Iterator[Callable[[], None
 
     _make_target(target)
     with _locked(target) as file:
-        # What a process that was killed at once left is empty.
+        # The file is empty if its process was killed before writing.
         if found := file.read():
             _require_same(target, own, found)
         if not found and (target / "config.json").exists():  # another process finished just before this one looked
@@ -68,7 +68,7 @@ _ADVICE = "give a folder that is empty or not there yet"
 
 
 def _require_same(target: Path, own: _UnfinishedFolder, found: bytes) -> None:
-    """Raise ConfigError unless `found` says that the files in `target` are those of `own` conversion."""
+    """Raise ConfigError unless `found` says that the files in `target` belong to the conversion `own`."""
     try:
         other = decode_json(found, _UnfinishedFolder)
     except ValueError:
@@ -87,7 +87,7 @@ def _complete(target: Path) -> ConfigError:
 
 
 def _make_target(target: Path) -> None:
-    """Make the folder `target`. Raises ConfigError if it holds anything but an unfinished conversion."""
+    """Create the folder `target`. Raises ConfigError if it contains anything except an unfinished conversion."""
     try:
         if target.exists() and not target.is_dir():
             raise ConfigError(f"TARGET {target} is a file; {_ADVICE}")
@@ -104,7 +104,7 @@ def _make_target(target: Path) -> None:
 
 @contextmanager
 def _locked(target: Path) -> Iterator[BinaryIO]:
-    """Open and lock the state file, which is made if missing. Raises ConfigError if another process has `target`."""
+    """Open or create the state file, and lock it. Raises ConfigError if another process owns `target`."""
     state = target / UNFINISHED_FILE
     with os.fdopen(os.open(state, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
         try:
@@ -143,7 +143,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copy a file piece by piece: it may be of any size."""
+    """Copy a file of any size, piece by piece."""
     with source.open("rb") as content, new_file(target, 0) as file:
         shutil.copyfileobj(content, file)
 

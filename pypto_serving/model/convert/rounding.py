@@ -1,4 +1,4 @@
-"""The formats that matrices are converted to: how rows of weights are rounded to few bits. Torch-free.
+"""The target formats of matrices: round rows of weights to few bits. Torch-free.
 
 A format is a scheme of `formats`, and a section of compressed-tensors in config.json. Rounding takes no calibration
 data, and results depend on the weights alone: all sums are added in one order. A byte holds two codes of 4 bits, the
@@ -27,9 +27,9 @@ These six come within a few percent of 400 levels. In groups of 32 they lower th
 """
 MXFP4_GROUP = 32
 _SMALLEST = np.finfo(np.float32).tiny
-"""Scales below it have no inverse in float32, and weights that small become 0."""
+"""Smallest scale: smaller ones have no inverse in float32. Smaller weights become 0."""
 _LARGEST_EXPONENT = 2
-"""That of 6, the largest 4-bit float."""
+"""Exponent of 6, the largest 4-bit float."""
 
 
 def to_int8(rows: Float32Array) -> tuple[NDArray[np.int8], Float32Array]:
@@ -41,7 +41,7 @@ def to_int8(rows: Float32Array) -> tuple[NDArray[np.int8], Float32Array]:
 
 
 def to_int4(rows: Float32Array, size: int) -> tuple[UInt8Array, BFloat16Array]:
-    """Round rows [m, k] to packed codes of 0 to 15, which stand for -8 to 7, and scales [m, k / size] in bfloat16.
+    """Round rows [m, k] to packed codes 0 to 15, which mean -8 to 7, and scales [m, k / size] in bfloat16.
 
     Each group gets the scale with the least squared error among some. For codes q of weights w the best scale is
     w q / q q, and leaves the error w w - (w q)^2 / q q.
@@ -50,7 +50,7 @@ def to_int4(rows: Float32Array, size: int) -> tuple[UInt8Array, BFloat16Array]:
 
 
 def to_int4_in_numpy(rows: Float32Array, size: int) -> tuple[UInt8Array, BFloat16Array]:
-    """Do the same as `to_int4` without kernels, bit by bit."""
+    """Compute the same bits as `to_int4`, without kernels."""
     weights = _columns(rows, size)
     tops, codes, products = np.abs(weights).max(axis=0), np.empty_like(weights), np.empty_like(weights)
     best, scales = np.full_like(tops, -1), np.ones_like(tops)

@@ -1,7 +1,7 @@
 """Attention of DeepSeek V4: MLA over a sliding window and compressed entries. One latent is key and value of all heads.
 
-Every query gathers its own rows: first its window, then compressed entries in order, padded to whole tiles. The size
-of a query's products depends on its position alone. So prefill and decode compute the same, alone or in a batch.
+Every query gathers its own rows: first its window, then compressed entries in order, padded to whole tiles. The size of
+a query's products depends only on its position. So prefill and decode compute the same bits, alone or in a batch.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from pypto_serving.types.kv import KVCacheGroupSpec
 class TorchPages:
     """Owns the blocks of one KV group whose rows all have one width: `rows` [blocks * rows per block, width].
 
-    A block holds tensor after tensor, and each tensor layer after layer. One hidden block after the others stays zero
-    and serves positions that do not exist. Memory is committed when first written. All ranks have the same blocks.
+    A block holds tensor after tensor, and each tensor layer after layer. A hidden last block stays zero and is read for
+    positions that do not exist. Memory is committed when first written. All ranks share the blocks.
     """
 
     def __init__(self, group: KVCacheGroupSpec, num_blocks: int, comm: TorchCollectives) -> None:
         tensors = group.tensors
         (width,) = {tensor.row_shape[0] for tensor in tensors}
-        with torch.inference_mode(False):  # others may write pages too
+        with torch.inference_mode(False):  # code outside inference mode may also write pages
             memory = comm.pages((num_blocks + 1) * group.block_bytes).view(num_blocks + 1, -1)
             self.blocks = memory.view(torch_dtype(tensors[0].dtype))
         self.rows = self.blocks.view(-1, width)
@@ -101,7 +101,7 @@ class StepSlots:
 class ClosedWindows:
     """The n compressor windows that a step's tokens close, in layers of one kind.
 
-    `tokens` [n] close them; `first` [n] is the position of a window's first token. `positions` [n, span] are the tokens
+    `tokens` [n]: tokens that close them; `first` [n]: position of a window's first token. `positions` [n, span]: tokens
     that an entry covers. `exists` [n, span] masks positions before the sequence.
     """
 
@@ -124,7 +124,7 @@ class Compressor:
     """Compresses windows of tokens into entries of `dim` channels. Its state is a float32 row [kv | gates] per token.
 
     In CSA layers windows overlap: an entry uses the second half of the channels of its own window, and the first half
-    of the window before.
+    of the previous window's.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Compressor:
     ) -> None:
         """Write the state of projected tokens, and the entries of closed windows.
 
-        `kv` and `gates` [t, width] are the two parts of `project`, `rope` is that of the windows' first tokens.
+        `kv` and `gates` [t, width] are the two parts of `project`; `rope` is for the windows' first tokens.
         """
         gates = gates + self.ape.index_select(0, rows.positions % self.ratio)
         state.write(rows.slots[self.state_group], torch.cat([kv, gates], dim=1))
@@ -184,7 +184,7 @@ class Compressor:
 
 
 TILE = 64
-"""Compressed entries are gathered in multiples of this."""
+"""Unit in which compressed entries are gathered."""
 
 _GATHERED_BYTES = 64 << 20
 
@@ -194,7 +194,7 @@ class StepView:
     """The inputs that all layers of one kind share in a step.
 
     `rope` and `closed_rope` are cosines and sines of the tokens and of the closed windows. `visible` [t] counts the
-    compressed entries that each token sees; a window that the token itself closes counts.
+    compressed entries that each token sees, including that of a window which the token itself closes.
     """
 
     rows: StepSlots
@@ -236,7 +236,7 @@ def _parts_of_heads(comm: TorchCollectives, num_heads: int, head_dim: int) -> li
 class IndexerTopK:
     """The lightning indexer of a CSA layer: selects the top-k compressed entries of a query.
 
-    Ties go to the earlier entry. Ranks split the projections. Each computes all scores, which are sums over all heads.
+    Ties go to the earlier entry. Ranks split the projections, but each computes all scores, which sum over all heads.
     """
 
     def __init__(
@@ -286,8 +286,8 @@ class IndexerTopK:
 class Attention:
     """One layer's attention: projections, KV cache, compressors, indexer and the grouped output projection.
 
-    Ranks split it by heads, and the outputs of all other matrices. What all heads share, such as rows of the KV cache,
-    every rank computes: all write the same bytes.
+    Ranks split it by heads, and the outputs of all other matrices. Every rank computes data shared by all heads, such
+    as rows of the KV cache, so all write the same bytes.
     """
 
     def __init__(

@@ -18,11 +18,11 @@ from pypto_serving.util import ceil_div
 _POST_COMB = 20
 """Hyper-connection coefficients post (4) and comb (4 x 4) of a token."""
 _ADDS = np.concatenate([np.ones(4), np.eye(4).ravel()]).astype(np.float32)
-"""Those that add a vector to each stream."""
+"""Coefficients post and comb that add a vector to each stream."""
 
 
 def layer_spans(group: KVCacheGroupSpec, layers: range) -> Spans:
-    """Return the bytes of a group's block that are of these layers."""
+    """Return the bytes of a group's block that belong to these layers."""
     found, begin = [], 0
     for tensor in group.tensors:
         size = group.block_size // tensor.ratio * tensor.row_bytes
@@ -55,7 +55,7 @@ class Arenas:
 
 
 class DeepseekV4Buffers:
-    """Owns the activations of the largest step; those that ranks gather are shared. kernels/forms.py has layouts."""
+    """Owns the activations of the largest step; gathered ones are shared by ranks. For layouts see kernels/forms.py."""
 
     def __init__(
         self, model: DeepseekV4Config, config: EngineConfig, attention: AttentionShare, peers: NativeCollectives
@@ -103,10 +103,10 @@ class DeepseekV4Buffers:
         self._sizes = (max(tokens, rows, streams), widest, entries, max(hidden, experts.intermediate_size))
 
     def products(self, step: Recording, exact: bool) -> Products:
-        """Return what records products of these activations; see Products."""
+        """Return the Products that records products of these activations."""
         return Products(step, exact, *self._sizes)
 
 
 def _panels(tokens: int, heads: int, dim: int) -> tuple[Any, ...]:
-    """Return type and shape of query panels, as MLA and the indexer read them."""
+    """Return type and shape of query panels for MLA and the indexer."""
     return np.uint32, tokens, ceil_div(heads, PANEL), dim // 2, PANEL

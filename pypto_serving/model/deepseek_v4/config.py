@@ -1,4 +1,4 @@
-"""A DeepSeek V4 model as its config.json describes it. Torch-free.
+"""The configuration of a DeepSeek V4 model, from config.json. Torch-free.
 
 Every layer has a sliding window. There are three kinds of layers:
 
@@ -91,7 +91,7 @@ def refuse_unsupported(config: Fields) -> None:
 def read_layers(config: Fields, count: int) -> tuple[tuple[LayerKind, ...], dict[LayerKind, int]]:
     """Read the kind of every layer, and the ratios: `layer_types` and `compress_rates`, or `compress_ratios`.
 
-    There may be more entries than layers: draft layers have some.
+    There may be further entries for draft layers.
     """
     rates = config.section("compress_rates")
     csa = rates.positive_int("compressed_sparse_attention", default=config.positive_int("compress_rate_csa", default=4))
@@ -178,7 +178,7 @@ _BLOCK = (128, 128)
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The schemes that matrices of a role may have, the likeliest first; roles not named are plain.
+    """The possible schemes of matrices by role, likeliest first; other roles are plain.
 
     `name` is for people. Scales are called `scale`.
     """
@@ -215,7 +215,7 @@ class Storage:
         return cls("int8", (("linear", int8), ("expert", int8)))
 
     def schemes_of(self, role: Role) -> tuple[Scheme, ...]:
-        """Return the ways in which tensors of a role may be stored, the likeliest first."""
+        """Return the possible schemes of tensors of a role, likeliest first."""
         return (*dict(self.schemes).get(role, ()), PLAIN)
 
 
@@ -225,7 +225,7 @@ class DeepseekV4Config:
 
     SWA layers use `rope`, the others `compress_rope`. Both rotate the last `rope_dim` channels of a head, in
     interleaved pairs. `mtp_layers` counts the draft layers of the checkpoint. They are read only `with_drafts`; then
-    `kinds` has them too, after the `num_layers` of the model itself.
+    `kinds` includes them, after the model's own `num_layers`.
     """
 
     vocab_size: int
@@ -295,7 +295,7 @@ class DeepseekV4Config:
         )
 
     def with_drafts(self) -> Self:
-        """Return the model with its draft layer. Raises ModelError where there is not exactly one."""
+        """Return the model with its draft layer. Raises ModelError unless there is exactly one."""
         if self.mtp_layers != 1:
             raise ModelError(
                 f"num_nextn_predict_layers is {self.mtp_layers}, but drafts need a model with 1 draft layer"
@@ -308,11 +308,11 @@ class DeepseekV4Config:
         return range(self.num_layers, len(self.kinds))
 
     def prefix(self, layer: int) -> str:
-        """Return what the names of a layer's tensors begin with."""
+        """Return the prefix of the names of a layer's tensors."""
         return f"mtp.{layer - self.num_layers}." if layer in self.drafts else f"layers.{layer}."
 
     def first_row(self, layer: int) -> int:
-        """Return the first position with a row in `ori`. A draft layer joins a token with the stream before it."""
+        """Return the first position with a row in `ori`; a draft layer needs the stream of the previous token."""
         return int(layer in self.drafts)
 
     def layers_of(self, *kinds: LayerKind) -> tuple[int, ...]:
@@ -326,7 +326,7 @@ class DeepseekV4Config:
     def compressed_width(self, kind: LayerKind, dim: int) -> int:
         """Return the channels of kv, and of gates, that a compressor with entries of `dim` computes per token.
 
-        In CSA layers windows overlap: a token has `dim` channels for the window after its own and `dim` for its own.
+        In CSA layers windows overlap: a token has `dim` channels for the next window and `dim` for its own.
         """
         return 2 * dim if kind == "csa" else dim
 

@@ -1,6 +1,6 @@
-"""What a conversion of a DeepSeek V4 checkpoint makes of its weights: the W8A8 form that pypto-lib serves. Torch-free.
+"""Plan the conversion of a DeepSeek V4 checkpoint to the W8A8 form that pypto-lib serves. Torch-free.
 
-Large matrices and experts become int8, those of latents bfloat16; other tensors, and draft layers, stay as they are.
+Large matrices and experts become int8, latent matrices bfloat16; other tensors, and draft layers, stay unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _IGNORED = ["head", r"re:.*\.(wq_a|wkv|wo_a|wgate|weights_proj|gate)$"]
 
 
 def plan_conversion(model: DeepseekV4Config, headers: Mapping[str, StoredTensor], encoding: Encoding) -> Plan:
-    """Plan the conversion of a checkpoint with these headers. Raises ModelError for formats but W8A8."""
+    """Plan the conversion of a checkpoint with these headers. Raises ModelError for formats other than W8A8."""
     if encoding.name != "w8a8":
         raise ModelError(f"DeepSeek V4 is converted to w8a8 only, not to {encoding.name}")
     encoding = w8a8("scale")

@@ -29,9 +29,9 @@ _SPLITS: Mapping[str, Split] = {
     "embed": "columns",
     "head": "columns",
 }
-"""How ranks split a matrix; the rest they have whole. Those of experts are split by experts, too.
+"""How ranks split matrices; they hold all others whole. Matrices of experts are also split by experts.
 
-Projections of attention's input are split as one; that each is by itself gives about the same bytes.
+Projections of attention's input are split together; counting each separately gives about the same bytes.
 """
 
 
@@ -56,7 +56,7 @@ class DeepseekV4Inventory(Inventory):
         )
 
     def projected(self, kind: LayerKind) -> dict[str, int]:
-        """Return the width of each projection of attention's normed input, in layers of a kind that the model has."""
+        """Return the width of each projection of attention's normed input, in layers of `kind`."""
         names = ["wq_a", "wkv"]
         if kind != "swa":
             names += ["compressor.wkv", "compressor.wgate"]
@@ -66,7 +66,7 @@ class DeepseekV4Inventory(Inventory):
         return {name: self.model[f"{prefix}{name}.weight"].shape[0] for name in names}
 
     def ignores(self, name: str) -> bool:
-        """Return True for tensors of draft layers, where these are not read."""
+        """Return whether a tensor belongs to draft layers that are not read."""
         return name.startswith("mtp.") and not self.config.drafts
 
 

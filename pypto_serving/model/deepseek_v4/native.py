@@ -42,7 +42,7 @@ _ROUTER_UNIT = 4
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """What recorders of a rank share: its part of the weights, the KV arenas, the activations."""
+    """The shared data of a rank's recorders: its part of the weights, the KV arenas, the activations."""
 
     model: DeepseekV4Config
     weights: PackedWeights
@@ -55,11 +55,11 @@ class ModelPart:
 
 
 class LayerRecorder:
-    """Records layers of a model, or a rank's part of them, into `step`. Recorders of a model share all else.
+    """Records layers of a model, or a rank's part of them, into `step`. Recorders of a model share all other data.
 
-    Ranks of a stage split every matrix by its outputs and gather where they need all of them. What all heads share,
-    such as rows of the KV cache, each rank computes: all write the same bytes. Where they split the rows of attention,
-    each has its matrices whole.
+    Ranks of a stage split every matrix by its outputs, and gather outputs if they need all. Each rank computes data
+    shared by all heads, such as rows of the KV cache, so all write the same bytes. If ranks split the rows of
+    attention, each has the whole matrices of attention.
     """
 
     def __init__(self, step: Recording, part: ModelPart, config: EngineConfig) -> None:
@@ -96,11 +96,11 @@ class LayerRecorder:
         self._peers.gather_logits(self.step, b.logits)
 
     def store_streams(self) -> None:
-        """Record writing the streams to the KV cache, where draft layers read them one token later."""
+        """Record writing the streams to the KV cache, from which draft layers read them one token later."""
         self.step.store_rows(self._buffers.streams, self._pages("streams", "stream", self._model.drafts.start))
 
     def draft_input(self, layer: int) -> None:
-        """Record the streams of a draft layer: of the token before, joined with the token's embedding.
+        """Record the streams of a draft layer: the previous token's streams joined with the token's embedding.
 
         stream = e_proj rms(embedding) + h_proj rms(stream of the token before).
         """
@@ -125,7 +125,7 @@ class LayerRecorder:
         self._peers.barrier(self.step, b.streams)
 
     def draft_rows(self, layer: int) -> None:
-        """Record a draft layer's rows of the KV cache alone, which is what it needs of tokens before the last."""
+        """Record only a draft layer's rows of the KV cache, which suffice for tokens before the last."""
         with self._attention.of(self.step, self._buffers.streams) as streams:
             self._hyper_connection_pre(streams, f"{self._model.prefix(layer)}hc_attn")
             self._record_latent(layer, self._project(layer))
@@ -310,8 +310,8 @@ class NativeDeepseekV4:
 
     A block is laid out by tensor, then layer, then row. Residual streams, compressor states, hyper-connections and
     routing are float32. `logits` is float32 [max_logits, vocab]. `draft_step` computes draft layers for one token of
-    each row, whose logits are those of the token after the next; None without draft layers. They are in the last stage,
-    which has the streams and the output layer; `draft_step` of other stages is empty.
+    each row, with logits of the token after the next; None without draft layers. Draft layers are in the last stage,
+    which has the streams and the output layer; in other stages, `draft_step` is empty.
     """
 
     layout = "block, tensor, layer, row"
@@ -319,12 +319,12 @@ class NativeDeepseekV4:
 
     @staticmethod
     def name(model: DeepseekV4Config, config: EngineConfig) -> str:
-        """Name program and arithmetic, for the fingerprint."""
+        """Return a name of program and arithmetic for the fingerprint."""
         return f"deepseek-v4-native-2 {model.storage.name}".rstrip()
 
     @staticmethod
     def kv_spans(model: DeepseekV4Config, config: EngineConfig, rank: Rank) -> list[Spans]:
-        """Return which bytes of a block of each KV group a rank reads and writes: all heads share them."""
+        """Return, per KV group, the bytes of a block that a rank reads and writes, which all heads share."""
         layers = rank.layers(model.num_layers)
         end = model.drafts.stop if rank.projects else layers.stop
         return [layer_spans(group, range(layers.start, end)) for group in config.cache.groups]
@@ -372,7 +372,7 @@ class NativeDeepseekV4:
             self._record_drafting(LayerRecorder(self.draft_step, part, config), part)
 
     def _record_drafting(self, record: LayerRecorder, part: ModelPart) -> None:
-        """Record a step that drafts. Its streams stand where the token's will, so that the next draft can use them."""
+        """Record a drafting step. It stores its streams in place of the future token's, for use by the next draft."""
         (layer,) = part.model.drafts
         record.draft_input(layer)
         record.layer(layer)

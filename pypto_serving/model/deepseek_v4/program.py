@@ -61,9 +61,9 @@ class DeepseekV4Layer:
 
 
 class DraftLayer:
-    """An SWA layer over e_proj rms(embedding) + h_proj rms(stream), of a token and each stream of the token before.
+    """An SWA layer over e_proj rms(embedding) + h_proj rms(stream), for each stream of the previous token.
 
-    The streams of all tokens lie in the KV group `streams`, so a row of the layer depends on no later token.
+    The streams of all tokens are in the KV group `streams`, so a row of the layer does not depend on later tokens.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class DraftLayer:
         self.streams = pages["streams"].layer("stream", layer)
 
     def store(self, h: Tensor, rows: StepSlots) -> None:
-        """Write the streams h [t, n, hidden] that tokens have after the last layer."""
+        """Write the tokens' streams h [t, n, hidden] after the last layer."""
         self.streams.write(rows.slots["streams"], h.flatten(1))
 
     def write_rows(self, embedded: Tensor, view: StepView) -> None:
-        """Write the rows of the KV cache alone, which are all that later tokens need."""
+        """Write only the rows of the KV cache, which suffice for later tokens."""
         x, _, _ = self.layer.hyper_connections[0].pre(self._join(embedded, view.rows))
         self.layer.attention.write_rows(rms_norm(x, self.layer.norms[0], self.eps), view)
 
@@ -93,7 +93,7 @@ class DraftLayer:
         return self.layer(self._join(embedded, view.rows), view)
 
     def _join(self, embedded: Tensor, rows: StepSlots) -> Tensor:
-        """Join embeddings [t, hidden] with the streams of the tokens before: float32 [t, n, hidden]."""
+        """Join embeddings [t, hidden] with the previous tokens' streams: float32 [t, n, hidden]."""
         tokens, hidden = torch.arange(len(embedded), device=embedded.device), embedded.shape[1]
         before = rows.positions[:, None] - 1
         streams = self.streams.read(rows.find("streams", tokens, before, before >= 0)).view(-1, hidden)
@@ -165,7 +165,7 @@ class DeepseekV4Program:
     def draft(self, step: StepTensors) -> Tensor:
         """Return the draft layer's logits of `step.logits_rows`, float32 [s, vocab], for tokens that follow all others.
 
-        Its streams stand where those of the tokens will, so that the next draft can use them.
+        Its streams are stored in place of the future tokens' streams, for use by the next draft.
         """
         assert self.drafting is not None
         rows = StepSlots(step, self._groups)

@@ -1,4 +1,4 @@
-"""DeepSeek V4 as the engine sees it: KV groups, bytes of weights, programs, and its family object. Torch-free."""
+"""Description of DeepSeek V4 for the engine: KV groups, bytes of weights, programs, family object. Torch-free."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def kv_groups(model: DeepseekV4Config, dtype: str, block_size: int = 0) -> tuple
     | csa_inner_state | the same for the indexer's keys             | one per token |
     | streams         | residual streams that draft layers read     | one per token |
 
-    A block is laid out by tensor, then layer, then row. A draft layer's row of `ori` at a position is that of the
-    stream before it and the token there, so that it depends on no later token.
+    A block is laid out by tensor, then layer, then row. A draft layer's row of `ori` at a position is computed from the
+    previous stream and the token there, so it does not depend on later tokens.
     """
     csa, hca, dim, size = model.layers_of("csa"), model.layers_of("hca"), model.head_dim, history_block(model)
     ori = KVTensorSpec(name="kv", layers=tuple(range(len(model.kinds))), dtype=dtype, row_shape=(dim,))
@@ -132,7 +132,7 @@ def _panel_bytes(heads: int, dim: int) -> int:
 
 
 def _needs_torch(config: DeepseekV4Config) -> str:
-    """Say why the CPU kernels cannot serve the model, or nothing if they can.
+    """Return why the CPU kernels cannot serve the model, or "".
 
     The bounds follow from the layouts in csrc/ops.h.
     """
@@ -145,7 +145,7 @@ def _needs_torch(config: DeepseekV4Config) -> str:
 
 
 def _kernel_sizes(config: DeepseekV4Config) -> dict[str, tuple[int, int, int]]:
-    """List by name the sizes that the kernels bound: (size, what it must be a multiple of, maximum or 0)."""
+    """Return by name the sizes that the kernels limit: (size, required divisor, maximum or 0)."""
     sizes = {
         "head_dim": (config.head_dim, 32, MAX_LATENT),
         "qk_rope_head_dim": (config.rope_dim, 16, MAX_LATENT),

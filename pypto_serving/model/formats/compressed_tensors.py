@@ -1,4 +1,4 @@
-"""The sections of compressed-tensors, as llm-compressor and `convert` write them. Torch-free.
+"""Sections of compressed-tensors, which llm-compressor and `convert` write. Torch-free.
 
 Format: https://github.com/vllm-project/compressed-tensors. Groups name the modules that they cover; each has a format,
 or the section has one for all. What activations are rounded to matters for int8 weights alone: others are served with
@@ -57,12 +57,12 @@ def read(section: Fields) -> Quantization:
     section.require(bool(names), f"{SECTION}.config_groups", section.get("config_groups"), "one group or more")
     rules = [rule for name in names for rule in _read_group(groups, name, format)]
     ignored = by_name_or_pattern(names_in(section, SECTION, "ignore"), f"{SECTION}.ignore")
-    # A target that is a name comes before patterns, and these before the class.
+    # Targets that are names take precedence over patterns, and patterns over the class.
     return Quantization((SchemeRule(ignored, (PLAIN,)), *(rule for _, rule in sorted(rules, key=lambda rule: rule[0]))))
 
 
 def _read_group(groups: Fields, name: str, default: str) -> list[tuple[int, SchemeRule]]:
-    """Return the rules of a group, with their rank among all."""
+    """Return the rules of a group, each with its precedence among all rules."""
     path, group = f"config_groups.{name}.", groups.section(name)
     formats = tuple(_FORMATS) if default == _MIXED else (*_FORMATS, None)
     format = require(group, "format", formats, path) or default
@@ -114,7 +114,7 @@ def _pack_quantized(group: Fields, path: str) -> Scheme:
 
 
 def _int4_group(weights: Fields, where: str) -> int:
-    """Return the inputs of a group, 0 for one scale per output. That of act-order is refused by its tensor."""
+    """Return the inputs of a group, 0 for one scale per output. Act-order is refused when its tensor is read."""
     refuse(weights, ("block_structure",), where)
     if require(weights, "strategy", ("group", "channel"), where) == "channel":
         require(weights, "group_size", (None, -1), where)

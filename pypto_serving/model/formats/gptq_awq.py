@@ -6,8 +6,8 @@
 Both have scales [groups, n] and zero points [groups, n / 8], packed along outputs.
 
 Sources: https://github.com/ModelCloud/GPTQModel, https://github.com/casper-hansen/AutoAWQ,
-https://github.com/intel/auto-round. Their lists of modules are incomplete, so files decide where they can: a matrix
-that is stored in floats is not quantised.
+https://github.com/intel/auto-round. Their lists of modules are incomplete, so the files decide if they are present: a
+matrix that is stored in floats is not quantized.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _WORD = 8
 _CENTRE = 8
 """The zero point of symmetric weights."""
 _ONES = np.uint32(0x11111111)
-"""What GPTQModel adds to the words of version 1. A zero point of 0 was written as 15, borrowing from the next."""
+"""GPTQModel adds this to the words of version 1, in which a zero point of 0 was written as 15, with a borrow."""
 _ROUTER = "mlp.gate"
 _VERSIONS = {None: 1, "gptq": 1, "gptq_v2": 2}
 _PACKINGS = ("auto_round:auto_gptq", "auto_round:auto_awq")
@@ -53,10 +53,10 @@ _GPTQ_KEYS = ("bits", "group_size", "sym")
 
 @dataclass(frozen=True, slots=True)
 class ColumnCodes:
-    """int4 by columns; a group of 0 stands for all inputs.
+    """int4 by columns; a group of 0 means all inputs.
 
-    zeros: zero points differ; else all are 8.
-    less_one: stored zero points are less by 1, in version 1 of GPTQ.
+    zeros: zero points are stored; otherwise all are 8.
+    less_one: stored zero points are smaller by 1, as in version 1 of GPTQ.
     """
 
     layout: Layout
@@ -116,7 +116,7 @@ class ColumnCodes:
 
 
 def read_gptq(section: Fields) -> Quantization:
-    """Read a section of GPTQ. Act-order is not refused here, but by its tensor `g_idx`."""
+    """Read a section of GPTQ. Act-order is not refused here, but when its tensor `g_idx` is read."""
     refuse(section, ("is_marlin_format",))
     version = _VERSIONS[require(section, "checkpoint_format", tuple(_VERSIONS))]
     require(section, "pack_dtype", ("int32", None))
@@ -162,7 +162,7 @@ def read_awq(section: Fields) -> Quantization:
 
 
 def read_auto_round(section: Fields) -> Quantization:
-    """Read a section of auto-round, which packs as GPTQ or as AWQ does."""
+    """Read a section of auto-round, which packs like GPTQ or AWQ."""
     packing = require(section, "packing_format", _PACKINGS)
     require(section, "bits", (4,))
     require(section, "data_type", ("int", None))

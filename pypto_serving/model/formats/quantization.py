@@ -1,6 +1,6 @@
-"""How all matrices of a checkpoint are stored: rules by sets of modules, as quantisers name them. Torch-free.
+"""Storage schemes of all matrices of a checkpoint: rules for sets of modules, in quantizers' terms. Torch-free.
 
-Patterns of config.json come from strangers: those that could take long to match are refused.
+Patterns in config.json are untrusted: patterns that could take long to match are refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LONGEST = 48
 """Characters of a module's name: model.layers.47.mlp.experts.127.gate_proj has 41."""
 _MOST_WAYS = 10**6
 _CALL = 256
-"""Ways that take as long as any call of `match`."""
+"""Number of ways whose time equals that of a call of `match` itself."""
 _MANY = (_LONGEST, 1)
 """More repeats than any pattern may have."""
 
@@ -61,7 +61,7 @@ def _ways(text: str) -> int:
 
 
 def _of_sequence(items: Iterable[Any]) -> tuple[int, int]:
-    """Return the repeats of characters in a match, and the choices beside where those end."""
+    """Return the number of repeats of characters in a match, and of choices apart from the ends of repeats."""
     repeats, choices = 0, 1
     for operation, value in items:
         more, times = _of_item(str(operation), value)
@@ -118,7 +118,7 @@ EVERY = Modules(patterns=(re.compile(""),))
 
 
 def by_part(entries: Iterable[str]) -> Modules:
-    """Return the modules that have an entry, such as `mlp.gate`, among their components."""
+    """Return the modules whose names contain an entry, such as `mlp.gate`, as consecutive components."""
     return Modules(parts=frozenset(entry.strip(".") for entry in entries))
 
 
@@ -155,7 +155,7 @@ _WAY_OUT = "give the checkpoint that it was made from, or `convert` that"
 
 @dataclass(frozen=True, slots=True)
 class SchemeRule:
-    """Stores `modules` as one of `schemes`; the files decide which."""
+    """`modules` are stored in one of `schemes`; the files decide which."""
 
     modules: Modules
     schemes: tuple[Scheme, ...]
@@ -163,7 +163,7 @@ class SchemeRule:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Rules for linear layers: the first that has a module counts; layers without a rule are not quantised.
+    """Rules for linear layers. The first rule that contains a module applies; other modules are not quantized.
 
     Raises ModelError for patterns that could take long to match.
     """
@@ -174,13 +174,13 @@ class Quantization:
         require_quick(SECTION, (pattern for rule in self.rules for pattern in rule.modules.patterns))
 
     def schemes(self, module: str) -> tuple[Scheme, ...]:
-        """Return the ways in which a module may be stored, the likeliest first."""
+        """Return the possible schemes of a module, likeliest first."""
         found = next((rule.schemes for rule in self.rules if module in rule.modules), ())
         return (*found, PLAIN)
 
 
 def require(fields: Fields, key: str, wanted: tuple[Any, ...], path: str = "", why: str = "") -> Any:
-    """Return the value of `key`. Raises ModelError naming it unless it is one of `wanted`, or absent and None is."""
+    """Return the value of `key`, None if absent. Raises ModelError naming it unless it is one of `wanted`."""
     found = fields.get(key)
     same = any(type(found) is type(value) and found == value for value in wanted)
     shown = one_of(["absent" if value is None else _shown(value) for value in wanted])
@@ -189,7 +189,7 @@ def require(fields: Fields, key: str, wanted: tuple[Any, ...], path: str = "", w
 
 
 def refuse(fields: Fields, keys: tuple[str, ...], path: str = "") -> None:
-    """Raise ModelError naming one of `keys` that is there and not empty."""
+    """Raise ModelError naming the first of `keys` that is present and not empty."""
     for key in keys:
         found = fields.get(key)
         fields.require(not found, f"{SECTION}.{path}{key}", found, f"absent: it is not supported; {_WAY_OUT}")

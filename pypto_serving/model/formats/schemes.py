@@ -1,4 +1,4 @@
-"""How the matrix of a linear layer may be stored: in floats, in 8 bits, or in 4 bits by rows. Torch-free.
+"""Storage schemes of a linear layer's matrix: floats, 8 bits, or 4 bits by rows. Torch-free.
 
 A matrix [n, k] has n outputs and k inputs. Its module is called `module`, and its tensors `module.something`. GPTQ and
 AWQ have a scheme of their own: gptq_awq.py.
@@ -24,25 +24,25 @@ from pypto_serving.util import ceil_div
 
 
 class Scheme(Protocol):
-    """How one matrix is stored."""
+    """The storage scheme of one matrix."""
 
     @property
     def name(self) -> str:
-        """Name the scheme for people, in a few words; empty for weights that are not quantised."""
+        """Return a short name of the scheme for people; "" for weights that are not quantized."""
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """List, by last component, further tensors that files may hold and serving does not need."""
+        """Return, by last component, further tensors that files may contain but serving does not need."""
 
     def expected(self, module: str, n: int, k: int) -> dict[str, Expected]:
-        """List the tensors of a matrix by name. Raises ModelError for sizes that the scheme cannot have."""
+        """Return the tensors of a matrix by name. Raises ModelError for sizes that the scheme does not support."""
 
     @property
     def scale(self) -> str:
-        """Name the tensor of scales by its last component; empty if there is none."""
+        """Return the last component of the name of the tensor of scales, or ""."""
 
     def packed_bytes(self, n: int, k: int, scales: str = "") -> int:
-        """Count the bytes of a matrix as kernels hold it, with n rounded up to half panels.
+        """Count the bytes of a matrix packed for the kernels, with n rounded up to half panels.
 
         `scales` is the stored dtype of its scales, by default the usual one.
         """
@@ -74,9 +74,9 @@ PLAIN = Plain()
 
 
 def held(schemes: Sequence[Scheme], headers: Mapping[str, StoredTensor], module: str, n: int, k: int) -> Scheme:
-    """Return the first of `schemes` whose tensors are all in `headers`, or the first of all if none is.
+    """Return the first of `schemes` whose tensors are all in `headers`; if there is none, the first one.
 
-    Quantisers leave a matrix in floats if their scheme cannot have its sizes.
+    Quantizers keep a matrix in floats if their scheme does not support its sizes.
     """
 
     def holds(scheme: Scheme) -> bool:
@@ -92,7 +92,7 @@ def held(schemes: Sequence[Scheme], headers: Mapping[str, StoredTensor], module:
 def packed_bytes(
     scheme: Scheme, headers: Mapping[str, StoredTensor], module: str, n: int, k: int, unit: int = PANEL
 ) -> int:
-    """Count the bytes of a matrix as kernels hold it, outputs in multiples of `unit`.
+    """Count the bytes of a matrix packed for the kernels, with outputs in multiples of `unit`.
 
     `headers`, if any, have the dtype of its scales.
     """
@@ -111,7 +111,7 @@ E4M3, E8M0 = "F8_E4M3", "F8_E8M0"
 BLOCK = f"[rows, columns] of a block, columns in multiples of {FP8_INPUTS}"
 """The form of a block in a section, for error messages."""
 _OF_INPUTS = ("input_scale", "input_zero_point", "activation_scale")
-"""Scales of static activations, which are not quantised that way here."""
+"""Scales for static quantization of activations, which is not used here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +173,9 @@ class Fp8:
 
 
 _WORD, _BYTE = 8, 2
-"""Codes in a stored item of 32, and of 8 bits."""
+"""Codes in a stored item of 32 bits, and of 8 bits."""
 _NO_ORDER = -1
-"""What compressed-tensors fills `weight_g_idx` with where there is no act-order."""
+"""Value of all entries of compressed-tensors' `weight_g_idx` without act-order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +238,7 @@ class RowCodes:
         return StoredCodes(form, self.layout, codes, self._scales(tensors), zeros, self._factor(tensors))
 
     def _form(self, k: int, scales: str) -> CodesForm:
-        """Return the form with stored `scales`. Those in F8_E4M3 become bfloat16, which is exact."""
+        """Return the form with stored `scales`. F8_E4M3 scales are converted to bfloat16, which is exact."""
         dtype = "BF16" if scales == E4M3 else E8M0 if scales in E8M0_DTYPES else scales
         return CodesForm(self.table, self.group or k, dtype, self.zeros)
 
@@ -256,7 +256,7 @@ class RowCodes:
 
 
 def int4_name(group: int, zeros: bool) -> str:
-    """Name a scheme of int4 with a scale per group of inputs, 0 for all, for people."""
+    """Return the name, for people, of int4 with a scale per group of inputs, 0 for all."""
     name = f"int4 g{group}" if group else "int4 per output"
     return f"{name} with zero points" if zeros else name
 
@@ -301,4 +301,4 @@ NVFP4 = RowCodes(
 )
 """compressed-tensors' nvfp4-pack-quantized, whose global scale divides."""
 MODELOPT_NVFP4 = replace(NVFP4, codes="weight", factor="weight_scale_2", divides=False)
-"""modelopt's, whose global scale multiplies."""
+"""modelopt's NVFP4, whose global scale multiplies."""

@@ -1,4 +1,4 @@
-"""Read `quantization_config` of config.json, by `quant_method`, or of a file beside it. Torch-free.
+"""Read `quantization_config` of config.json, or of a file beside it, by `quant_method`. Torch-free.
 
 fp8: F8_E4M3 weights with a scale per block, as Qwen releases them. The tensor `weight_scale_inv` multiplies despite its
     name, in bfloat16, float16, float32 or e8m0.
@@ -79,7 +79,7 @@ _METHODS: dict[str, Callable[[Fields], Quantization]] = {
 }
 
 MODELOPT_FILE, GPTQ_FILE = SECTION_FILES = ("hf_quant_config.json", "quantize_config.json")
-"""The section by itself, as modelopt and AutoGPTQ write it; old versions leave it out of config.json."""
+"""Files of modelopt and AutoGPTQ with only the section; old versions omit it from config.json."""
 
 
 def section_file(directory: Path) -> Path | None:
@@ -88,7 +88,7 @@ def section_file(directory: Path) -> Path | None:
 
 
 def read_section_file(path: Path) -> dict[str, Any]:
-    """Return what `path` says as `quantization_config`. Raises ModelError naming `path` if that cannot be read."""
+    """Return the `quantization_config` in `path`. Raises ModelError naming `path` if it cannot be read."""
     fields = Fields(read_json_file(path), str(path))
     if path.name == GPTQ_FILE:
         section = {"quant_method": "gptq", **fields.values}
@@ -99,7 +99,7 @@ def read_section_file(path: Path) -> dict[str, Any]:
 
 
 def read_quantization(config: Fields) -> Quantization | None:
-    """Read how matrices are stored; None if none is quantised. Raises ModelError for schemes that cannot be read."""
+    """Read the schemes of matrices; return None without quantization. Raises ModelError for unsupported schemes."""
     if config.get(SECTION) is None:
         return None
     section = config.section(SECTION)

@@ -1,4 +1,4 @@
-"""What stored numbers stand for: small floats, packed codes, scales, and whole matrices in float32. Torch-free."""
+"""Decode stored numbers: small floats, packed codes, scales, and whole matrices in float32. Torch-free."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _e4m3_table() -> Float32Array:
 
 E4M3 = _e4m3_table()
 E8M0: Float32Array = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.nan).astype(np.float32)
-"""The powers of two that e8m0 scales stand for, by code."""
+"""The values of e8m0 scales, powers of two, by code."""
 
 
 def as_float32(values: NDArray[Any], dtype: str) -> Float32Array:
@@ -51,7 +51,7 @@ def as_float32(values: NDArray[Any], dtype: str) -> Float32Array:
 
 
 def nibbles(words: NDArray[np.int32] | NDArray[np.uint32]) -> UInt8Array:
-    """Take words [..., m] apart into their 8 codes each, the lowest bits first: [..., 8 m]."""
+    """Unpack words [..., m] to 8 codes each, lowest bits first: [..., 8 m]."""
     packed = np.ascontiguousarray(words).view(np.uint8)
     return np.stack([packed & 15, packed >> 4], axis=-1).reshape(*words.shape[:-1], _WORD_CODES * words.shape[-1])
 
@@ -60,7 +60,7 @@ E8M0_DTYPES = ("U8", "F8_E8M0")
 
 
 class MatrixTensors:
-    """Views the tensors of `module` by last component, and refuses scales that are no numbers."""
+    """Views the tensors of `module` by last component, and refuses scales that are not finite."""
 
     def __init__(self, tensors: StoredTensors, module: str) -> None:
         self._tensors, self._module = tensors, module
@@ -93,9 +93,9 @@ class MatrixTensors:
         return as_float32(self.scales(name), self.dtype(name))
 
     def require_order(self, name: str, k: int, group: int, unset: int | None = None) -> None:
-        """Raise ModelError if the inputs of groups are not neighbours, by the tensor `name` [k], if any.
+        """Raise ModelError if the tensor `name` [k] exists and the inputs of a group are not adjacent in it.
 
-        One that is `unset` everywhere says nothing.
+        Ignore a tensor whose entries are all `unset`.
         """
         if not self.has(name):
             return
@@ -111,14 +111,14 @@ class MatrixTensors:
             )
 
     def require_zeros(self, name: str, n: int) -> None:
-        """Raise ModelError if the model does not need the tensor `name` [n], and it has other numbers than zeros."""
+        """Raise ModelError if the tensor `name` [n] is surplus and has nonzero numbers."""
         if self.is_surplus(name):
             self._require(name, (n,), FLOATS)
             if self.float32(name).any():
                 self.refuse(name, "is not zero, but config.json gives the model none")
 
     def _require(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
-        """Raise ModelError unless a tensor that files may hold besides is of `shape` and one of `dtypes`."""
+        """Raise ModelError unless an optional tensor has `shape` and one of `dtypes`."""
         found = self._tensors[f"{self._module}.{name}"]
         if found.shape != shape or found.dtype not in dtypes:
             wanted = f"shape {list(shape)} and dtype {one_of(dtypes)}"
@@ -130,7 +130,7 @@ class MatrixTensors:
 
 
 _CENTRE = 8
-"""What int4 codes without zero points are relative to."""
+"""Zero point of int4 codes without stored zero points."""
 _INT4: Float32Array = np.arange(16, dtype=np.float32)
 _TABLES = {Table.INT4: _INT4, Table.E2M1: E2M1}
 

@@ -101,7 +101,7 @@ def _refuse_unsupported(config: Fields) -> None:
 
 
 def _read_experts(config: Fields, num_layers: int) -> Qwen3Experts | None:
-    """Read the experts, in the layers that transformers gives them; None if there are none."""
+    """Read the experts, which are in the same layers as in transformers; None if there are none."""
     if config.get("model_type") != "qwen3_moe":
         return None
     count = config.natural("num_experts", "num_local_experts", most=MOST_EXPERTS // num_layers)

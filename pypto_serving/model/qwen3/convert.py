@@ -1,7 +1,7 @@
-"""What a conversion of a Qwen3 checkpoint makes of its weights. Torch-free.
+"""Plan the conversion of a Qwen3 checkpoint's weights. Torch-free.
 
-All linear layers but routers are encoded; the rest becomes bfloat16. W8A8 has the output layer too: a tied one becomes
-a tensor of its own. With 4 bits it stays as it is.
+All linear layers except routers are encoded; the rest becomes bfloat16. W8A8 also encodes the output layer; a tied one
+becomes a separate tensor. With 4 bits, the output layer stays unchanged.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _ROUTERS = r"re:.*\.mlp\.gate$"
 def plan_conversion(model: Qwen3Config, headers: Mapping[str, StoredTensor], encoding: Encoding) -> Plan:
     """Plan the conversion of a checkpoint with these headers.
 
-    int8 covers the output layer, a quarter of the bytes of a 0.6B model; a tied one becomes a tensor of its own, since
-    embeddings are looked up, not multiplied. With 4 bits it stays, since its errors reach the logits undamped.
+    int8 includes the output layer, a quarter of the bytes of a 0.6B model; a tied one becomes a separate tensor, since
+    embeddings are looked up, not multiplied. With 4 bits it stays, since its errors would reach the logits undamped.
     """
     inventory, whole = Qwen3Inventory(model, headers), encoding.name == "w8a8"
     shapes, weights = inventory.weights(), {}

@@ -14,7 +14,7 @@ from pypto_serving.model.qwen3.config import Qwen3Config
 from pypto_serving.parallel.topology import Split
 
 _IGNORED = re.compile(r".*\.(rotary_emb\.inv_freq|self_attn\.([kv]_proj\.)?([qkv]|output)_scale)")
-"""What nothing reads: frequencies, and scales of a KV cache in FP8."""
+"""Tensors that nothing reads: frequencies, and scales of a KV cache in FP8."""
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -59,7 +59,7 @@ class Qwen3Inventory(Inventory):
         return {sizes[module][1] for module in coded}
 
     def weights(self) -> dict[str, Shape]:
-        """Return the shape of every weight by name, as it is before quantisation."""
+        """Return the shape of every weight, before quantization, by name."""
         return {name: tensor.shape for name, tensor in self.model.items()}
 
     def ignores(self, name: str) -> bool:

@@ -34,9 +34,9 @@ LOG2_E = math.log2(math.e)
 class NativeQwen3:
     """Owns packed weights, KV pages and the recorded step of a Qwen3 model, or one rank's part of them.
 
-    `pages` are those of KVCacheLayer; csrc/ops.h says how a head's part of a block is laid out. `logits` is float32
-    [max_logits, vocab]. Ranks of a stage split every matrix by its outputs and gather where they need those of all.
-    Where they split the rows of attention, each has its matrices whole.
+    For `pages` see KVCacheLayer, and csrc/ops.h for the layout of a head's part of a block. `logits` is float32
+    [max_logits, vocab]. Ranks of a stage split every matrix by its outputs, and gather outputs if they need all. If
+    they split the rows of attention, each has the whole matrices of attention.
     """
 
     draft_step = None
@@ -46,13 +46,13 @@ class NativeQwen3:
 
     @staticmethod
     def name(model: Qwen3Config, config: EngineConfig) -> str:
-        """Name program and weights, for the fingerprint. The output layer counts where tokens are embedded by it."""
+        """Return a name of program and weights for the fingerprint, with the output layer if it embeds tokens."""
         rounded = "int8 embedding" if config.model.head == "int8" and model.tied_embeddings else ""
         return " ".join(filter(None, ("qwen3-native-3", Qwen3Inventory(model).quantization(), rounded)))
 
     @staticmethod
     def kv_spans(model: Qwen3Config, config: EngineConfig, rank: Rank) -> list[Spans]:
-        """Return which bytes of a block of each KV group a rank reads and writes."""
+        """Return, per KV group, the bytes of a block that a rank reads and writes."""
         _, heads = _heads(model, rank)
         each = config.cache.groups[0].block_bytes // (model.num_layers * 2 * model.num_kv_heads)
         firsts = [
@@ -105,7 +105,7 @@ class NativeQwen3:
         self._peers.end_stage(self.step, self._buffers.x, self.logits)
 
     def _record_embedding(self, head: list[Matrix], mine: range) -> None:
-        """Record x = embeddings; each rank knows those of its tokens."""
+        """Record x = embeddings; each rank has the embeddings of its tokens."""
         x = self._buffers.x
         if mine and not self.model.tied_embeddings:
             self.step.embed(self._weights.table("model.embed_tokens.weight", mine), x, mine.start)
@@ -188,7 +188,7 @@ def _heads(model: Qwen3Config, rank: Rank) -> tuple[range, range]:
 
 
 class Qwen3Buffers:
-    """Activations of the largest step; see kernels/engine.py for layouts. Those that ranks gather are shared."""
+    """Activations of the largest step; gathered ones are shared by ranks. For layouts see kernels/forms.py."""
 
     def __init__(
         self, model: Qwen3Config, config: EngineConfig, attention: AttentionShare, peers: NativeCollectives
@@ -211,7 +211,7 @@ class Qwen3Buffers:
             self._sizes += [entries, max(model.hidden_size, experts.intermediate_size)]
 
     def products(self, step: Recording, exact: bool) -> Products:
-        """Return what records products of these activations; see Products."""
+        """Return the Products that records products of these activations."""
         return Products(step, exact, *self._sizes)
 
 

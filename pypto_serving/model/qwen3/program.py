@@ -52,7 +52,7 @@ class Qwen3Layer:
         self.mlp = _mlp(model, weights, index, comm)
 
     def _head_norms(self, weights: TorchWeights, prefix: str) -> Tensor:
-        """Read QK-norm weights, float32 [heads + kv_heads, head_dim]; those of queries include the softmax scale."""
+        """Read QK-norm weights, float32 [heads + kv_heads, head_dim], for queries times the softmax scale."""
         model = self.model
         q, k = (weights.read(f"{prefix}{name}_norm.weight").float() for name in "qk")
         q = q * model.head_dim**-0.5
@@ -129,7 +129,7 @@ class Qwen3Program:
 
 
 def _linear(weights: TorchWeights, names: Sequence[str], outputs: Sequence[range] | None = None) -> Linear:
-    """Concatenate these outputs of the named projections, by default all."""
+    """Concatenate `outputs` of the named projections, by default all outputs."""
     biases = [f"{name}.bias" for name in names]
     bias = weights.read(*biases, rows=outputs) if weights.has(biases[0]) else None
     return Linear(weights.lend(*(f"{name}.weight" for name in names), rows=outputs), bias)

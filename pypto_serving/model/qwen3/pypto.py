@@ -42,7 +42,7 @@ _TRANSPOSED = {
     "w_down": "mlp.down_proj",
 }
 _SPLIT_BY_INPUTS = ("wo", "w_down")
-"""Matrices whose products the devices add up."""
+"""Matrices that devices split by inputs, so that their products are summed over devices."""
 _NORMS = {
     "input_rms_weight": "input_layernorm",
     "q_norm_weight": "self_attn.q_norm",
@@ -78,7 +78,7 @@ class Qwen3Contract:
 
     @staticmethod
     def obstacle(model: Qwen3Config) -> str:
-        """Say why the programs cannot serve a model; empty if they can."""
+        """Return why the programs cannot serve a model, or ""."""
         if model.experts is not None:
             return "they have no experts"
         if model.attention_bias:
@@ -88,11 +88,11 @@ class Qwen3Contract:
         return "they take bfloat16 weights" if model.quantization is not None else ""
 
     def _each(self, name: str) -> tuple[str, ...]:
-        """Name an argument that every device has."""
+        """Return the names of an argument on all devices."""
         return (name,) if self.devices == 1 else tuple(f"{name}_{device}" for device in range(self.devices))
 
     def _on_devices(self, arguments: Sequence[Argument]) -> tuple[Argument, ...]:
-        """Return the arguments of all devices, from those of one."""
+        """Return the arguments of all devices, given those of one."""
         if self.devices == 1:
             return tuple(arguments)
         own = of_role(arguments, "weight", "cache", "output")

@@ -1,4 +1,4 @@
-"""Qwen3 as the engine sees it: KV groups, bytes of weights, programs, and its family object. Torch-free."""
+"""Description of Qwen3 for the engine: KV groups, bytes of weights, programs, and family object. Torch-free."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _choices(inventory: Qwen3Inventory) -> tuple[str, ...]:
 
 
 def _refused_option(serving: Serving) -> tuple[str, str]:
-    """Name the option whose value the CPU kernels refuse, and say why; both are empty if they take all."""
+    """Return the option whose value the CPU kernels refuse, and why; both are "" if they accept all."""
     option, reason = refused_dtype(serving.dtype)
     if not option and serving.block_size % 32:
         return "block_size", f"the kernels need blocks of a multiple of 32 tokens, not {serving.block_size}"
@@ -76,7 +76,7 @@ def _refused_option(serving: Serving) -> tuple[str, str]:
 
 
 def _needs_torch(config: Qwen3Config, inputs_of_codes: Collection[int]) -> str:
-    """Say why the CPU kernels cannot serve the model, or nothing if they can.
+    """Return why the CPU kernels cannot serve the model, or "".
 
     The bounds follow from the layouts in csrc/ops.h.
     """

@@ -1,6 +1,6 @@
 """Steps of all partitions as inputs of pypto-lib's DeepSeek V4 Flash programs, and their outputs. Torch-free.
 
-A partition's step has its own rows, blocks and tables; None stands for one without tokens. The programs know padding by
+A partition's step has its own rows, blocks and tables; None is a step without tokens. Programs recognize padding by
 position 0 in block 0, the null block.
 """
 
@@ -28,7 +28,7 @@ from pypto_serving.util import ceil_div
 
 NO_SLOT = NO_ROW = -1
 LONGEST = MAX_TOKENS - (STEP_TOKENS - 1)
-"""Longest sequence that is served: after its last token there is a position for the one that fills up a decode."""
+"""Longest served sequence: after its last token there is room for the padding token of a decode."""
 
 
 class FlashStep(StepArrays, Protocol):
@@ -79,8 +79,8 @@ class FlashSteps:
     def decode(self, steps: Partitions) -> dict[str, Array]:
         """Return the inputs of a decode. Raises ValueError for rows of more than a token and a draft.
 
-        Row i of a partition has tokens 2 i and 2 i + 1. Behind a row of one token comes the same token once more: what
-        it writes is written again before anything reads it, or lies in the null block.
+        Row i of a partition has tokens 2 i and 2 i + 1. A row of one token is padded with the same token; its writes
+        are overwritten before they are read, or go to the null block.
         """
         ranks = self._require_ranks(steps)
         values: dict[str, Array] = {
@@ -118,8 +118,8 @@ class FlashSteps:
     def decode_mtp(self, steps: Partitions, slots: Int32Array, generations: Int32Array) -> dict[str, Array]:
         """Return the inputs of a decode with MTP, whose rows all have a draft.
 
-        slots, generations [ranks, 4]: where each row keeps its state, -1 for padding, and which life of the slot it is.
-        Once a slot has a state, the device replaces tokens, positions and lengths by those that follow from it.
+        slots, generations [ranks, 4]: slot of each row's state, -1 for padding, and number of the slot's life.
+        Once a slot has a state, the device replaces tokens, positions and lengths according to it.
         """
         return {
             **self.decode(steps),
@@ -132,7 +132,7 @@ class FlashSteps:
     def prefill(self, steps: Partitions, embedding: BFloat16Array) -> dict[str, Array]:
         """Return the inputs of a prefill, at most one row of each partition; `embedding` [vocab, hidden].
 
-        Tokens are filled up to whole tiles of the longest; those that fill up have no slots. Raises ValueError.
+        Tokens are padded to whole tiles of the longest row; padding has no slots. Raises ValueError.
         """
         ranks = self._require_ranks(steps)
         longest = max((len(step.token_ids) for step in steps if step is not None), default=0)
@@ -171,7 +171,7 @@ class FlashSteps:
         return np.where((step.positions + 1) % ratio == 0, slots // ratio, NO_SLOT)
 
     def _fill_table(self, target: Int32Array, step: FlashStep, pool: CachePool) -> None:
-        """Copy the blocks that each row has tokens in; after them a step has leftovers of other rows."""
+        """Copy the blocks that contain tokens of each row; later entries of a step's tables are undefined."""
         table = step.block_tables[self._places[pool.group]]
         for row, length in enumerate(step.context_lens.tolist()):
             blocks = ceil_div(length, pool.tokens)
@@ -184,7 +184,7 @@ class FlashSteps:
 
 
 def rounds(steps: Partitions) -> Iterator[list[Row | None]]:
-    """Yield the prefills that these steps take: the first row of each partition, the second, and so on."""
+    """Yield the prefills for these steps: the first row of each partition, then the second, and so on."""
     counts = [0 if step is None else len(step.context_lens) for step in steps]
     for row in range(max(counts, default=0)):
         pairs = zip(steps, counts, strict=True)
@@ -192,12 +192,12 @@ def rounds(steps: Partitions) -> Iterator[list[Row | None]]:
 
 
 def decode_logits(step: FlashStep, logits: Float32Array) -> Float32Array:
-    """Return the logits [s, vocab] that a partition's decode asked for, of its output [8, vocab]."""
+    """Return the logits [s, vocab] that a partition's decode asked for, from its output [8, vocab]."""
     return logits[_decode_places(step)]
 
 
 def prefill_logits(row: Row, logits: Float32Array) -> Float32Array:
-    """Return the logits [s, vocab] that a partition's row asked for, of its output [8, vocab]."""
+    """Return the logits [s, vocab] that a partition's row asked for, from its output [8, vocab]."""
     return logits[: len(row.logits_rows)]
 
 
@@ -215,13 +215,13 @@ def accepted(rows: int, sampled_ids: Int32Array, counts: Int32Array) -> tuple[In
 def state_of(num_tokens: int, last: int, draft: int, generation: int) -> tuple[Array, Array]:
     """Return the MTP state of a slot for a sequence of `num_tokens` with this last token: tokens [2] and meta [4].
 
-    The position in it is that of the token before the last, whose logits the last one was sampled from.
+    Its position is that of the second-last token, from whose logits the last one was sampled.
     """
     return np.array([last, draft], np.int64), np.array([1, generation, num_tokens - 2, 0], np.int32)
 
 
 def _decode_places(step: FlashStep) -> Int32Array:
-    """Return where the tokens that want logits are in a decode: token j of row i is at 2 i + j."""
+    """Return the indices in a decode of tokens that need logits: token j of row i is at 2 i + j."""
     owners = np.searchsorted(step.query_start[1:], step.logits_rows, side="right")
     places: Int32Array = (STEP_TOKENS * owners + step.logits_rows - step.query_start[owners]).astype(np.int32)
     return places

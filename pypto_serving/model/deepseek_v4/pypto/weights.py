@@ -1,4 +1,4 @@
-"""What pypto-lib's DeepSeek V4 Flash programs take of each tensor of a W8A8 checkpoint. Torch-free.
+"""Weights of pypto-lib's DeepSeek V4 Flash programs, from the tensors of a W8A8 checkpoint. Torch-free.
 
 `pypto-serving convert --format w8a8` makes such checkpoints of the released ones. Tensors of all layers of a kind lie
 one after the other. Some matrices are transposed to [inputs, outputs], int8 ones with a scale for each output.
@@ -50,7 +50,7 @@ _EVERY_LAYER = {
     "gate_bias": ("bias", "ffn.gate.bias"),
     "tid2eid": ("ids", "ffn.gate.tid2eid"),
 }
-"""How each argument is made, and of which tensor of a layer."""
+"""For each argument: how it is made, and from which tensor of a layer."""
 _HCA = _compressor("hca_cmp", "attn.compressor")
 _CSA = {
     **_compressor("csa_cmp", "attn.compressor"),
@@ -75,7 +75,7 @@ _DRAFT = {
 class FlashWeights:
     """Reads the weights of a rank by argument, in pieces along dimension 0. Raises ModelError for other checkpoints.
 
-    The ranks split the experts; each group of `tensor` ranks splits the output layer; the rest every rank has whole.
+    The ranks split the experts; each group of `tensor` ranks splits the output layer; each rank has all other weights.
     """
 
     def __init__(self, model: DeepseekV4Config, tensors: StoredTensors, ranks: int, tensor: int) -> None:
@@ -95,7 +95,7 @@ class FlashWeights:
         }
 
     def of_rank(self, rank: int) -> Iterator[tuple[str, Pieces]]:
-        """Yield the weights of the model's layers, and those around them."""
+        """Yield the weights of the model's layers, embedding and output layer."""
         model, layers = self._model, range(self._model.num_layers)
         hadamard = self._hadamard()
         yield from self._each(_EVERY_LAYER, [f"layers.{layer}." for layer in layers])
