@@ -27,14 +27,17 @@ class LeftOut:
     """The names of what one request has in `field` and its model does not get. Changed by the reader of the field."""
 
     def __init__(self, field: str) -> None:
-        self.names: list[str] = []
+        self._names: dict[str, None] = {}
         self._field = field
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names, in the order in which they came."""
+        return list(self._names)
 
     def add(self, kind: str) -> None:
         """Name something that is dropped."""
-        name = f"{self._field}.{kind[:MAX_KIND_CHARS]}"
-        if name not in self.names:
-            self.names.append(name)
+        self._names[f"{self._field}.{kind[:MAX_KIND_CHARS]}"] = None
 
     def stand_in(self, kind: str) -> str:
         """Name something, and return the text that takes its place."""
@@ -48,7 +51,8 @@ class LeftOut:
             return tools, choice
         for tool in hosted:
             self.add(str(tool["type"]))
-        kept = [tool for tool in tools if tool not in hosted]
+        dropped = set(map(id, hosted))
+        kept = [tool for tool in tools if id(tool) not in dropped]
         kind, name = (choice.get("type"), choice.get("name")) if isinstance(choice, Mapping) else (choice, None)
         needs_any = kind in ("required", "any") and not kept
         names_one = is_hosted(choice) or (kind == "tool" and name in [tool.get("name") for tool in hosted])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 from pypto_serving.errors import RequestError
@@ -96,10 +96,11 @@ def _joined(first: Message, second: Message) -> Message:
 
 def _join_first(messages: Sequence[Message]) -> list[Message]:
     """Merge the system and developer messages at the beginning."""
-    joined = list(messages)
-    while len(joined) > 1 and joined[0]["role"] in INSTRUCTING and joined[1]["role"] in INSTRUCTING:
-        joined[:2] = [_joined(*joined[:2])]
-    return joined
+    leading = list(takewhile(lambda message: message["role"] in INSTRUCTING, messages))
+    if len(leading) < 2:
+        return list(messages)
+    texts = [message["content"] for message in leading if message.get("content")]
+    return [{**leading[0], "content": "\n\n".join(texts)}, *messages[len(leading) :]]
 
 
 def _join(messages: Sequence[Message], roles: Collection[str], others: Collection[str] = ()) -> list[Message]:
