@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -16,6 +17,7 @@ from pypto_serving.api.batch.running import Direct
 from pypto_serving.api.common.body import IGNORED_HEADER, TRUNCATED_HEADER
 from pypto_serving.api.common.respond import nobody_listens
 from pypto_serving.api.http.errors import ApiError, describe
+from pypto_serving.api.http.keys import Clients
 from pypto_serving.api.http.middleware import ApiKeyGuard, FaultHandler, OriginGuard, Paths, RequestScope
 from pypto_serving.api.reading.body_reader import BodyReader
 from pypto_serving.api.reading.reading import Reading
@@ -46,11 +48,13 @@ def create_app(engine: EngineClient, serving: ServingConfig, memory: MemoryPlan 
     app.add_exception_handler(PyptoError, _answer_error)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _answer_lost)  # type: ignore[arg-type]
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
-    app.state.batches = None
+    app.state.batches, salt = None, os.urandom(32)
     if serving.batch_dir is not None:
         width = max(1, engine.config.limits.max_num_seqs // 2)
         app.state.batches = Batches(Path(serving.batch_dir), Direct(app), serving.max_body_bytes, width)
+        salt = app.state.batches.salt
         app.routes.extend(BATCH_ROUTES)
+    app.state.clients = Clients(service.keys, salt)
     app.add_middleware(FaultHandler)
     if service.keys:
         app.add_middleware(ApiKeyGuard, keys=service.keys, is_public=_is_public)

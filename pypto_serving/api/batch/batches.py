@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from pypto_serving.api.batch.lines import Found, Limits, check, read
 from pypto_serving.api.batch.running import AnswerFile, Direct, Run
 from pypto_serving.api.batch.schemas import FINAL, Batch, BatchBody, BatchError, BatchErrors, RequestCounts
-from pypto_serving.api.batch.store import MAX_BATCHES, KeyStore, occupy
+from pypto_serving.api.batch.store import MAX_BATCHES, KeyStore, occupy, read_salt
 from pypto_serving.errors import ConfigError, RequestError
 from pypto_serving.threads import in_slow_thread
 from pypto_serving.util import brief, one_of
@@ -28,17 +28,17 @@ OUTPUT_PURPOSE = "batch_output"
 
 
 class Batches:
-    """Owns the batches of all keys, in `folder`. Used in the server's event loop only.
+    """Owns the batches of all clients, in `folder`. Used in the server's event loop only.
 
-    At most `width` requests of a batch run at once. Raises ConfigError if the folder cannot be used, or if another
-    server uses it.
+    `salt` is part of the names of clients, which last as long as the folder. At most `width` requests of a batch run at
+    once. Raises ConfigError if the folder cannot be used, or if another server uses it.
     """
 
     def __init__(self, folder: Path, direct: Direct, max_line_bytes: int, width: int) -> None:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = occupy(folder)
-            KeyStore.of(b"", folder)
+            self.salt = read_salt(folder)
             for store in KeyStore.of_all(folder):
                 store.clear_up()
         except OSError as error:
@@ -52,9 +52,9 @@ class Batches:
         self._running: tuple[str, Run, AnswerFile] | None = None
         self._task: asyncio.Task[None] | None = None
 
-    def store(self, key: bytes) -> KeyStore:
-        """Return the files and batches of an API key."""
-        return KeyStore.of(key, self._folder)
+    def store(self, client: str) -> KeyStore:
+        """Return the files and batches of a client."""
+        return KeyStore.of(client, self._folder)
 
     def start(self) -> None:
         """Continue unfinished batches, then run new ones as they come."""
@@ -156,7 +156,7 @@ class Batches:
             batch = _begun(store, store.batch(batch_id), found)
         if batch.status == "in_progress" and batch.output_file_id is not None:
             output = await in_slow_thread(AnswerFile, store.content(batch.output_file_id))
-            run = Run(self._direct, output, self._width, owner=store.owner)
+            run = Run(self._direct, output, self._width, client=store.client)
             self._running = batch_id, run, output
             try:
                 if store.batch(batch_id).status == "in_progress":  # it may have been cancelled while reading the output

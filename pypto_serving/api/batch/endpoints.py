@@ -17,7 +17,7 @@ from pypto_serving.api.batch.schemas import MAX_METADATA_CHARS, Batch, BatchBody
 from pypto_serving.api.batch.store import KeyStore, StorageError
 from pypto_serving.api.common.body import parse_json, read_body, read_page, require_json, telling_when_parsed
 from pypto_serving.api.common.respond import answer_json
-from pypto_serving.api.http.keys import sent_key
+from pypto_serving.api.http.keys import client_of
 from pypto_serving.api.service import Service
 from pypto_serving.errors import RequestError
 from pypto_serving.threads import in_slow_thread
@@ -124,10 +124,7 @@ def _batches(request: Request) -> Batches:
 
 
 def _store(request: Request) -> KeyStore:
-    """Return the store of the client's API key; without keys, all clients share one."""
-    service: Service = request.app.state.service
-    key = sent_key(request.scope["headers"]) if service.keys else None
-    return _batches(request).store(key or b"")
+    return _batches(request).store(client_of(request))
 
 
 def _page(request: Request, items: Sequence[Item]) -> tuple[list[Item], bool]:

@@ -85,7 +85,7 @@ class AnswerFile:
 
 
 class Run:
-    """Answers the requests of one file for `owner`, `width` at once. Setting `left` ends unanswered requests."""
+    """Answers the requests of one file for `client`, `width` at once. Setting `left` ends unanswered requests."""
 
     def __init__(
         self,
@@ -93,14 +93,14 @@ class Run:
         output: AnswerFile,
         width: int,
         on_answer: Callable[[], None] = lambda: None,
-        owner: bytes = b"",
+        client: str = "",
     ) -> None:
         self.left = asyncio.Event()
         self._direct = direct
         self._output = output
         self._width = width
         self._on_answer = on_answer
-        self._owner = owner
+        self._client = client
 
     async def answer(self, requests: Iterable[BatchRequest]) -> None:
         """Return when all requests have answers, or `left` is set. Retry requests while the server is too busy.
@@ -127,7 +127,7 @@ class Run:
 
     async def _answer(self, request: BatchRequest) -> None:
         while not self.left.is_set():
-            answer = await self._direct.post(request.url, memoryview(request.body), self.left, self._owner)
+            answer = await self._direct.post(request.url, memoryview(request.body), self.left, self._client)
             if answer.status == CLIENT_CLOSED_REQUEST:
                 return
             if answer.status not in BUSY:
@@ -160,8 +160,8 @@ class Direct:
         }
         self._handle = bare.build_middleware_stack()
 
-    async def post(self, path: str, body: bytes | memoryview, left: asyncio.Event, owner: bytes = b"") -> DirectAnswer:
-        """Return the answer to a request. `owner` takes the place of its API key, which is not checked here.
+    async def post(self, path: str, body: bytes | memoryview, left: asyncio.Event, client: str = "") -> DirectAnswer:
+        """Return the answer to a request. What it stores belongs to `client`; no key is checked here.
 
         When `left` is set, the request ends as if its client had disconnected.
         """
@@ -190,9 +190,9 @@ class Direct:
             "scheme": "http",
             "path": path,
             "query_string": b"",
-            "headers": [(b"content-type", b"application/json"), (b"x-api-key", owner)],
+            "headers": [(b"content-type", b"application/json")],
             "app": self._app,
-            "state": {"request_id": request_id, "arrival_s": time.monotonic()},
+            "state": {"request_id": request_id, "arrival_s": time.monotonic(), "client": client},
         }
         trace = None if self._tracing is None else self._tracing.begin(scope, request_id)
         scope["state"]["trace"] = trace

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import re
 import uuid
@@ -42,27 +41,27 @@ class LostError(RequestError):
 
 
 class KeyStore:
-    """Owns the files and batches of one API key, in a folder of its own. A change is on disk when its call returns."""
+    """Owns the files and batches of one client, in a folder of its own. A change is on disk when its call returns."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     @classmethod
-    def of(cls, key: bytes, folder: Path) -> KeyStore:
-        """Return the store of a key. The name of its folder is a salted hash of the key."""
-        own = folder / hashlib.blake2b(key, key=_salt(folder), digest_size=16).hexdigest()
-        own.mkdir(mode=0o700, parents=True, exist_ok=True)
+    def of(cls, client: str, folder: Path) -> KeyStore:
+        """Return the store of a client, named as by `Clients`, in the folder of all."""
+        own = folder / client
+        own.mkdir(mode=0o700, exist_ok=True)
         return cls(own)
 
     @classmethod
     def of_all(cls, folder: Path) -> list[KeyStore]:
-        """Return the stores of all keys."""
+        """Return the stores of all clients."""
         return [cls(path) for path in sorted(folder.iterdir()) if path.is_dir()]
 
     @property
-    def owner(self) -> bytes:
-        """Return a unique identifier of the key that cannot be used as a key."""
-        return self._folder.name.encode()
+    def client(self) -> str:
+        """Return the name of the client."""
+        return self._folder.name
 
     def content(self, file_id: str) -> Path:
         """Return the path of a file's content."""
@@ -188,7 +187,7 @@ def _lost(name: str) -> LostError:
     return LostError(f"there is no {name[:100]!r}")
 
 
-def _salt(folder: Path) -> bytes:
+def read_salt(folder: Path) -> bytes:
     """Return the salt of a folder; make it at first use."""
     path = folder / "salt"
     if not path.exists():

@@ -5,8 +5,11 @@ from __future__ import annotations
 import hmac
 import logging
 from collections.abc import Iterable, Sequence
-from hashlib import sha256
+from hashlib import blake2b, sha256
 from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.setup.options import read_keys
@@ -56,6 +59,24 @@ def sent_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
         if name == b"authorization" and scheme.lower() == b"bearer":
             return key.strip()
     return None
+
+
+class Clients:
+    """Tells clients apart, to whom responses, files and batches belong: by their keys. Without `keys` all are one."""
+
+    def __init__(self, keys: ApiKeys, salt: bytes) -> None:
+        self._keys, self._salt = keys, salt
+
+    def name(self, key: bytes) -> str:
+        """Return the name of the client with a key: unique to it, and useless as a key."""
+        return blake2b(key if self._keys else b"", key=self._salt, digest_size=16).hexdigest()
+
+
+def client_of(request: Request) -> str:
+    """Return the name of the client that a request is from; one of a batch is from whoever made the batch."""
+    clients: Clients = request.app.state.clients
+    batch_client: Any = getattr(request.state, "client", None)
+    return batch_client or clients.name(sent_key(request.scope["headers"]) or b"")
 
 
 def _digests(keys: Sequence[str]) -> tuple[bytes, ...]:

@@ -1,11 +1,10 @@
-"""Serve /v1/responses. Keep responses in bounded memory, each for the API key of its request."""
+"""Serve /v1/responses. Keep responses in bounded memory, each for the client of its request."""
 
 from __future__ import annotations
 
 import re
 from collections import OrderedDict
 from functools import partial
-from hashlib import sha256
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,7 +15,7 @@ from pypto_serving.api.chat.tools import refuse
 from pypto_serving.api.common.body import ReadBody, Repeated, answer_read, read_page
 from pypto_serving.api.common.respond import AnswerFormat, answer_json, generate
 from pypto_serving.api.generation.request import GenerationRequest
-from pypto_serving.api.http.keys import sent_key
+from pypto_serving.api.http.keys import client_of
 from pypto_serving.api.responses.answers import DeletedResponse, ResponseObject
 from pypto_serving.api.responses.format import ResponseFormat
 from pypto_serving.api.responses.history import is_reference
@@ -32,7 +31,7 @@ MAX_RESPONSE_BYTES = 4 << 20
 
 
 class UnknownResponseError(RequestError):
-    """This API key has no response with this id."""
+    """This client has no response with this id."""
 
     status = 404
     code = "response_not_found"
@@ -63,47 +62,43 @@ class ResponseStore:
         self.num_bytes = 0
         self._most = most
         self._most_bytes = most_bytes
-        self._kept: OrderedDict[tuple[bytes, str], Kept] = OrderedDict()
-        self._items: dict[tuple[bytes, str], bytes] = {}
+        self._kept: OrderedDict[tuple[str, str], Kept] = OrderedDict()
+        self._items: dict[tuple[str, str], bytes] = {}
 
-    def add(self, key: bytes | None, response_id: str, kept: Kept) -> None:
+    def add(self, client: str, response_id: str, kept: Kept) -> None:
         """Keep a response, and evict others until all fit."""
         if kept.num_bytes > min(MAX_RESPONSE_BYTES, self._most_bytes):
             return
-        self._kept[_place(key, response_id)] = kept
-        self._items |= {_place(key, name): item for name, item in kept.items.items()}
+        self._kept[(client, response_id)] = kept
+        self._items |= {(client, name): item for name, item in kept.items.items()}
         self.num_bytes += kept.num_bytes
         while len(self._kept) > self._most or self.num_bytes > self._most_bytes:
             self._drop(next(iter(self._kept)))
 
-    def _drop(self, place: tuple[bytes, str]) -> None:
+    def _drop(self, place: tuple[str, str]) -> None:
         dropped = self._kept.pop(place)
         self.num_bytes -= dropped.num_bytes
         for name, item in dropped.items.items():
             if self._items.get((place[0], name)) is item:  # not of a later response
                 del self._items[place[0], name]
 
-    def find_item(self, key: bytes | None, item_id: str) -> bytes | None:
+    def find_item(self, client: str, item_id: str) -> bytes | None:
         """Return an item of a response that is kept, as JSON; None if there is none with this id."""
-        return self._items.get(_place(key, item_id))
+        return self._items.get((client, item_id))
 
-    def get(self, key: bytes | None, response_id: str, param: str | None = None) -> Kept:
+    def get(self, client: str, response_id: str, param: str | None = None) -> Kept:
         """Return a response. Raises UnknownResponseError about the field `param`."""
-        place = _place(key, response_id)
+        place = (client, response_id)
         if place not in self._kept:
             message = f"there is no response {response_id[:128]!r}: it was not stored, was deleted, or had to make room"
             raise UnknownResponseError(message, param=param)
         self._kept.move_to_end(place)
         return self._kept[place]
 
-    def delete(self, key: bytes | None, response_id: str) -> None:
+    def delete(self, client: str, response_id: str) -> None:
         """Forget a response. Raises UnknownResponseError."""
-        self.get(key, response_id)
-        self._drop(_place(key, response_id))
-
-
-def _place(key: bytes | None, response_id: str) -> tuple[bytes, str]:
-    return sha256(key or b"").digest(), response_id
+        self.get(client, response_id)
+        self._drop((client, response_id))
 
 
 MAX_PAGE, PAGE = 100, 20
@@ -128,21 +123,21 @@ class _Items(msgspec.Struct):
 
 async def create_response(request: Request) -> Response:
     """Answer a conversation, given as items."""
-    store, key = _store(request), _key(request)
+    store, client = _store(request), client_of(request)
 
     def new_format(body: ReadBody, wanted: GenerationRequest) -> AnswerFormat:
         assert body.repeated is not None
-        return ResponseFormat(body, wanted, partial(_keep, store, key, body.repeated))
+        return ResponseFormat(body, wanted, partial(_keep, store, client, body.repeated))
 
-    return await generate(request, "responses", "resp_", new_format, partial(_with_kept, store, key))
+    return await generate(request, "responses", "resp_", new_format, partial(_with_kept, store, client))
 
 
-def _keep(store: ResponseStore, key: bytes | None, repeated: Repeated, response: ResponseObject) -> None:
+def _keep(store: ResponseStore, client: str, repeated: Repeated, response: ResponseObject) -> None:
     if repeated.store and len(repeated.items) <= MAX_RESPONSE_BYTES:
         output = msgspec.json.encode(response.output)
         history = repeated.items[:-1] + (b"," if output != b"[]" else b"") + output[1:]
         own = repeated.own | {item.id: msgspec.json.encode(item) for item in response.output}
-        store.add(key, response.id, Kept(msgspec.json.encode(response), repeated.items, history, own))
+        store.add(client, response.id, Kept(msgspec.json.encode(response), repeated.items, history, own))
 
 
 async def count_input_tokens(request: Request) -> Response:
@@ -160,7 +155,7 @@ async def retrieve_response(request: Request) -> Response:
 async def delete_response(request: Request) -> Response:
     """Forget a response."""
     response_id = request.path_params["response_id"]
-    _store(request).delete(_key(request), response_id)
+    _store(request).delete(client_of(request), response_id)
     return answer_json(DeletedResponse(response_id, "response", True))
 
 
@@ -187,12 +182,12 @@ async def list_input_items(request: Request) -> Response:
     return answer_json({"object": "list", "data": page, "has_more": more, **ends})
 
 
-def _with_kept(store: ResponseStore, key: bytes | None, raw: bytearray) -> bytearray:
+def _with_kept(store: ResponseStore, client: str, raw: bytearray) -> bytearray:
     """Put before a body what it refers to."""
-    return with_earlier(raw, _earlier(store, key, raw), _referred(store, key, raw))
+    return with_earlier(raw, _earlier(store, client, raw), _referred(store, client, raw))
 
 
-def _referred(store: ResponseStore, key: bytes | None, raw: bytearray) -> dict[str, msgspec.Raw]:
+def _referred(store: ResponseStore, client: str, raw: bytearray) -> dict[str, msgspec.Raw]:
     """Return the kept items that the input refers to, by id. The reader refuses references to others."""
     if len(raw) > MAX_RESPONSE_BYTES or _HAS_ID.search(raw) is None:
         return {}
@@ -203,7 +198,7 @@ def _referred(store: ResponseStore, key: bytes | None, raw: bytearray) -> dict[s
     found, num_bytes = dict[str, msgspec.Raw](), 0
     for item in items:
         if isinstance(item.id, str) and is_reference(item.type, item.role):
-            kept = store.find_item(key, item.id)
+            kept = store.find_item(client, item.id)
             if kept is not None:
                 num_bytes += len(kept)
                 found[item.id] = msgspec.Raw(kept)
@@ -212,7 +207,7 @@ def _referred(store: ResponseStore, key: bytes | None, raw: bytearray) -> dict[s
     return found
 
 
-def _earlier(store: ResponseStore, key: bytes | None, raw: bytearray) -> bytes:
+def _earlier(store: ResponseStore, client: str, raw: bytearray) -> bytes:
     """Return the items of the response that a body continues. Raises RequestError if it is lost, or `raw` too long."""
     if _GIVEN.search(raw) is None:
         return b""
@@ -227,7 +222,7 @@ def _earlier(store: ResponseStore, key: bytes | None, raw: bytearray) -> bytes:
         return b""  # the reader reports the error
     if not isinstance(name, str) or len(name) > MAX_ID_CHARS:
         return b""  # likewise
-    return store.get(key, name, _FIELD).history
+    return store.get(client, name, _FIELD).history
 
 
 def _listed(item: dict[str, Any]) -> dict[str, Any]:
@@ -241,13 +236,9 @@ def _listed(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kept(request: Request) -> Kept:
-    return _store(request).get(_key(request), request.path_params["response_id"])
+    return _store(request).get(client_of(request), request.path_params["response_id"])
 
 
 def _store(request: Request) -> ResponseStore:
     store: ResponseStore = request.app.state.responses
     return store
-
-
-def _key(request: Request) -> bytes | None:
-    return sent_key(request.scope["headers"])

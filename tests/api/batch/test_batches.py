@@ -46,8 +46,13 @@ def create(client: openai.OpenAI, lines: list[Any], endpoint: Any = COMPLETIONS)
     ).id
 
 
+def store_of(server: RunningServer, key: bytes = b"") -> store.KeyStore:
+    found: store.KeyStore = server.app.state.batches.store(server.app.state.clients.name(key))
+    return found
+
+
 def wait(server: RunningServer, batch_id: str, *status: str, key: bytes = b"") -> None:
-    kept = server.app.state.batches.store(key)
+    kept = store_of(server, key)
     server.wait_for(lambda: kept.batch(batch_id).status in status)
 
 
@@ -207,7 +212,7 @@ def test_files_come_and_go(start: Start, tmp_path: Path) -> None:
 
 
 def test_files_may_go_while_they_are_listed(tmp_path: Path) -> None:
-    kept = store.KeyStore.of(b"", tmp_path)
+    kept = store.KeyStore.of("a client", tmp_path)
     gone, left = (kept.new_file("in.jsonl", "batch", 1, b"{}").id for _ in range(2))
     kept.content(gone).unlink()
     assert [file.id for file in kept.files()] == [left]
@@ -265,7 +270,9 @@ def test_keys_see_their_own_alone(start: Start, tmp_path: Path) -> None:
 
 
 def test_responses_of_batches_belong_to_their_key(start: Start, tmp_path: Path) -> None:
+    """They can be fetched and continued outside of batches, and the other way round."""
     server = start(batch_dir=str(tmp_path), api_keys=("sesame", "two"))
+    mine, other = server.openai("sesame").responses, server.openai("two").responses
 
     def answer(key: str, **body: Any) -> dict[str, Any]:
         client = server.openai(key)
@@ -278,6 +285,26 @@ def test_responses_of_batches_belong_to_their_key(start: Start, tmp_path: Path) 
     first = answer("sesame")["body"]["id"]
     assert answer("sesame", previous_response_id=first)["status_code"] == 200
     assert answer("two", previous_response_id=first)["status_code"] == 404
+    assert mine.retrieve(first).id == first
+    made = mine.create(model="tiny", input="hello", previous_response_id=first)
+    second, reference = made.id, {"type": "item_reference", "id": made.output[0].id}
+    asked: Any = [reference, {"role": "user", "content": "more"}]
+    assert mine.create(model="tiny", input=asked).output
+    assert answer("sesame", previous_response_id=second)["status_code"] == 200
+    with pytest.raises(openai.NotFoundError):
+        other.retrieve(second)
+    with pytest.raises(openai.NotFoundError):
+        other.create(model="tiny", input=asked)
+
+
+def test_without_keys_all_clients_are_one(start: Start, tmp_path: Path) -> None:
+    server = start(batch_dir=str(tmp_path))
+    client, body = server.openai("whatever"), {"input": "hello", "max_output_tokens": 2}
+    batch_id = create(client, [{"custom_id": "a", "url": "/v1/responses", "body": body}], "/v1/responses")
+    wait(server, batch_id, "completed")
+    name = answers(server.openai(), batch_id)["a"]["response"]["body"]["id"]
+    assert client.responses.create(model="tiny", input="more", previous_response_id=name).output
+    assert server.http.get(f"/v1/responses/{name}").status_code == 200
 
 
 def test_a_batch_is_cancelled(start: Start, tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -306,7 +333,7 @@ def test_the_next_server_goes_on(start: Start, tmp_path: Path, tokenizer: Tokeni
     batch_id = create(first.openai(), [line(str(i)) for i in range(6)])
     first.engine.wait_for(lambda: len(first.engine.requests) == 6)
     kept = first.app.state.batches
-    first.wait_for(lambda: kept.shown(kept.store(b"").batch(batch_id)).request_counts.completed == 2)
+    first.wait_for(lambda: kept.shown(store_of(first).batch(batch_id)).request_counts.completed == 2)
     first.stop()
     second = start(batch_dir=str(tmp_path))
     wait(second, batch_id, "completed")
@@ -341,7 +368,7 @@ def test_a_batch_is_cancelled_while_its_output_is_read(
 def test_a_file_that_grows_is_sent_as_it_was(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = start(batch_dir=str(tmp_path))
     file_id = upload(server.openai(), [line("a")])
-    path = server.app.state.batches.store(b"").content(file_id)
+    path = store_of(server).content(file_id)
     whole = path.read_bytes()
 
     def grow(self: store.KeyStore, file: store.File) -> Iterator[bytes]:
@@ -376,7 +403,7 @@ from pypto_serving.api.batch.store import KeyStore
 
 path = Path(sys.argv[1])
 type(path).replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-KeyStore.of(b"", path).new_file("in.jsonl", "batch", 1, b"{}")
+KeyStore(path).new_file("in.jsonl", "batch", 1, b"{}")
 """
 
 
@@ -388,7 +415,7 @@ def test_what_a_killed_server_had_begun_is_deleted(start: Start, tmp_path: Path)
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
     (folder / "notes.new").write_text("not ours")
     before = {path.name for path in folder.iterdir()}
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, timeout=WAIT_S)
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(folder)], capture_output=True, timeout=WAIT_S)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     begun = {path.name for path in folder.iterdir()} - before
     assert {Path(name).suffix for name in begun} == {".jsonl", ".new"}
