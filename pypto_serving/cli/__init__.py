@@ -15,6 +15,7 @@ from pathlib import Path
 
 import typer
 
+from pypto_serving.cli import terminal
 from pypto_serving.errors import EXIT_CRASH, EXIT_OK, EXIT_USAGE, PyptoError
 from pypto_serving.logs import with_fields, writes_json
 from pypto_serving.processes import reset_inherited
@@ -110,5 +111,5 @@ def _fail(message: str, code: int) -> int:
         logging.getLogger(__name__).critical("%s", shown, extra=with_fields(exit_code=code))
     else:
         with suppress(OSError):
-            print(f"error: {shown}", file=sys.stderr)
+            terminal.write(f"error: {shown}", to_stderr=True, newline=True)
     return code

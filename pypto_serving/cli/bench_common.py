@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import msgspec
 import typer
 
+from pypto_serving.cli import terminal
 from pypto_serving.errors import ConfigError
 from pypto_serving.types.config import ServerConfig, default_of
 
@@ -117,7 +118,7 @@ def report_outcome(outcome: Outcome, saving: Saving | None) -> None:
 
     typer.echo(report.render(outcome.result))
     for line in [*report.failure_lines(outcome.records), *(f"warning: {w}" for w in outcome.warnings)]:
-        typer.echo(line, err=True)
+        terminal.write(line, to_stderr=True, newline=True)
     if saving is not None:
         extra = metrics.details(outcome.records) if saving.detailed else {}
         typer.echo(f"saved {saving.write(outcome.result | extra)}", err=True)

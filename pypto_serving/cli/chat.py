@@ -16,6 +16,7 @@ import typer
 
 from pypto_serving.api.chat.parsers.scanner import TextPart
 from pypto_serving.api.generation.choice import TokenUsage
+from pypto_serving.cli import terminal
 from pypto_serving.cli.client import ChatClient
 from pypto_serving.cli.generate import DEFAULT_MAX_TOKENS, local_model
 from pypto_serving.cli.options import ENGINE_PANELS, FLAGS, read_value, sampling_params, takes_options, takes_sampling
@@ -148,7 +149,7 @@ class Conversation:
     def run(self, name: str) -> None:
         """Answer lines until the input ends or the user leaves."""
         if sys.stdin.isatty():
-            typer.echo(f"{name}: {HINT}", err=True)
+            terminal.write(f"{name}: {HINT}", to_stderr=True, newline=True)
         while True:
             try:
                 line = self._read_line().rstrip("\r\n")
@@ -224,7 +225,7 @@ class Conversation:
             typer.echo(" [stopped]", nl=False, err=True)
         except PyptoError as error:
             self.messages.pop()
-            typer.echo(f"error: {error}", err=True)
+            terminal.write(f"error: {error}", to_stderr=True, newline=True)
             if not sys.stdin.isatty():
                 raise typer.Exit(error.exit_code) from None
             return
@@ -232,7 +233,7 @@ class Conversation:
             stream.close()
         typer.echo()
         if self._shows_stats:
-            typer.secho(timing.describe(usage), err=True, dim=True)
+            terminal.write(timing.describe(usage), to_stderr=True, dim=True, newline=True)
         self.messages.append({"role": "assistant", "content": "".join(pieces)})
 
 
@@ -247,13 +248,13 @@ def _print(stream: Answering, pieces: list[str], timing: Timing) -> TokenUsage |
             return usage
         timing.arrived()
         if part.kind == "reasoning":
-            typer.secho(part.text, nl=False, err=True, dim=True)
+            terminal.write(part.text, to_stderr=True, dim=True)
             thought = True
             continue
         if thought and not pieces:
             typer.echo("\n", err=True)
         pieces.append(part.text)
-        typer.echo(part.text, nl=False)
+        terminal.write(part.text)
 
 
 class LineReader:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from msgspec import to_builtins
 
+from pypto_serving.cli import terminal
 from pypto_serving.cli.options import ENGINE_PANELS, sampling_params, takes_options, takes_sampling
 from pypto_serving.errors import ConfigError
 from pypto_serving.setup.options import Options
@@ -46,7 +47,7 @@ def generate(
         else:
             outputs = llm.generate(texts, params)
         for text, output in zip(texts, outputs, strict=True):
-            typer.echo(jsonlib.dumps(_as_json(text, output)) if json else _as_text(output))
+            terminal.write(jsonlib.dumps(_as_json(text, output)) if json else _as_text(output), newline=True)
 
 
 @contextmanager
@@ -77,7 +78,7 @@ def _as_text(output: GenerationOutput) -> str:
     """Return the answer; print its reasoning to stderr, so that it does not enter a pipe."""
     choice = output.outputs[0]
     if choice.reasoning:
-        typer.secho(choice.reasoning, dim=True, err=True)
+        terminal.write(choice.reasoning, to_stderr=True, dim=True, newline=True)
     return choice.text
 
 

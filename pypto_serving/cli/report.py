@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import typer
 
+from pypto_serving.cli import terminal
 from pypto_serving.setup.kv_shares import GroupPlan, MemoryPlan
 from pypto_serving.setup.memory_planner import each_of
 from pypto_serving.setup.options import Setting
@@ -81,7 +82,7 @@ def echo(lines: Iterable[str], *, indent: int = 0, err: bool = False) -> None:
             shown = textwrap.fill(
                 shown, columns, subsequent_indent=" " * (indent + 4), break_long_words=False, break_on_hyphens=False
             )
-        typer.echo(shown, err=err)
+        terminal.write(shown, to_stderr=err, newline=True)
 
 
 def as_json(

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
+import re
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from pypto_serving.cli import terminal
 from pypto_serving.store.disk import DiskStore
+from tests.checkpoints import make_checkpoint
 from tests.store.blocks import BLOCK_BYTES, FINGERPRINT, NUM_SLOTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,11 +46,15 @@ def test_completion(words: str, offered: list[str]) -> None:
     assert result.stdout.split() == offered
 
 
-def on_terminal(*command: str) -> str:
+def on_terminal(*command: str, typed: str | None = None) -> str:
     """Run a command with stderr and stdout on a terminal, and return what it shows there."""
     ours, theirs = pty.openpty()
-    with subprocess.Popen(command, stdout=theirs, stderr=theirs, cwd=ROOT) as process:
+    given = None if typed is None else subprocess.PIPE
+    with subprocess.Popen(command, stdin=given, stdout=theirs, stderr=theirs, cwd=ROOT) as process:
         os.close(theirs)
+        if process.stdin is not None:
+            process.stdin.write((typed or "").encode())
+            process.stdin.close()
         shown = b""
         try:
             while piece := os.read(ours, 1 << 16):
@@ -95,3 +106,74 @@ def test_kv_stat_breaks_between_words_on_a_terminal(tmp_path: Path, monkeypatch:
     shown = on_terminal(*command)
     assert max(map(len, shown.splitlines())) <= 80
     assert shown.split() == words
+
+
+HOSTILE = "\x1b]0;owned\x07a\x1b[2J\x9b31mb\rc\x7f\x08\td\ud83dé"
+"""Changes the title, clears, colours, overwrites; with a tab, half a pair that JSON may hold, and plain letters."""
+ESCAPED = "\\x1b]0;owned\\x07a\\x1b[2J\\x9b31mb\\x0dc\\x7f\\x08\td\\ud83dé"
+
+
+class Hostile(BaseHTTPRequestHandler):
+    """Thinks and says HOSTILE, and names its model and its errors so."""
+
+    def do_GET(self) -> None:
+        self._answer(200, json.dumps({"data": [{"id": HOSTILE}]}))
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "fail" in str(asked):
+            self._answer(400, json.dumps({"error": {"message": HOSTILE}}))
+            return
+        texts = [{"text": HOSTILE}]
+        if self.path.endswith("chat/completions"):
+            texts = [{"delta": {"reasoning_content": HOSTILE}}, {"delta": {"content": HOSTILE}}]
+        self._answer(200, "".join(f"data: {json.dumps({'choices': [text]})}\n\n" for text in texts))
+
+    def _answer(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def hostile() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hostile) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("command", ["chat", "complete"])
+def test_a_terminal_shows_control_sequences_and_a_pipe_gets_them(hostile: str, command: str) -> None:
+    asked = [sys.executable, "-m", "pypto_serving", command, "--url", hostile]
+    shown = on_terminal(*asked, typed="hello\n")
+    assert shown.replace("\r\n", "\n").count(ESCAPED) == (2 if command == "chat" else 1)
+    assert set(re.findall(r"\x1b\[[0-9]*m|[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown)) <= {"\x1b[2m", "\x1b[0m", "\r"}
+    piped = subprocess.run(asked, input=b"hello\n", capture_output=True, check=True)
+    assert piped.stdout == (HOSTILE.encode("utf-8", "backslashreplace") + b"\n")
+    failed = subprocess.run(asked, input=b"fail\n", capture_output=True)
+    assert failed.returncode == 1 and b"error: \x1b]0;owned" in failed.stderr
+
+
+def test_errors_of_a_server_do_nothing_to_a_terminal(hostile: str) -> None:
+    code = f"import sys; from pypto_serving.cli import main; main(['chat', '--url', '{hostile}']); sys.exit()"
+    shown = on_terminal(sys.executable, "-c", code, typed="fail\n")
+    assert "\\x1b]0;owned\\x07" in shown and "\x1b" not in shown and "\x07" not in shown
+
+
+@pytest.mark.e2e
+def test_generate_writes_what_the_model_said_unchanged_to_pipes_only(tmp_path: Path) -> None:
+    """A model of random weights writes any bytes."""
+    model = str(make_checkpoint(tmp_path / "model", dtype="bfloat16"))
+    asked = [sys.executable, "-m", "pypto_serving", "generate", "--model", model, "--max-model-len", "256"]
+    asked += ["--max-tokens", "200", "--temperature", "2", "--seed", "1", "Hello"]
+    said = json.loads(subprocess.run([*asked, "--json"], capture_output=True, check=True).stdout)["text"]
+    assert terminal.shown(said) != said
+    assert subprocess.run(asked, capture_output=True, check=True).stdout.decode() == said + "\n"
+    shown = on_terminal(*asked)
+    assert terminal.shown(said).replace("\r\n", "\n") in shown.replace("\r\n", "\n") and "\x1b" not in shown
