@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import shutil
@@ -24,45 +23,12 @@ from pypto_serving.api.batch.multipart import read_form
 from pypto_serving.api.batch.running import AnswerFile, Direct
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ConfigError
+from tests.api.batch.asking import answers, create, line, store_of, upload, wait
 from tests.api.documented import schema_of
 from tests.api.running import CHAT, COMPLETIONS, RunningServer
 from tests.api.scripted_engine import WAIT_S, Script
 
 Start = Callable[..., RunningServer]
-
-
-def line(custom_id: str, url: str = COMPLETIONS, **body: Any) -> dict[str, Any]:
-    return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"prompt": "hello", "max_tokens": 5, **body}}
-
-
-def upload(client: openai.OpenAI, lines: list[Any]) -> str:
-    text = "\n".join(entry if isinstance(entry, str) else json.dumps(entry) for entry in lines)
-    return client.files.create(file=("in.jsonl", io.BytesIO(text.encode())), purpose="batch").id
-
-
-def create(client: openai.OpenAI, lines: list[Any], endpoint: Any = COMPLETIONS) -> str:
-    return client.batches.create(
-        input_file_id=upload(client, lines), endpoint=endpoint, completion_window="24h", metadata={"a": "b"}
-    ).id
-
-
-def store_of(server: RunningServer, key: bytes = b"") -> store.KeyStore:
-    found: store.KeyStore = server.app.state.batches.store(server.app.state.clients.name(key))
-    return found
-
-
-def wait(server: RunningServer, batch_id: str, *status: str, key: bytes = b"") -> None:
-    kept = store_of(server, key)
-    server.wait_for(lambda: kept.batch(batch_id).status in status)
-
-
-def answers(client: openai.OpenAI, batch_id: str) -> dict[str, Any]:
-    file_id = client.batches.retrieve(batch_id).output_file_id
-    assert file_id is not None
-    lines = client.files.content(file_id).text.splitlines()
-    found = {entry["custom_id"]: entry for entry in map(json.loads, lines)}
-    assert len(found) == len(lines)
-    return found
 
 
 def test_a_batch(start: Start, tmp_path: Path) -> None:
@@ -258,53 +224,6 @@ def test_forms_that_are_none(start: Start, tmp_path: Path, kind: str, body: byte
 def test_names_of_files(given: str, filename: str) -> None:
     head = f"Content-Disposition: form-data; name=file; {given}\r\n\r\n".encode()
     assert read_form('multipart/form-data; boundary="b"', b"--b\r\n" + head + b"x\r\n--b--").filename == filename
-
-
-def test_keys_see_their_own_alone(start: Start, tmp_path: Path) -> None:
-    server = start(batch_dir=str(tmp_path), api_keys=("sesame", "two"))
-    file_id = upload(server.openai("sesame"), [line("a")])
-    assert server.openai("sesame").files.retrieve(file_id).id == file_id
-    with pytest.raises(openai.NotFoundError):
-        server.openai("two").files.retrieve(file_id)
-    assert "sesame" not in "".join(str(path) for path in tmp_path.rglob("*"))
-
-
-def test_responses_of_batches_belong_to_their_key(start: Start, tmp_path: Path) -> None:
-    """They can be fetched and continued outside of batches, and the other way round."""
-    server = start(batch_dir=str(tmp_path), api_keys=("sesame", "two"))
-    mine, other = server.openai("sesame").responses, server.openai("two").responses
-
-    def answer(key: str, **body: Any) -> dict[str, Any]:
-        client = server.openai(key)
-        entry = {"custom_id": "a", "url": "/v1/responses", "body": {"input": "hello", "max_output_tokens": 2, **body}}
-        batch_id = create(client, [entry], "/v1/responses")
-        wait(server, batch_id, "completed", key=key.encode())
-        found: dict[str, Any] = answers(client, batch_id)["a"]["response"]
-        return found
-
-    first = answer("sesame")["body"]["id"]
-    assert answer("sesame", previous_response_id=first)["status_code"] == 200
-    assert answer("two", previous_response_id=first)["status_code"] == 404
-    assert mine.retrieve(first).id == first
-    made = mine.create(model="tiny", input="hello", previous_response_id=first)
-    second, reference = made.id, {"type": "item_reference", "id": made.output[0].id}
-    asked: Any = [reference, {"role": "user", "content": "more"}]
-    assert mine.create(model="tiny", input=asked).output
-    assert answer("sesame", previous_response_id=second)["status_code"] == 200
-    with pytest.raises(openai.NotFoundError):
-        other.retrieve(second)
-    with pytest.raises(openai.NotFoundError):
-        other.create(model="tiny", input=asked)
-
-
-def test_without_keys_all_clients_are_one(start: Start, tmp_path: Path) -> None:
-    server = start(batch_dir=str(tmp_path))
-    client, body = server.openai("whatever"), {"input": "hello", "max_output_tokens": 2}
-    batch_id = create(client, [{"custom_id": "a", "url": "/v1/responses", "body": body}], "/v1/responses")
-    wait(server, batch_id, "completed")
-    name = answers(server.openai(), batch_id)["a"]["response"]["body"]["id"]
-    assert client.responses.create(model="tiny", input="more", previous_response_id=name).output
-    assert server.http.get(f"/v1/responses/{name}").status_code == 200
 
 
 def test_a_batch_is_cancelled(start: Start, tmp_path: Path, tokenizer: Tokenizer) -> None:
