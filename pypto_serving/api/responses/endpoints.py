@@ -142,7 +142,7 @@ def _keep(store: ResponseStore, client: str, repeated: Repeated, response: Respo
 
 async def count_input_tokens(request: Request) -> Response:
     """Count the tokens of the prompt that items would have."""
-    return await answer_read(request, "input_tokens", partial(_with_kept, _store(request), _key(request)))
+    return await answer_read(request, "input_tokens", partial(_with_kept, _store(request), client_of(request)))
 
 
 async def retrieve_response(request: Request) -> Response:

@@ -53,13 +53,13 @@ def test_a_batch(start: Start, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ("{", "no request"),
-        ('{"custom_id": "b"}', "no request"),
+        ("{", "not a request"),
+        ('{"custom_id": "b"}', "not a request"),
         (line("a"), "like that of an earlier line"),
         (line(""), "between 1 and 512"),
         (line("b", CHAT), "url is '/v1/chat/completions', but must be /v1/completions"),
         ({**line("b"), "method": "GET"}, "method is 'GET', but must be 'POST'"),
-        ({**line("b"), "body": []}, "no request"),
+        ({**line("b"), "body": []}, "not a request"),
         (line("b", stream=True), "stream is not available"),
         (line("b", prompt="x" * 5000), "more than 4000 bytes"),
     ],
