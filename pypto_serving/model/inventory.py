@@ -73,11 +73,11 @@ class Inventory:
     """The tensors of a checkpoint; a family lists them. `mtp` includes draft (MTP) layers that are not read.
 
     model, drafts: tensors by name; `drafts` are those of draft layers that are not read.
-    schemes: how each matrix of both is stored, by module; `headers`, if any, decide where `ways` leaves a choice.
-    tied: whether the embedding is the output layer too. embeds_last: whether the last stage needs the embedding.
+    schemes: the scheme of each matrix of both, by module; `headers`, if any, decide if `ways` leaves a choice.
+    tied: whether the embedding is also the output layer. embeds_last: whether the last stage needs the embedding.
 
-    layer: what the names of a layer's tensors begin with. splits: how ranks split a matrix, by the last component of
-    its name; the rest they have whole. units: outputs that stay together, where they are not a panel.
+    layer: prefix of the names of a layer's tensors. splits: how ranks split a matrix, by the last component of its
+    name; they hold others whole. units: number of outputs that stay together, if not a panel.
     """
 
     layer: ClassVar[re.Pattern[str]]
