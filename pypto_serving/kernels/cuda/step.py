@@ -30,8 +30,6 @@ class StepTensors:
     """[R]"""
     block_tables: Tensor
     """[R, n]"""
-    logits_rows: Tensor
-    """The tokens whose logits are needed."""
     tiles: Tensor
     """[num_tiles, 2], by `tiles_of_chunks`; not read for decodes."""
     num_splits: int
