@@ -1,0 +1,88 @@
+"""DeviceSampler: sample the tokens of dispatches on the device, and read them back later."""
+
+from __future__ import annotations
+
+from typing import ClassVar, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pypto_serving.backend.base import SampledTokens, SamplingInputs, StepInputs
+from pypto_serving.kernels.cuda.sampling import Chosen, ChunkSums, RowParameters, choose
+from pypto_serving.types.step import BackendLimits
+
+LOWEST_SCORE = -87.0
+"""Scores below it have no weight, as in csrc/sampling.h."""
+
+
+class Device(Protocol):
+    """What a sampler needs of a device."""
+
+    torch_device: torch.device
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        """Allocate host memory that the device copies from and to by itself, uint8 [num_bytes]."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy between the device and pinned memory, after all work before it. Returns at once."""
+
+
+class _Slot(NamedTuple):
+    """The pinned memory of one dispatch in flight."""
+
+    parameters: Tensor
+    tokens: Tensor
+
+
+class DeviceSampler:
+    """Owns the memory of sampling, and what the device knows of its tokens. Call `submit` and `read` in one order.
+
+    A row samples one token in each dispatch.
+    """
+
+    NOTHING: ClassVar = SampledTokens(counts=np.empty(0, np.int32), token_ids=np.empty(0, np.int32))
+    last_tokens: Tensor
+    """int32 [max_num_seqs]: the last token of each of the worker's rows; -1 if its logits were not finite."""
+
+    def __init__(self, limits: BackendLimits, vocab_size: int, device: Device, num_slots: int) -> None:
+        where, rows = device.torch_device, limits.max_num_seqs
+        self._device, self._vocab, self._rows = device, vocab_size, rows
+        self._chunks = ChunkSums.empty(rows, vocab_size, where)
+        self._parameters = torch.zeros(RowParameters.num_bytes(rows), dtype=torch.uint8, device=where)
+        self._given = RowParameters.over(self._parameters, rows)
+        self.last_tokens = torch.full((rows,), -1, dtype=torch.int32, device=where)
+        history = torch.full((rows, limits.max_model_len), -1, dtype=torch.int32, device=where)
+        self._chosen = Chosen(torch.zeros(rows, dtype=torch.int32, device=where), self.last_tokens, history)
+        self._slots = [
+            _Slot(device.pinned(len(self._parameters)), device.pinned(4 * rows).view(torch.int32))
+            for _ in range(num_slots)
+        ]
+        self._counts = [0] * num_slots
+
+    def submit(self, slot: int, logits: Tensor, inputs: StepInputs, sampling: SamplingInputs) -> None:
+        """Queue the choice of a token for each sampling row. `logits` [>= n, vocab] float32 begin with theirs."""
+        count, memory = len(sampling.owners), self._slots[slot]
+        self._counts[slot] = count
+        if not count:
+            return
+        self._pack(RowParameters.over(memory.parameters, self._rows), inputs, sampling)
+        self._device.copy(self._parameters, memory.parameters)
+        choose(logits, count, self._given, self._chunks, self._chosen)
+        self._device.copy(memory.tokens[:count], self._chosen.tokens[:count])
+
+    def _pack(self, given: RowParameters, inputs: StepInputs, sampling: SamplingInputs) -> None:
+        """Write the parameters of the rows. Greedy ones have no filters."""
+        count, draws = len(sampling.owners), sampling.draws
+        doubles, floats, ints = (column.numpy()[:, :count] for column in given)
+        random = draws["temperature"] > 0
+        doubles[0], doubles[1] = draws["random"], np.where(random, draws["top_p"], 1)
+        floats[0] = draws["temperature"]
+        ints[0] = np.where(random, np.minimum(draws["top_k"], self._vocab), 0)
+        ints[1], ints[2] = inputs.rows[sampling.owners], sampling.positions
+
+    def read(self, slot: int) -> SampledTokens:
+        """Return what the dispatch of `slot` sampled. The device must have finished it."""
+        count = self._counts[slot]
+        tokens = self._slots[slot].tokens[:count].numpy().copy()
+        return SampledTokens(counts=np.ones(count, np.int32), token_ids=tokens)

@@ -1,0 +1,157 @@
+"""DeviceSampler against PlainSampler, on work that the device does later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pypto_serving.backend.base import SampledTokens, SamplingInputs, StepInputs
+from pypto_serving.backend.cuda.sampler import DeviceSampler
+from pypto_serving.backend.numpy_sampler import PlainSampler
+from pypto_serving.types.sampler import LogitAdjustments
+from pypto_serving.types.step import BackendLimits
+from tests.backend.cuda.sampling_device import QueuedDevice
+from tests.kernels.cuda.devices import DEVICE
+from tests.kernels.drawing import draws, follows, logits_of
+
+KINDS = ("normal", "steep", "narrow", "ties", "equal", "masked")
+EMPTY = np.empty(0, np.int32)
+
+
+class SamplerUnderTest:
+    """A sampler of `rows` worker rows. Dispatches give the i-th of their sampling rows the worker's `workers[i]`."""
+
+    def __init__(self, rows: int, vocab: int, slots: int = 2, max_model_len: int = 64) -> None:
+        self.device = QueuedDevice()
+        limits = BackendLimits(max_num_seqs=rows, max_model_len=max_model_len)
+        self.sampler = DeviceSampler(limits, vocab, self.device, slots)
+
+    def submit(
+        self,
+        slot: int,
+        logits: np.ndarray,
+        chances: np.ndarray,
+        workers: Sequence[int] | None = None,
+        positions: Sequence[int] | None = None,
+        num_logprobs: Sequence[int] | None = None,
+        adjustments: LogitAdjustments | None = None,
+    ) -> None:
+        count = len(chances)
+        own = np.arange(count, dtype=np.int32) if workers is None else np.array(workers, np.int32)
+        # A row that does not sample comes first.
+        inputs = StepInputs(
+            token_ids=EMPTY,
+            positions=EMPTY,
+            query_start=EMPTY,
+            context_lens=EMPTY,
+            logits_rows=EMPTY,
+            slot_mapping=(),
+            block_tables=(),
+            fresh_blocks=(),
+            rows=np.concatenate([[np.int32(99)], own]),
+        )
+        sampling = SamplingInputs(
+            owners=np.arange(1, count + 1, dtype=np.int32),
+            draws=chances,
+            seeds=np.zeros(count, np.uint64),
+            choices=np.zeros(count, np.uint64),
+            positions=np.full(count, 5, np.int32) if positions is None else np.array(positions, np.int32),
+            num_logprobs=np.full(count, -1, np.int32) if num_logprobs is None else np.array(num_logprobs, np.int32),
+            adjustments=adjustments,
+        )
+        self.sampler.submit(slot, torch.from_numpy(logits).to(DEVICE), inputs, sampling)
+
+    def sample(self, logits: np.ndarray, chances: np.ndarray, **values: object) -> SampledTokens:
+        self.submit(0, logits, chances, **values)
+        return self.sampler.read(0)
+
+    def choose(self, logits: np.ndarray, chances: np.ndarray, **values: object) -> list[int]:
+        return self.sample(logits, chances, **values).token_ids.tolist()
+
+
+def check_choices(logits: np.ndarray, chances: np.ndarray, tokens: Sequence[int]) -> None:
+    """Require the tokens of PlainSampler, but for random numbers near the boundary between two tokens."""
+    expected = PlainSampler().choose(logits, chances)
+    for i in np.flatnonzero(expected != tokens):
+        assert expected[i] >= 0 and chances["temperature"][i] > 0, (i, expected[i], tokens[i])
+        assert follows(logits[i], chances[i], int(tokens[i]), 1e-6, 1e-6), (chances[i], expected[i], tokens[i])
+
+
+PLAIN: tuple[dict[str, float], ...] = (
+    {"temperature": 0},
+    {},
+    {"temperature": 0.6},
+    {"temperature": 1e-30},
+    {"temperature": 100},
+    {"temperature": 0, "top_k": 20, "top_p": 0.9, "min_p": 0.1},
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocab", [1, 17, 1000, 1024, 2500])
+def test_greedy_and_plain_rows_choose_what_numpy_does(vocab: int, kind: str) -> None:
+    rng = np.random.default_rng(vocab)
+    chances = np.concatenate([draws(rng, 1, random=rng.random(), **values) for values in PLAIN])
+    logits = logits_of(kind, rng, (len(chances), vocab))
+    check_choices(logits, chances, SamplerUnderTest(len(chances), vocab).choose(logits, chances))
+
+
+@settings(max_examples=25)
+@given(
+    vocab=st.integers(1, 2100),
+    seed=st.integers(0, 2**32 - 1),
+    scale=st.sampled_from([1e-6, 0.1, 3.0, 100.0]),
+    temperature=st.sampled_from([1e-20, 0.3, 1.0, 100.0]),
+    random=st.one_of(st.floats(0, 1, exclude_max=True), st.sampled_from([0.0, 1 - 2**-53])),
+)
+def test_a_draw_follows_the_definition(vocab: int, seed: int, scale: float, temperature: float, random: float) -> None:
+    rng = np.random.default_rng(seed)
+    logits = (rng.standard_normal((1, vocab)) * scale).round(int(rng.integers(0, 8))).astype(np.float32)
+    chances = draws(rng, 1, temperature=temperature, random=random)
+    check_choices(logits, chances, SamplerUnderTest(1, vocab).choose(logits, chances))
+
+
+@pytest.mark.parametrize("vocab", [1, 16, 1025])
+def test_logits_that_are_not_finite_have_no_token(vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    logits = rng.standard_normal((8, vocab)).astype(np.float32)
+    logits[0::4, -1], logits[1::4, vocab // 2], logits[2::4] = np.nan, np.inf, -np.inf
+    chances = draws(rng, 8)
+    chances["temperature"][:4] = 0
+    under_test = SamplerUnderTest(8, vocab)
+    tokens = under_test.choose(logits, chances)
+    assert tokens[:3] == tokens[4:7] == [-1, -1, -1] and min(tokens[3], tokens[7]) >= 0
+    assert under_test.sampler.last_tokens.tolist() == tokens
+
+
+def test_dispatches_wait_with_their_own_parameters() -> None:
+    """A slot is filled while the device still has the work of the other one, and keeps what it sampled."""
+    rng, under_test = np.random.default_rng(1), SamplerUnderTest(4, 700)
+    logits = logits_of("normal", rng, (5, 700))
+    first, second = draws(rng, 3), draws(rng, 2, temperature=0)
+    with under_test.device.queueing():
+        under_test.submit(0, logits, first, workers=[2, 0, 3])
+        under_test.submit(1, logits[3:], second, workers=[1, 3])
+    assert under_test.sampler.last_tokens.tolist() == [-1] * 4
+    under_test.device.finish()
+    found = [under_test.sampler.read(slot) for slot in (0, 1)]
+    assert [each.counts.tolist() for each in found] == [[1] * 3, [1] * 2]
+    expected = [*PlainSampler().choose(logits[:3], first), *PlainSampler().choose(logits[3:], second)]
+    assert [token for each in found for token in each.token_ids.tolist()] == expected
+    assert under_test.sampler.last_tokens.tolist() == [expected[1], expected[3], expected[0], expected[4]]
+    under_test.submit(0, logits[:0], first[:0])
+    assert under_test.sampler.read(0).token_ids.tolist() == []
+
+
+def test_other_rows_do_not_matter() -> None:
+    rng, vocab, count = np.random.default_rng(8), 1500, 6
+    logits = logits_of("ties", rng, (count, vocab))
+    chances = np.concatenate([draws(rng, 1, random=rng.random(), **values) for values in PLAIN])
+    together = SamplerUnderTest(count, vocab).choose(logits, chances)
+    other = SamplerUnderTest(40, vocab)
+    assert [other.choose(logits[i : i + 1], chances[i : i + 1])[0] for i in range(count)] == together
