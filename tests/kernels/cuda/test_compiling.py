@@ -1,0 +1,46 @@
+"""Every CUDA kernel compiles without a card, keeps its values in registers and fits shared memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SHARED = {90: 227 << 10, 80: 163 << 10}
+
+
+@pytest.fixture(scope="module", params=sorted(SHARED))
+def capability(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture(scope="module")
+def kernels(capability: int, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What compiling.py says of each kernel. Triton's interpreter, which tests turn on, compiles nothing."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    command = [sys.executable, "-m", "tests.kernels.cuda.compiling", str(capability)]
+    root = Path(__file__).parents[3]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_no_kernel_spills(kernels: list[dict[str, Any]]) -> None:
+    assert [kernel for kernel in kernels if kernel["spills"]] == []
+
+
+def test_kernels_fit_shared_memory(kernels: list[dict[str, Any]], capability: int) -> None:
+    assert [kernel for kernel in kernels if kernel["shared"] > SHARED[capability]] == []
+
+
+def test_products_use_the_instructions_of_the_card(kernels: list[dict[str, Any]], capability: int) -> None:
+    products = [kernel for kernel in kernels if kernel["module"].endswith(".products")]
+    assert all(kernel["wgmma"] == (capability >= 90) for kernel in products)
+    assert any(kernel["kernel"] == "_many_rows" for kernel in products) == (capability >= 90)
+    assert all(kernel["bulk"] or kernel["loads"] == [16] for kernel in products)
