@@ -9,11 +9,8 @@ import torch
 from torch import Tensor
 
 from pypto_serving.backend.base import SampledTokens, SamplingInputs, StepInputs
-from pypto_serving.kernels.cuda.sampling import Chosen, ChunkSums, RowParameters, choose
+from pypto_serving.kernels.cuda.sampling import LIMIT, LOWEST_SCORE, Chosen, ChunkSums, Filters, RowParameters, choose
 from pypto_serving.types.step import BackendLimits
-
-LOWEST_SCORE = -87.0
-"""Scores below it have no weight, as in csrc/sampling.h."""
 
 
 class Device(Protocol):
@@ -66,20 +63,26 @@ class DeviceSampler:
         self._counts[slot] = count
         if not count:
             return
-        self._pack(RowParameters.over(memory.parameters, self._rows), inputs, sampling)
+        filters = self._pack(RowParameters.over(memory.parameters, self._rows), inputs, sampling)
         self._device.copy(self._parameters, memory.parameters)
-        choose(logits, count, self._given, self._chunks, self._chosen)
+        choose(logits, count, self._given, filters, self._chunks, self._chosen)
         self._device.copy(memory.tokens[:count], self._chosen.tokens[:count])
 
-    def _pack(self, given: RowParameters, inputs: StepInputs, sampling: SamplingInputs) -> None:
+    def _pack(self, given: RowParameters, inputs: StepInputs, sampling: SamplingInputs) -> Filters:
         """Write the parameters of the rows. Greedy ones have no filters."""
         count, draws = len(sampling.owners), sampling.draws
         doubles, floats, ints = (column.numpy()[:, :count] for column in given)
         random = draws["temperature"] > 0
-        doubles[0], doubles[1] = draws["random"], np.where(random, draws["top_p"], 1)
-        floats[0] = draws["temperature"]
-        ints[0] = np.where(random, np.minimum(draws["top_k"], self._vocab), 0)
-        ints[1], ints[2] = inputs.rows[sampling.owners], sampling.positions
+        top_k = np.where(random, np.minimum(draws["top_k"], self._vocab), 0)
+        top_p, min_p = (np.where(random, draws[name], off) for name, off in (("top_p", 1.0), ("min_p", 0.0)))
+        ranked = (top_k > 0) | (top_p < 1)
+        with np.errstate(divide="ignore"):
+            floors = np.log(min_p).astype(np.float32)
+        floors[(ranked | (min_p > 0)) & (floors < LOWEST_SCORE)] = LOWEST_SCORE
+        doubles[:], floats[:] = (draws["random"], top_p), (draws["temperature"], floors)
+        ints[:] = top_k, inputs.rows[sampling.owners], sampling.positions
+        searched = (top_k > LIMIT) | (ranked & (top_k == 0))
+        return Filters(bool((floors > -np.inf).any()), bool(ranked.any()), bool(searched.any()))
 
     def read(self, slot: int) -> SampledTokens:
         """Return what the dispatch of `slot` sampled. The device must have finished it."""

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pypto_serving.backend.base import SampledTokens, SamplingInputs, StepInputs
+from pypto_serving.backend.cuda import sampler
 from pypto_serving.backend.cuda.sampler import DeviceSampler
 from pypto_serving.backend.numpy_sampler import PlainSampler
+from pypto_serving.kernels.cuda import sampling
 from pypto_serving.types.sampler import LogitAdjustments
 from pypto_serving.types.step import BackendLimits
 from tests.backend.cuda.sampling_device import QueuedDevice
@@ -55,7 +57,7 @@ class SamplerUnderTest:
             fresh_blocks=(),
             rows=np.concatenate([[np.int32(99)], own]),
         )
-        sampling = SamplingInputs(
+        given = SamplingInputs(
             owners=np.arange(1, count + 1, dtype=np.int32),
             draws=chances,
             seeds=np.zeros(count, np.uint64),
@@ -64,7 +66,7 @@ class SamplerUnderTest:
             num_logprobs=np.full(count, -1, np.int32) if num_logprobs is None else np.array(num_logprobs, np.int32),
             adjustments=adjustments,
         )
-        self.sampler.submit(slot, torch.from_numpy(logits).to(DEVICE), inputs, sampling)
+        self.sampler.submit(slot, torch.from_numpy(logits).to(DEVICE), inputs, given)
 
     def sample(self, logits: np.ndarray, chances: np.ndarray, **values: object) -> SampledTokens:
         self.submit(0, logits, chances, **values)
@@ -82,37 +84,80 @@ def check_choices(logits: np.ndarray, chances: np.ndarray, tokens: Sequence[int]
         assert follows(logits[i], chances[i], int(tokens[i]), 1e-6, 1e-6), (chances[i], expected[i], tokens[i])
 
 
-PLAIN: tuple[dict[str, float], ...] = (
+SETTINGS: tuple[dict[str, float], ...] = (
     {"temperature": 0},
     {},
     {"temperature": 0.6},
     {"temperature": 1e-30},
     {"temperature": 100},
     {"temperature": 0, "top_k": 20, "top_p": 0.9, "min_p": 0.1},
+    {"temperature": 0.7, "min_p": 0.05},
+    {"min_p": 1},
+    {"top_k": 1},
+    {"top_k": 20, "top_p": 0.95, "temperature": 0.6},
+    {"top_k": 50_000},
+    {"top_k": 300, "top_p": 0.97, "temperature": 3},
+    {"top_k": 3, "min_p": 0.01},
+    {"top_k": 2**31 - 1, "top_p": 0.9},
+    {"top_p": 1e-9},
+    {"top_p": 0.9},
+    {"top_p": 0.999, "temperature": 2},
+    {"top_p": 0.999_999, "min_p": 1e-4},
+    {"temperature": 1e-30, "top_p": 0.5},
+    {"temperature": 100, "top_p": 0.99},
 )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("vocab", [1, 17, 1000, 1024, 2500])
-def test_greedy_and_plain_rows_choose_what_numpy_does(vocab: int, kind: str) -> None:
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small chunks and limits, since the interpreter takes its time for each step of a kernel."""
+    monkeypatch.setattr(sampling, "CHUNK", 32)
+    monkeypatch.setattr(sampling, "LIMIT", 8)
+    monkeypatch.setattr(sampling, "WAYS", 64)
+    monkeypatch.setattr(sampler, "LIMIT", 8)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(("vocab", "kind"), [(75, kind) for kind in KINDS] + [(1, "normal"), (32, "ties")])
+def test_rows_choose_what_numpy_does(vocab: int, kind: str) -> None:
     rng = np.random.default_rng(vocab)
-    chances = np.concatenate([draws(rng, 1, random=rng.random(), **values) for values in PLAIN])
+    chances = np.concatenate([draws(rng, 1, random=rng.random(), **values) for values in SETTINGS])
     logits = logits_of(kind, rng, (len(chances), vocab))
     check_choices(logits, chances, SamplerUnderTest(len(chances), vocab).choose(logits, chances))
 
 
-@settings(max_examples=25)
+def test_rows_of_usual_vocabularies_choose_what_numpy_does() -> None:
+    rng, usual = np.random.default_rng(5), ({}, {"top_k": 20, "top_p": 0.95, "temperature": 0.6}, {"top_p": 0.8})
+    chances = np.concatenate([draws(rng, 1, random=rng.random(), **values) for values in usual])
+    logits = logits_of("steep", rng, (len(chances), 5000))
+    check_choices(logits, chances, SamplerUnderTest(len(chances), 5000).choose(logits, chances))
+
+
+@pytest.mark.usefixtures("small")
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    vocab=st.integers(1, 2100),
+    vocab=st.integers(1, 70),
     seed=st.integers(0, 2**32 - 1),
     scale=st.sampled_from([1e-6, 0.1, 3.0, 100.0]),
     temperature=st.sampled_from([1e-20, 0.3, 1.0, 100.0]),
+    top_k=st.one_of(st.just(0), st.integers(0, 80)),
+    top_p=st.one_of(st.just(1.0), st.floats(1e-12, 1)),
+    min_p=st.sampled_from([0.0, 0.0, 1e-300, 0.1, 1.0]),
     random=st.one_of(st.floats(0, 1, exclude_max=True), st.sampled_from([0.0, 1 - 2**-53])),
 )
-def test_a_draw_follows_the_definition(vocab: int, seed: int, scale: float, temperature: float, random: float) -> None:
+def test_a_draw_follows_the_definition(
+    vocab: int,
+    seed: int,
+    scale: float,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    random: float,
+) -> None:
     rng = np.random.default_rng(seed)
     logits = (rng.standard_normal((1, vocab)) * scale).round(int(rng.integers(0, 8))).astype(np.float32)
-    chances = draws(rng, 1, temperature=temperature, random=random)
+    chances = draws(rng, 1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, random=random)
     check_choices(logits, chances, SamplerUnderTest(1, vocab).choose(logits, chances))
 
 
@@ -148,10 +193,11 @@ def test_dispatches_wait_with_their_own_parameters() -> None:
     assert under_test.sampler.read(0).token_ids.tolist() == []
 
 
+@pytest.mark.usefixtures("small")
 def test_other_rows_do_not_matter() -> None:
-    rng, vocab, count = np.random.default_rng(8), 1500, 6
+    rng, vocab, count = np.random.default_rng(8), 60, len(SETTINGS)
     logits = logits_of("ties", rng, (count, vocab))
-    chances = np.concatenate([draws(rng, 1, random=rng.random(), **values) for values in PLAIN])
+    chances = np.concatenate([draws(rng, 1, random=rng.random(), **values) for values in SETTINGS])
     together = SamplerUnderTest(count, vocab).choose(logits, chances)
     other = SamplerUnderTest(40, vocab)
     assert [other.choose(logits[i : i + 1], chances[i : i + 1])[0] for i in range(count)] == together
