@@ -1,0 +1,299 @@
+"""What `cuda_card.py` does on the card itself: limits, the kernels of `--backend cuda`, and random weights."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from random_weights import HIDDEN_ROW_SCALE
+from random_weights import Tensor as StoredTensor
+from rounds import table
+
+CARD = torch.cuda.is_available()
+if not CARD:
+    os.environ["TRITON_INTERPRET"] = "1"
+    import_module("tests.kernels.cuda.interpreter")
+CANDIDATES: dict[str, dict[str, dict[str, Any]]] = {
+    "decodes": {
+        "as it is": {},
+        "halves": {"attention.DECODES": {"halves": True}},
+        "4 stages": {"attention.DECODES": {"num_stages": 4}},
+        "split 256": {"attention.SPLIT": 256},
+        "tile 64": {"attention.TILE": 64},
+        "64 halves": {"attention.TILE": 64, "attention.DECODES": {"halves": True}},
+    },
+    "chunks": {
+        "as it is": {},
+        "no tma": {"attention.CHUNKS": {"tma": False}},
+        "128 rows": {"attention.CHUNKS": {"rows": 128, "num_warps": 8}},
+        "tile 64": {"attention.TILE": 64},
+        "64, 128 rows": {"attention.TILE": 64, "attention.CHUNKS": {"rows": 128, "num_warps": 8}},
+    },
+    "products": {"as it is": {}},
+}
+"""Settings to try, by kind of kernel: new values of constants in kernels/cuda, or of fields of such a constant."""
+DECODES = (
+    (16, 1, 1024),
+    (16, 256, 1024),
+    (32, 1, 1024),
+    (32, 1, 16384),
+    (32, 8, 4096),
+    (32, 64, 1024),
+    (32, 256, 1024),
+)
+CHUNKS = ((16, 512, 512), (32, 512, 512), (32, 2048, 2048), (32, 2048, 8192))
+"""Heads, rows (or tokens of a chunk), context."""
+ROWS = (1, 8, 64, 128, 256, 2048)
+PRODUCTS = {
+    "0.6B qkv": (4096, 1024),
+    "0.6B o": (1024, 2048),
+    "0.6B gate-up": (6144, 1024),
+    "0.6B down": (1024, 3072),
+    "8B qkv": (6144, 4096),
+    "8B o": (4096, 4096),
+    "8B gate-up": (24576, 4096),
+    "8B down": (4096, 12288),
+    "8B head": (151936, 4096),
+}
+if not CARD:
+    DECODES, CHUNKS, ROWS, PRODUCTS = ((4, 2, 200),), ((4, 70, 200),), (1, 70), {"tiny": (128, 256)}
+KV_HEADS, HEAD_DIM, BLOCK = 8 if CARD else 2, 128, 32
+ROTATED_BYTES, COMPILERS = 3 * 10**8, 10 if CARD else 1
+"""Data of the calls that are timed together, more than a cache holds. Processes that compile."""
+
+Calls = Sequence[Callable[[], object]]
+
+
+def seconds(calls: Calls, budget_s: float = 0.01) -> float:
+    """Return the time of a call: of a graph of all, the median of replays. Without a card, make the first call once."""
+    if not CARD:
+        start_s = time.perf_counter()
+        calls[0]()
+        return time.perf_counter() - start_s
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph, times = torch.cuda.CUDAGraph(), list[float]()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    while len(times) < 3 or (sum(times) < budget_s and len(times) < 50):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times[1:]) / len(calls)
+
+
+def measure_limits() -> dict[str, Any]:
+    """Measure the limits that other figures are compared with."""
+    size, side = (1 << 30, 8192) if CARD else (1 << 20, 64)
+    memory, one = torch.ones(size, dtype=torch.int32), torch.ones(1)
+    a, b, c = (torch.randn(side, side, dtype=torch.bfloat16) for _ in range(3))
+    host, place = torch.empty(size // 4, dtype=torch.int32, device="cpu", pin_memory=CARD), memory[: size // 4]
+    return {
+        "card": torch.cuda.get_device_name(0) if CARD else "none",
+        "read_bytes_per_s": 4 * size / seconds([lambda: torch.amax(memory)], 0.05),
+        "product_flops": 2 * side**3 / seconds([lambda: torch.mm(a, b, out=c)], 0.1),
+        "node_s": seconds([lambda: one.add_(1)] * 500),
+        "to_card_bytes_per_s": size / seconds([lambda: place.copy_(host, non_blocking=True)]),
+        "from_card_bytes_per_s": size / seconds([lambda: host.copy_(place, non_blocking=True)]),
+    }
+
+
+def normal(_: str, shape: tuple[int, ...], spread: float, visible: NDArray[np.bool_] | None = None) -> StoredTensor:
+    """Do what `random_weights.normal` does for bf16, on the card."""
+
+    def draw(rng: np.random.Generator, first: int, last: int) -> NDArray[np.int16]:
+        torch.manual_seed(int(rng.integers(2**62)))
+        rows = torch.randn(last - first, *shape[1:]) * spread
+        if visible is not None:
+            rows[torch.as_tensor(~visible[first:last])] *= HIDDEN_ROW_SCALE
+        return rows.bfloat16().view(torch.int16).cpu().numpy()
+
+    return StoredTensor("BF16", shape, draw)
+
+
+class Case(NamedTuple):
+    """Part of a table. `make` prepares calls on rotating data; a call does `work`, in bytes or operations.
+
+    Candidates are the columns of the line `name`, or lines of their own with the column `column`.
+    """
+
+    kind: str
+    name: tuple[Any, ...]
+    work: float
+    make: Callable[[], Calls]
+    candidates: Mapping[str, Mapping[str, Any]]
+    column: int = 0
+
+
+def copies(num_bytes: float) -> int:
+    """Return how often data of a call are made, so that no cache holds them when their turn comes again."""
+    return int(min(64, max(1, ROTATED_BYTES // num_bytes)))
+
+
+def kv_bytes(rows: int, context: int) -> int:
+    """Return the bytes of keys and values that decodes read in a layer."""
+    return rows * context * 2 * KV_HEADS * HEAD_DIM * 2
+
+
+def attention_inputs(heads: int, counts: Sequence[int], context: int, queries: int) -> tuple[Any, ...]:
+    """Return queries, room for outputs, inputs with tiles of so many queries, and pages of several layers."""
+    from pypto_serving.kernels.cuda import attention, step
+    from pypto_serving.kernels.cuda.pages import KVPages
+
+    rows, tokens, per_row = len(counts), sum(counts), context // BLOCK + 1
+    layers, blocks = copies(kv_bytes(rows, context)), 1 + rows * per_row
+    starts, lengths = np.cumsum([0, *counts], dtype=np.int32), np.full(rows, context, np.int32)
+    tiles = step.tiles_of_chunks(starts, lengths, queries, step.max_tiles(tokens, rows, queries))
+    unused = torch.zeros(tokens, dtype=torch.int32)
+    inputs = step.StepTensors(
+        token_ids=unused,
+        positions=unused,
+        slots=unused,
+        query_start=unused.new_tensor(starts),
+        context_lens=unused.new_tensor(lengths),
+        block_tables=1 + torch.randperm(rows * per_row).int().view(rows, per_row),
+        tiles=unused.new_tensor(tiles),
+        num_splits=-(-context // attention.SPLIT),
+    )
+    q = torch.randn(tokens, heads, HEAD_DIM, dtype=torch.bfloat16)
+    data = torch.randn(blocks * layers * 2 * KV_HEADS * BLOCK * HEAD_DIM, dtype=torch.bfloat16)
+    return q, torch.empty_like(q), inputs, KVPages(data, blocks, layers, KV_HEADS, HEAD_DIM, BLOCK)
+
+
+def decode(heads: int, rows: int, context: int) -> Calls:
+    """Return attention of decodes, layer after layer."""
+    from pypto_serving.kernels.cuda import attention
+
+    q, out, inputs, pages = attention_inputs(heads, [1] * rows, context, 1)
+    parts = torch.empty(attention.num_partial(rows, heads, HEAD_DIM, inputs.num_splits))
+    return [lambda i=i: attention.attend_decodes(q, inputs, i, pages, parts, out) for i in range(pages.num_layers)]
+
+
+def chunk(heads: int, tokens: int, context: int) -> Calls:
+    """Return attention of a chunk, the last tokens of a context, layer after layer."""
+    from pypto_serving.kernels.cuda import attention
+
+    queries = attention.CHUNKS.queries(heads, KV_HEADS)
+    q, out, inputs, pages = attention_inputs(heads, [tokens], context, queries)
+    return [lambda i=i: attention.attend_chunks(q, inputs, i, pages, out) for i in range(pages.num_layers)]
+
+
+def product(n: int, k: int, rows: int, by: str) -> Calls:
+    """Return products of rows with matrix after matrix, `by` ours, ours with a gate, or torch."""
+    from pypto_serving.kernels.cuda.products import GatedMatrix, Matrix
+
+    x = torch.randn(rows, k, dtype=torch.bfloat16)
+    weights = [torch.randn(n, k, dtype=torch.bfloat16) for _ in range(copies(2 * n * k))]
+    if by == "torch":
+        out = torch.empty(rows, n, dtype=torch.bfloat16)
+        return [lambda w=w: torch.mm(x, w.t(), out=out) for w in weights]
+    if by == "gated":
+        out = torch.empty(rows, n // 2, dtype=torch.bfloat16)
+        return [lambda w=w: w.multiply(x, out) for w in map(GatedMatrix, weights)]
+    matrices = list(map(Matrix, weights))
+    sums = torch.empty(matrices[0].num_sums(rows))
+    return [lambda w=w: w.multiply(x, sums) for w in matrices]
+
+
+def cases() -> list[Case]:
+    """Return all that is measured."""
+    tried, found = CANDIDATES, list[Case]()
+    for each in DECODES:
+        found.append(Case("decodes", each, kv_bytes(*each[1:]), partial(decode, *each), tried["decodes"]))
+    for heads, tokens, context in CHUNKS:
+        flops = 4 * heads * HEAD_DIM * tokens * (context - (tokens - 1) / 2)
+        make = partial(chunk, heads, tokens, context)
+        found.append(Case("chunks", (heads, tokens, context), flops, make, tried["chunks"]))
+    for (name, (n, k)), rows in itertools.product(PRODUCTS.items(), ROWS):
+        for by, candidates in (("gated" if "gate" in name else "", tried["products"]), ("torch", {"torch": {}})):
+            make = partial(product, n, k, rows, by)
+            found.append(Case("products", (name,), 2 * n * k * rows, make, candidates, rows))
+    return found
+
+
+@contextlib.contextmanager
+def trying(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Replace constants of modules in kernels/cuda during the block."""
+    before: list[tuple[Any, str, Any]] = []
+    try:
+        for name, value in settings.items():
+            module, constant = import_module(f"pypto_serving.kernels.cuda.{name.split('.')[0]}"), name.split(".")[1]
+            old = getattr(module, constant)
+            before.append((module, constant, old))
+            setattr(module, constant, replace(old, **value) if isinstance(value, dict) else value)
+        yield
+    finally:
+        for module, constant, old in before:
+            setattr(module, constant, old)
+
+
+def measure_kernels(bandwidth: float) -> dict[str, Any]:
+    """Time all cases; print a table for each kind. The figure of a candidate that fails is "-"."""
+    units: dict[str, tuple[str, Callable[[float, float], float]]] = {
+        "decodes": ("% of bandwidth", lambda work, taken_s: 100 * work / taken_s / bandwidth),
+        "chunks": ("TFLOP/s", lambda work, taken_s: work / taken_s / 1e12),
+        "products": ("us", lambda work, taken_s: taken_s * 1e6),
+    }
+    tables: dict[str, dict[tuple[Any, ...], dict[Any, str]]] = {kind: {} for kind in units}
+    for case in cases():
+        for candidate, settings in case.candidates.items():
+            line, column = ((*case.name, candidate), case.column) if case.column else (case.name, candidate)
+            figure = "-"
+            try:
+                with trying(settings):
+                    figure = f"{units[case.kind][1](case.work, seconds(case.make())):.1f}"
+            except Exception as error:
+                print(f"{case.kind} {line} {column}: {error!r}", file=sys.stderr)
+            tables[case.kind].setdefault(line, {})[column] = figure
+    for kind, lines in tables.items():
+        columns = next(iter(lines.values()))
+        heads = [f"{kind}, {units[kind][0]}", *[""] * (len(next(iter(lines))) - 1), *columns]
+        print(table([heads, *([*line, *figures.values()] for line, figures in lines.items())]), flush=True)
+    return {kind: [[*line, figures] for line, figures in lines.items()] for kind, lines in tables.items()}
+
+
+def compile_ahead() -> int:
+    """Compile all that is measured, in processes; return how many launches were compiled."""
+    command = [sys.executable, __file__]
+    processes = [subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE) for i in range(COMPILERS)]
+    return sum(int(process.communicate()[0] or 0) for process in processes)
+
+
+def compile_share(index: int) -> int:
+    """Compile each COMPILERS-th case, without running it; return the number of launches."""
+    from pypto_serving.kernels.cuda.launch import Launch, recording
+
+    count, pairs = 0, [(case, settings) for case in cases() for settings in case.candidates.values()]
+    for case, settings in pairs[index::COMPILERS]:
+        launches: list[Any] = []
+        with trying(settings), recording(launches.append), contextlib.suppress(Exception):
+            case.make()[0]()
+            for each in launches if CARD else []:
+                if isinstance(each, Launch):
+                    each.kernel.warmup(*each.arguments, grid=each.grid, **each.constants)
+        count += len(launches)
+    return count
+
+
+torch.set_default_device("cuda" if CARD else "cpu")
+if __name__ == "__main__":
+    ROTATED_BYTES = 1
+    print(compile_share(int(sys.argv[1])))
