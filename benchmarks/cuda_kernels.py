@@ -198,7 +198,7 @@ def chunk(heads: int, tokens: int, context: int) -> Calls:
 
 def product(n: int, k: int, rows: int, by: str) -> Calls:
     """Return products of rows with matrix after matrix, `by` ours, ours with a gate, or torch."""
-    from pypto_serving.kernels.cuda.products import GatedMatrix, Matrix
+    from pypto_serving.kernels.cuda.products import Bf16Matrix, GatedMatrix
 
     x = torch.randn(rows, k, dtype=torch.bfloat16)
     weights = [torch.randn(n, k, dtype=torch.bfloat16) for _ in range(copies(2 * n * k))]
@@ -208,7 +208,7 @@ def product(n: int, k: int, rows: int, by: str) -> Calls:
     if by == "gated":
         out = torch.empty(rows, n // 2, dtype=torch.bfloat16)
         return [lambda w=w: w.multiply(x, out) for w in map(GatedMatrix, weights)]
-    matrices = list(map(Matrix, weights))
+    matrices = list(map(Bf16Matrix, weights))
     sums = torch.empty(matrices[0].num_sums(rows))
     return [lambda w=w: w.multiply(x, sums) for w in matrices]
 
