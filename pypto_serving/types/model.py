@@ -85,6 +85,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     position_bytes: bytes for each position of the longest sequence, such as tables of angles.
     parts, torch_parts: what ranks split, as the CPU kernels and torch hold it; None for a model that cannot be split.
     needs_torch: why the kernels cannot serve the model; empty if they can.
+    no_card: why the kernels for NVIDIA cards cannot serve the model; empty if they can.
     needs_torch_option: name of the option that this depends on, such as `dtype`; empty if it is the model alone.
     quantization: how weights are quantised, empty if they are not; only the kernels serve quantised ones.
     choices: options that the weights leave open, such as `activations`.
@@ -107,6 +108,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     torch_parts: ModelParts | None = None
     needs_torch: str = "it has no program for the CPU kernels"
     needs_torch_option: str = ""
+    no_card: str = "it has no program for NVIDIA cards"
     quantization: str = ""
     choices: tuple[str, ...] = ()
     own_blocks: bool = False

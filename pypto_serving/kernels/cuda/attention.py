@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pypto_serving.kernels.cuda.launch import launch, power_of_two
 from pypto_serving.kernels.cuda.pages import KVPages
-from pypto_serving.kernels.cuda.step import StepTensors
+from pypto_serving.kernels.cuda.step import DispatchTensors
 
 SPLIT = 512
 TILE = 32
@@ -263,7 +263,7 @@ def num_partial(num_rows: int, num_heads: int, head_dim: int, num_splits: int) -
 
 def attend_decodes(
     q: Tensor,
-    step: StepTensors,
+    step: DispatchTensors,
     layer: int,
     pages: KVPages,
     partial: Tensor,
@@ -380,7 +380,7 @@ def chunk_kernel(
 
 def attend_chunks(
     q: Tensor,
-    step: StepTensors,
+    step: DispatchTensors,
     layer: int,
     pages: KVPages,
     out: Tensor,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pypto_serving.kernels.cuda.launch import launch, power_of_two
 from pypto_serving.kernels.cuda.pages import KVPages
-from pypto_serving.kernels.cuda.step import StepTensors
+from pypto_serving.kernels.cuda.step import DispatchTensors
 from pypto_serving.util import ceil_div
 
 _HEADS_AT_ONCE = 4
@@ -164,7 +164,7 @@ def split_heads_kernel(
 def split_heads(
     sums: Tensor,
     num_splits: int,
-    step: StepTensors,
+    step: DispatchTensors,
     layer: int,
     pages: KVPages,
     q: Tensor,

@@ -11,7 +11,7 @@ from pypto_serving.types.arrays import Int32Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepTensors:
+class DispatchTensors:
     """The inputs of a dispatch over R rows and T tokens: int32 tensors at fixed addresses, padding included.
 
     Row i owns tokens [query_start[i], query_start[i + 1]), the last of the `context_lens[i]` tokens of its context. A

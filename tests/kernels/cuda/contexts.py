@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pypto_serving.kernels.cuda.pages import KVPages
-from pypto_serving.kernels.cuda.step import StepTensors, tiles_of_chunks
+from pypto_serving.kernels.cuda.step import DispatchTensors, tiles_of_chunks
 from pypto_serving.util import ceil_div
 from tests.kernels.cuda.devices import DEVICE
 
@@ -35,10 +35,10 @@ def error(found: Tensor, expected: Tensor) -> float:
     return difference if difference == difference else float("inf")
 
 
-def step_tensors(**fields: object) -> StepTensors:
+def step_tensors(**fields: object) -> DispatchTensors:
     """Return inputs of which a kernel reads `fields` only."""
-    unread = {name: NO_IDS for name in StepTensors.__dataclass_fields__ if name != "num_splits"}
-    return StepTensors(**{**unread, "num_splits": 0, **fields})  # type: ignore[arg-type]
+    unread = {name: NO_IDS for name in DispatchTensors.__dataclass_fields__ if name != "num_splits"}
+    return DispatchTensors(**{**unread, "num_splits": 0, **fields})  # type: ignore[arg-type]
 
 
 class Contexts:
@@ -63,14 +63,14 @@ class Contexts:
             self.keys.append(both[:, 0])
             self.values.append(both[:, 1])
 
-    def decodes(self, rows: Sequence[int], num_splits: int) -> StepTensors:
+    def decodes(self, rows: Sequence[int], num_splits: int) -> DispatchTensors:
         """Return the inputs of a dispatch with the last query of `rows`."""
         lengths = [self.lengths[row] for row in rows]
         return step_tensors(
             context_lens=int32(lengths), block_tables=int32(self.tables[list(rows)]), num_splits=num_splits
         )
 
-    def chunks(self, rows: Sequence[int], counts: Sequence[int], ends: Sequence[int], queries: int) -> StepTensors:
+    def chunks(self, rows: Sequence[int], counts: Sequence[int], ends: Sequence[int], queries: int) -> DispatchTensors:
         """Return the inputs of a dispatch with `counts` queries of `rows` before positions `ends`, and an idle tile."""
         query_start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         num_tiles = sum(ceil_div(count, queries) for count in counts) + 1
