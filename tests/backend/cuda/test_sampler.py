@@ -201,3 +201,23 @@ def test_other_rows_do_not_matter() -> None:
     together = SamplerUnderTest(count, vocab).choose(logits, chances)
     other = SamplerUnderTest(40, vocab)
     assert [other.choose(logits[i : i + 1], chances[i : i + 1])[0] for i in range(count)] == together
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("kind", ["normal", "ties", "masked"])
+@pytest.mark.parametrize("vocab", [3, 70])
+def test_logprobs_are_those_of_numpy(vocab: int, kind: str) -> None:
+    """Rows that ask for none, and one without a token, are among the rows."""
+    rng = np.random.default_rng(vocab)
+    logits = logits_of(kind, rng, (5, vocab))
+    logits[3, 0] = np.nan
+    chances, rows = draws(rng, 5, random=0.6, temperature=1.5), np.array([0, 2, 4], np.int32)
+    for asked in ([0, -1, 0, 0, 0], [2, -1, 20, 1, 5]):
+        found = SamplerUnderTest(5, vocab).sample(logits, chances, num_logprobs=asked)
+        assert found.logprobs is not None and found.token_ids[3] == -1
+        expected = PlainSampler().logprobs(logits, rows, found.token_ids[rows], max(asked))
+        np.testing.assert_array_equal(found.logprobs.ranks[rows], expected.ranks)
+        np.testing.assert_array_equal(found.logprobs.best_ids[rows], expected.best_ids)
+        np.testing.assert_allclose(found.logprobs.values[rows], expected.values, rtol=2e-7, atol=1e-6)
+        np.testing.assert_allclose(found.logprobs.best_values[rows], expected.best_values, rtol=2e-7, atol=1e-6)
+    assert SamplerUnderTest(5, vocab).sample(logits, chances).logprobs is None
