@@ -166,7 +166,7 @@ def _attend_tile(
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_splits"])
-def decode_kernel(
+def _decode(
     q, pages, block_tables, context_lens, partial_sums, partial_tops, out,
     table_stride, num_splits, block_stride, layer_offset, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -228,7 +228,7 @@ def decode_kernel(
 
 
 @triton.jit(do_not_specialize=["num_splits"])
-def merge_kernel(
+def _merge_splits(
     partial_sums, partial_tops, context_lens, out, num_splits,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -281,7 +281,7 @@ def attend_decodes(
     splits = step.num_splits
     sums = rows * heads * splits * head_dim
     launch(
-        decode_kernel,
+        _decode,
         (splits, pages.num_kv_heads, rows),
         *(q, pages.data, step.block_tables, step.context_lens, partial, partial[sums:], out),
         *(step.block_tables.stride(0), splits, pages.block_stride, layer * pages.layer_stride, _scale(head_dim)),
@@ -300,7 +300,7 @@ def attend_decodes(
     )
     if splits > 1:
         launch(
-            merge_kernel,
+            _merge_splits,
             (rows, heads),
             *(partial, partial[sums:], step.context_lens, out, splits),
             HEADS=heads,
@@ -314,7 +314,7 @@ def attend_decodes(
 
 
 @triton.jit(do_not_specialize=["table_stride"])
-def chunk_kernel(
+def _chunk(
     q, pages, page_rows, block_tables, query_start, context_lens, tiles, out,
     table_stride, block_stride, layer_offset, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -399,7 +399,7 @@ def attend_chunks(
         num_page_rows = pages.data.numel() // head_dim
         page_rows = TensorDescriptor(pages.data, [num_page_rows, head_dim], [head_dim, 1], [TILE, head_dim])
     launch(
-        chunk_kernel,
+        _chunk,
         (step.tiles.shape[0], pages.num_kv_heads),
         *(q, pages.data, page_rows, step.block_tables, step.query_start, step.context_lens, step.tiles, out),
         *(step.block_tables.stride(0), pages.block_stride, layer * pages.layer_stride, _scale(head_dim)),

@@ -19,7 +19,7 @@ _HEADS_AT_ONCE = 4
 
 
 @triton.jit
-def embed_kernel(token_ids, last_tokens, table, x, hidden, BLOCK: tl.constexpr):
+def _embed(token_ids, last_tokens, table, x, hidden, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(token_ids + row)
     last = tl.load(last_tokens + (-1 - token), mask=token < 0, other=0)
@@ -37,11 +37,11 @@ def embed(token_ids: Tensor, last_tokens: Tensor, table: Tensor, x: Tensor) -> N
     """
     hidden = x.shape[1]
     arguments = token_ids, last_tokens, table, x, hidden
-    launch(embed_kernel, (x.shape[0],), *arguments, BLOCK=power_of_two(hidden), num_warps=4)
+    launch(_embed, (x.shape[0],), *arguments, BLOCK=power_of_two(hidden), num_warps=4)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def add_norm_kernel(
+def _add_norm(
     x, sums, bias, weight, out, num_rows, hidden, eps, SPLITS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -71,7 +71,7 @@ def add_norm(
     """
     rows, hidden = x.shape
     launch(
-        add_norm_kernel,
+        _add_norm,
         (rows,),
         *(x, sums, weight if bias is None else bias, weight, out, rows, hidden, eps),
         SPLITS=num_splits,
@@ -83,7 +83,7 @@ def add_norm(
 
 
 @triton.jit
-def gather_kernel(x, indices, out, hidden, BLOCK: tl.constexpr):
+def _gather(x, indices, out, hidden, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     source = tl.load(indices + row).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -94,11 +94,11 @@ def gather_kernel(x, indices, out, hidden, BLOCK: tl.constexpr):
 def gather(x: Tensor, indices: Tensor, out: Tensor) -> None:
     """Copy the rows `indices` of `x` to `out`, both bfloat16 [..., hidden]."""
     hidden = x.shape[1]
-    launch(gather_kernel, (out.shape[0],), x, indices, out, hidden, BLOCK=power_of_two(hidden), num_warps=4)
+    launch(_gather, (out.shape[0],), x, indices, out, hidden, BLOCK=power_of_two(hidden), num_warps=4)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def split_heads_kernel(
+def _split_heads(
     sums,
     norms,
     bias,
@@ -182,7 +182,7 @@ def split_heads(
     """
     tokens, heads, head_dim = q.shape
     launch(
-        split_heads_kernel,
+        _split_heads,
         (tokens, ceil_div(heads + 2 * pages.num_kv_heads, _HEADS_AT_ONCE)),
         *(sums, sums if norms is None else norms, sums if bias is None else bias, cos, sin),
         *(step.positions, step.slots, q, pages.data, tokens, eps, pages.block_stride, layer * pages.layer_stride),

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
@@ -21,8 +22,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from pypto_serving.kernels.cuda import attention
 from pypto_serving.kernels.cuda.launch import Launch, recording
+from pypto_serving.kernels.cuda.pages import KVPages
 from pypto_serving.kernels.cuda.products import Bf16Matrix, GatedMatrix
+from pypto_serving.kernels.cuda.rows import add_norm, embed, gather, split_heads
+from pypto_serving.kernels.cuda.step import StepTensors
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -45,7 +50,63 @@ def products(capability: int) -> None:
             gated.multiply(empty(rows, k), empty(rows, n))
 
 
-CASES: list[Callable[[int], None]] = [products]
+def step(num_tokens: int, num_rows: int, pages: KVPages) -> StepTensors:
+    def ids(*shape: int) -> torch.Tensor:
+        return empty(*shape, dtype=torch.int32)
+
+    return StepTensors(
+        token_ids=ids(num_tokens),
+        positions=ids(num_tokens),
+        slots=ids(num_tokens),
+        query_start=ids(num_rows + 1),
+        context_lens=ids(num_rows),
+        block_tables=ids(num_rows, pages.num_blocks - 1),
+        tiles=ids(3, 2),
+        num_splits=4,
+    )
+
+
+def pages_of(num_kv_heads: int, head_dim: int, block_size: int) -> KVPages:
+    return KVPages(empty(9 * 3 * 2 * num_kv_heads * block_size * head_dim), 9, 3, num_kv_heads, head_dim, block_size)
+
+
+def row_kernels(_: int) -> None:
+    f32, i32 = torch.float32, torch.int32
+    for hidden in (896, 4096):
+        x, out, weight = empty(7, hidden, dtype=f32), empty(7, hidden), empty(hidden)
+        for splits in (0, 1, 4):
+            add_norm(x, empty(splits, 7, hidden, dtype=f32), splits, weight, 1e-6, out)
+    embed(empty(7, dtype=i32), empty(5, dtype=i32), empty(99, 4096), x)
+    gather(out, empty(3, dtype=i32), empty(3, 4096))
+    for head_dim, normed in ((64, False), (128, True)):
+        pages, width = pages_of(8, head_dim, 32), 32 * head_dim
+        table = empty(99, head_dim // 2, dtype=f32)
+        norms, bias = (empty(2, head_dim), None) if normed else (None, empty(width))
+        for splits in (1, 2):
+            sums, q = empty(splits, 7, width, dtype=f32), empty(7, 16, head_dim)
+            split_heads(sums, splits, step(7, 3, pages), 2, pages, q, norms, bias, table, table, 1e-6)
+
+
+def attention_kernels(capability: int) -> None:
+    for tile, heads, kv_heads, head_dim, block_size in (
+        (32, 32, 8, 128, 64),
+        (64, 32, 8, 128, 64),
+        (32, 14, 2, 64, 32),
+    ):
+        pages = pages_of(kv_heads, head_dim, block_size)
+        q, inputs = empty(7, heads, head_dim), step(7, 7, pages)
+        partial = empty(attention.num_partial(7, heads, head_dim, 4), dtype=torch.float32)
+        with patch.object(attention, "TILE", tile):
+            attention.attend_decodes(q, inputs, 2, pages, partial, q)
+            if tile == 64:
+                attention.attend_decodes(q, inputs, 2, pages, partial, q, settings=attention.DecodeSettings(2, 3, True))
+            if capability >= 90:
+                attention.attend_chunks(q, inputs, 2, pages, q)
+            elif head_dim == 128:  # ptxas spills 32 bytes of the smaller one
+                attention.attend_chunks(q, inputs, 2, pages, q, settings=attention.SMALL_CHUNKS)
+
+
+CASES: list[Callable[[int], None]] = [products, row_kernels, attention_kernels]
 
 
 def compiled(launch: Launch, capability: int, seen: set[str]) -> dict[str, Any] | None:
@@ -76,6 +137,7 @@ def compiled(launch: Launch, capability: int, seen: set[str]) -> dict[str, Any] 
         "wgmma": "wgmma" in ptx,
         "bulk": "cp.async.bulk.tensor" in ptx,
         "loads": sorted(loads(ptx)),
+        "sums": sorted(layouts_of_sums(built.asm["ttgir"])),
     }
 
 
@@ -84,6 +146,13 @@ def loads(ptx: str) -> set[int]:
     copies = {int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\.shared\.global [^,]*, [^,]*, (0x\w+)", ptx)}
     words = re.findall(r"ld\.global(?:\.[a-z_0-9:]+?)*?(?:\.v(\d))?\.[bufs](\d+) ", ptx)
     return copies | {int(count or 1) * int(bits) // 8 for count, bits in words}
+
+
+def layouts_of_sums(ttgir: str) -> set[str]:
+    """Return how the tensors that are summed, or whose maximum is taken, are spread over threads."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+    names = re.findall(r"\"tt\.reduce\".*?\}\) : \(tensor<[^>]*?(#\w+)>", ttgir, re.DOTALL)
+    return {layouts[name] for name in names}
 
 
 def main(capability: int) -> Iterator[dict[str, Any]]:

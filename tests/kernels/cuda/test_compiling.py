@@ -44,3 +44,22 @@ def test_products_use_the_instructions_of_the_card(kernels: list[dict[str, Any]]
     assert all(kernel["wgmma"] == (capability >= 90) for kernel in products)
     assert any(kernel["kernel"] == "_many_rows" for kernel in products) == (capability >= 90)
     assert all(kernel["bulk"] or kernel["loads"] == [16] for kernel in products)
+
+
+def test_attention_uses_the_instructions_of_the_card(kernels: list[dict[str, Any]], capability: int) -> None:
+    attention = [kernel for kernel in kernels if kernel["module"].endswith(".attention")]
+    readers = [kernel for kernel in attention if kernel["kernel"] != "_merge_splits"]
+    assert all(kernel["loads"] == [4, 16] for kernel in readers)  # block tables; queries, keys and values
+    chunks = [kernel for kernel in attention if kernel["kernel"] == "_chunk"]
+    assert all(kernel["wgmma"] == kernel["bulk"] == (capability >= 90) for kernel in chunks)
+
+
+def test_sums_of_rows_do_not_depend_on_splits(kernels: list[dict[str, Any]]) -> None:
+    """The order of a sum follows the layout of its tensor, which the compiler chooses."""
+    layouts: dict[str, set[str]] = {}
+    for kernel in kernels:
+        if kernel["kernel"] in ("_add_norm", "_split_heads"):
+            shape = {name: value for name, value in kernel["constants"].items() if name != "SPLITS"}
+            layouts.setdefault(str((kernel["kernel"], shape)), set()).add(str(kernel["sums"]))
+    assert len(layouts) == 4
+    assert [shape for shape, found in layouts.items() if len(found) > 1] == []
