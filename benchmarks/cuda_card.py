@@ -44,7 +44,7 @@ import httpx
 import psutil
 import typer
 from make_checkpoint import SHAPES, make_config, write_qwen
-from rounds import table
+from rounds import head, row
 from servers import PROGRAM, Request, ask_all, elapsed_s, served
 
 from pypto_serving.model.qwen3.config import Qwen3Config
@@ -63,7 +63,7 @@ FIRST = 16
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 100, 127, 129, 200, 300, 511, 513, 700, 1025, 1600, 2050, 3000, 5000)
 CUTS, BATCH, LONG, ALIKE = (32, 100, 512, 1000, 2048), 200, 400, 8
 """Prefixes to cache first; requests of a batch; tokens of an answer during which a worker dies; prompts for a peer."""
-FIELDS = {"max_tokens": 32, "ignore_eos": True, "logprobs": 5, "return_token_ids": True, "top_p": 0.95}
+FIELDS: dict[str, Any] = {"max_tokens": 32, "ignore_eos": True, "logprobs": 5, "return_token_ids": True, "top_p": 0.95}
 
 Body = dict[str, Any]
 
@@ -100,10 +100,9 @@ def self_tests(run: Run) -> None:
     command = [sys.executable, "-m", "pytest", "-rf", "--tb=line", "-p", "no:cacheprovider", TESTS]
     command += ["--ignore", f"{TESTS}/test_compiling.py", *(["--collect-only"] if run.dry else ["-n", "6"])]
     environment = os.environ | {"TRITON_INTERPRET": str(int(run.dry))}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
-    print(done.stdout, done.stderr, file=sys.stderr)
-    print(*done.stdout.splitlines()[-6:], sep="\n")
-    run.save("self-tests", {"code": done.returncode})
+    code = subprocess.run(command, cwd=REPOSITORY, env=environment, stdout=sys.stderr).returncode
+    print(*(run.out / "self-tests.log").read_text().splitlines()[-6:], sep="\n")
+    run.save("self-tests", {"code": code})
 
 
 def checkpoints(run: Run) -> None:
@@ -154,19 +153,24 @@ def answers(url: str, bodies: Sequence[Body], at_once: int = 1000) -> list[Body]
     return asyncio.run(main())
 
 
+COMPARED = "the same requests", "answers", "equal in all bits", "first difference"
+
+
 def compare(name: str, wanted: Sequence[Body], found: Sequence[Body]) -> list[Any]:
-    """Return a line of a table: how many answers are equal, and what differs in the first that is not."""
+    """Print a line of a table, and return it: how many answers are equal, and what differs in the first that is not."""
     differ = [(i, one, other) for i, (one, other) in enumerate(zip(wanted, found, strict=True)) if one != other]
     where = ""
     for i, one, other in differ[:1]:
         alike = common_start(one["token_ids"], other["token_ids"])
         where = f"request {i}, " + (f"token {alike}" if alike < len(one["token_ids"]) else "log-probabilities")
-    return [name, len(wanted), len(wanted) - len(differ), where]
+    line = [name, len(wanted), len(wanted) - len(differ), where]
+    print(row(*line), flush=True)
+    return line
 
 
 def common_start(one: Sequence[int], other: Sequence[int]) -> int:
     """Return how many tokens are alike before the first that differs."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
 
 
 def law(url: str, scale: int) -> dict[str, Any]:
@@ -181,6 +185,8 @@ def law(url: str, scale: int) -> dict[str, Any]:
     others = [FIELDS | {"prompt": prompt(rng.randrange(1, 600))} for _ in range(max(9, BATCH // scale - len(bodies)))]
     longer = [FIELDS | {"prompt": prompt(4000), "max_tokens": 1} for _ in range(6)]
     alone = answers(url, bodies, 1)
+    tokens = [token for answer in alone for token in answer["token_ids"]]
+    print(f"{len(alone)} answers alone have {len(set(tokens))} different tokens of {len(tokens)}\n{head(*COMPARED)}")
     rows = [compare("alone, from the cache", alone, answers(url, bodies, 1))]
     for name, company in ((f"in a batch of {len(others) + len(bodies)}", others), ("beside long prompts", longer)):
         again = [body | {"cache_salt": name} for body in bodies]
@@ -190,9 +196,6 @@ def law(url: str, scale: int) -> dict[str, Any]:
         again = [bodies[i] | {"cache_salt": f"{cut}"} for i in chosen]
         answers(url, [body | {"prompt": body["prompt"][:cut], "max_tokens": 1} for body in again])
         rows.append(compare(f"after a prefix of {cut} tokens", [alone[i] for i in chosen], answers(url, again)))
-    tokens = [token for answer in alone for token in answer["token_ids"]]
-    print(f"{len(alone)} answers alone have {len(set(tokens))} different tokens of {len(tokens)}")
-    print(table([["the same requests", "answers", "equal in all bits", "first difference"], *rows]), flush=True)
     greedy = [[body["prompt"], answer["token_ids"]] for body, answer in zip(bodies[:ALIKE], alone, strict=False)]
     return {"law": rows, "greedy": greedy}
 
@@ -202,21 +205,17 @@ def survive(url: str, pid: int) -> dict[str, Any]:
     rng = random.Random(6)
     bodies = [FIELDS | {"prompt": rng.choices(IDS, k=50), "temperature": i % 2 * 0.9, "seed": i} for i in range(8)]
     bodies = [body | {"max_tokens": LONG} for body in bodies]
+    print(head(*COMPARED))
     wanted, start_s = answers(url, bodies), time.perf_counter()
     rows = [compare("8 long answers, again", wanted, answers(url, bodies))]
     took_s = time.perf_counter() - start_s
-    worker = next(p for p in psutil.Process(pid).children(recursive=True) if any(map(is_worker, p.cmdline())))
+    family = psutil.Process(pid).children(recursive=True)
+    worker = next(each for each in family if any(word.endswith("worker") for word in each.cmdline()))
     threading.Timer(took_s * 0.4, worker.kill).start()
     rows.append(compare("over a SIGKILL of the worker", wanted, answers(url, bodies)))
     lost = "killed" if not worker.is_running() else "NOT killed"
-    print(table([["the same requests", "answers", "equal in all bits", "first difference"], *rows]))
     print(f"worker {lost}, {time.perf_counter() - start_s - 2 * took_s:.1f} s more", flush=True)
     return {"kill": rows}
-
-
-def is_worker(word: str) -> bool:
-    """Say whether this word of a command line is the worker's module."""
-    return word.endswith("worker")
 
 
 def work_of(shape: str) -> tuple[int, int, int]:
@@ -232,6 +231,9 @@ def work_of(shape: str) -> tuple[int, int, int]:
 def speeds(url: str, run: Run, shape: str) -> dict[str, Any]:
     """Measure all loads, beside the byte floor: the time that reading weights and KV takes at the card's bandwidth."""
     rng, limits, rows = random.Random(7), run.figures("limits"), []
+    bandwidth, peak = limits.get("read_bytes_per_s", math.nan), limits.get("product_flops", math.nan)
+    heads = "load", "at once", "streamed tok/s", "TTFT ms", "decode tok/s", "step ms", "floor ms", "of the floor"
+    print(head(*heads))
     weights, token_kv, token_flops = work_of(run.shape(shape))
     for name, sizes in LOADS.items():
         count, prompt, output = (max(1, size // run.scale) for size in sizes)
@@ -243,22 +245,19 @@ def speeds(url: str, run: Run, shape: str) -> dict[str, Any]:
         streamed = send(output, True)
         short_s, long_s = (elapsed_s(send(tokens, False)) for tokens in (FIRST, FIRST + output))
         step_s = max(long_s - short_s, 1e-9) / output
-        floor_s = (weights + count * (prompt + FIRST + output / 2) * token_kv) / limits.get(
-            "read_bytes_per_s", math.nan
-        )
+        floor_s = (weights + count * (prompt + FIRST + output / 2) * token_kv) / bandwidth
         user = count * output / elapsed_s(streamed)
         first_ms = 1e3 * statistics.median(record.ttft_s or 0.0 for record in streamed)
         figures = [f"{user:.0f}", f"{first_ms:.0f}", f"{count / step_s:.0f}", f"{step_s * 1e3:.2f}"]
         rows.append([name, count, *figures, f"{floor_s * 1e3:.2f}", f"{floor_s / step_s:.0%}"])
-    heads = ["load", "at once", "streamed tok/s", "TTFT ms", "decode tok/s", "step ms", "floor ms", "of the floor"]
-    print(table([heads, *rows]))
+        print(row(*rows[-1]), flush=True)
     count, prompt = PROMPTS[0], PROMPTS[1] // run.scale
     for _ in range(2):  # the first run warms up
         records = ask_all(url, [Request(rng.choices(IDS, k=prompt), 1) for _ in range(count)], stream=False)
     rate = count * prompt / elapsed_s(records)
-    share = rate * token_flops / limits.get("product_flops", math.nan)
-    print(f"T1: {rate:.0f} prompt tok/s, {rate * token_flops / 1e12:.0f} TFLOP/s of layers, {share:.0%} of the limit")
-    return {"loads": [heads, *rows], "prompt_tokens_per_s": rate}
+    flops = rate * token_flops
+    print(f"T1: {rate:.0f} prompt tok/s, {flops / 1e12:.0f} TFLOP/s of layers, {flops / peak:.0%} of the limit")
+    return {"loads": rows, "prompt_tokens_per_s": rate}
 
 
 def peer(run: Run) -> None:
@@ -268,8 +267,9 @@ def peer(run: Run) -> None:
 
     device = "cpu" if run.dry else "cuda"
     model = AutoModelForCausalLM.from_pretrained(run.models / "0.6b", dtype=torch.bfloat16).to(device)
-    prompts, wanted = zip(*run.figures("serve-0.6b")["greedy"], strict=True)
-    count, rates = len(wanted[0]), {}
+    unknown = [[list(IDS[:128]), []]] * ALIKE
+    prompts, wanted = zip(*run.figures("serve-0.6b").get("greedy", unknown), strict=True)
+    count, rates = FIELDS["max_tokens"], {}
     for rows in (1, ALIKE):
         ids = torch.tensor(prompts[:rows], device=device)
         fixed: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
@@ -296,7 +296,8 @@ def kernels(run: Run) -> None:
     """Time kernels."""
     from cuda_kernels import measure_kernels
 
-    run.save("kernels", measure_kernels(run.figures("limits").get("read_bytes_per_s", math.nan)))
+    for figures in measure_kernels(run.figures("limits").get("read_bytes_per_s", math.nan)):
+        run.save("kernels", figures)
 
 
 def compile_kernels(run: Run) -> None:
@@ -328,24 +329,32 @@ PARTS = {
 
 def run_parts(out: Path, names: Sequence[str], start_s: float, end_s: float) -> None:
     """Run parts at the same time; print what each printed, and how it ended."""
-    processes, began_s = {}, time.monotonic()
-    for name in names:
-        with (out / f"{name}.txt").open("w") as text, (out / f"{name}.log").open("w") as log:
-            command = [sys.executable, *sys.argv, "--part", name]
-            processes[name] = subprocess.Popen(command, stdout=text, stderr=log, start_new_session=True)
-    for name, process in processes.items():
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(1, min(began_s + PARTS[name].limit_s, end_s) - time.monotonic()))
-        ended = {None: ", STOPPED at its limit", 0: ""}.get(process.poll(), ", FAILED")
-        for number in (signal.SIGTERM, signal.SIGKILL):  # what it started too
-            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, number)
-                process.wait(5)
-        now_s = time.monotonic()
-        print(f"\n## {name}: {now_s - began_s:.0f} s, until {now_s - start_s:.0f} s{ended}")
-        print((out / f"{name}.txt").read_text().strip(), flush=True)
-        if ended:
-            print((out / f"{name}.log").read_text().strip()[-700:], flush=True)
+    processes, began_s = dict[str, subprocess.Popen[bytes]](), time.monotonic()
+    try:
+        for name in names:
+            with (out / f"{name}.txt").open("w") as text, (out / f"{name}.log").open("w") as log:
+                command = [sys.executable, *sys.argv, "--part", name]
+                processes[name] = subprocess.Popen(command, stdout=text, stderr=log, start_new_session=True)
+        for name, process in processes.items():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(1, min(began_s + PARTS[name].limit_s, end_s) - time.monotonic()))
+            ended = {None: ", STOPPED at its limit", 0: ""}.get(process.poll(), ", FAILED")
+            stop(process)
+            now_s, said = time.monotonic(), (out / f"{name}.txt").read_text().strip()
+            print(f"\n## {name}: {now_s - began_s:.0f} s, until {now_s - start_s:.0f} s{ended}\n{said}", flush=True)
+            if ended:
+                print((out / f"{name}.log").read_text().strip()[-700:], flush=True)
+    finally:
+        for process in processes.values():
+            stop(process)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a part and all that it started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, number)
+            process.wait(5)
 
 
 def main(
@@ -361,8 +370,8 @@ def main(
     """Run the parts and print their tables."""
     start_s = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if part:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         run = Run(out, models, dry, backend or ("cpu" if dry else "cuda"), tuple(option or ()))
         (out / f"{part}.json").unlink(missing_ok=True)
         return PARTS[part].call(run)

@@ -32,19 +32,20 @@ CANDIDATES: dict[str, dict[str, dict[str, Any]]] = {
         "halves": {"attention.DECODES": {"halves": True}},
         "4 stages": {"attention.DECODES": {"num_stages": 4}},
         "split 256": {"attention.SPLIT": 256},
-        "tile 64": {"attention.TILE": 64},
-        "64 halves": {"attention.TILE": 64, "attention.DECODES": {"halves": True}},
+        "block 64": {"BLOCK": 64},
+        "tile 64": {"attention.TILE": 64, "BLOCK": 64},
+        "64 halves": {"attention.TILE": 64, "BLOCK": 64, "attention.DECODES": {"halves": True}},
     },
     "chunks": {
         "as it is": {},
         "no tma": {"attention.CHUNKS": {"tma": False}},
         "128 rows": {"attention.CHUNKS": {"rows": 128, "num_warps": 8}},
-        "tile 64": {"attention.TILE": 64},
-        "64, 128 rows": {"attention.TILE": 64, "attention.CHUNKS": {"rows": 128, "num_warps": 8}},
+        "tile 64": {"attention.TILE": 64, "BLOCK": 64},
+        "64, 128 rows": {"attention.TILE": 64, "BLOCK": 64, "attention.CHUNKS": {"rows": 128, "num_warps": 8}},
     },
     "products": {"as it is": {}},
 }
-"""Settings to try, by kind of kernel: new values of constants in kernels/cuda, or of fields of such a constant."""
+"""Settings to try, by kind of kernel: new values of constants here and in kernels/cuda, or of fields of a constant."""
 DECODES = (
     (16, 1, 1024),
     (16, 256, 1024),
@@ -103,7 +104,7 @@ def seconds(calls: Calls, budget_s: float = 0.01) -> float:
 def measure_limits() -> dict[str, Any]:
     """Measure the limits that other figures are compared with."""
     size, side = (1 << 30, 8192) if CARD else (1 << 20, 64)
-    memory, one = torch.ones(size, dtype=torch.int32), torch.ones(1)
+    memory, one = torch.empty(size, dtype=torch.int32).random_(), torch.ones(1)
     a, b, c = (torch.randn(side, side, dtype=torch.bfloat16) for _ in range(3))
     host, place = torch.empty(size // 4, dtype=torch.int32, device="cpu", pin_memory=CARD), memory[: size // 4]
     return {
@@ -231,11 +232,12 @@ def cases() -> list[Case]:
 
 @contextlib.contextmanager
 def trying(settings: Mapping[str, Any]) -> Iterator[None]:
-    """Replace constants of modules in kernels/cuda during the block."""
+    """Replace constants during the block: `NAME` is one of this module, `MODULE.NAME` one of kernels/cuda."""
     before: list[tuple[Any, str, Any]] = []
     try:
         for name, value in settings.items():
-            module, constant = import_module(f"pypto_serving.kernels.cuda.{name.split('.')[0]}"), name.split(".")[1]
+            place, _, constant = name.rpartition(".")
+            module = import_module(f"pypto_serving.kernels.cuda.{place}" if place else __name__)
             old = getattr(module, constant)
             before.append((module, constant, old))
             setattr(module, constant, replace(old, **value) if isinstance(value, dict) else value)
@@ -245,29 +247,33 @@ def trying(settings: Mapping[str, Any]) -> Iterator[None]:
             setattr(module, constant, old)
 
 
-def measure_kernels(bandwidth: float) -> dict[str, Any]:
-    """Time all cases; print a table for each kind. The figure of a candidate that fails is "-"."""
-    units: dict[str, tuple[str, Callable[[float, float], float]]] = {
-        "decodes": ("% of bandwidth", lambda work, taken_s: 100 * work / taken_s / bandwidth),
-        "chunks": ("TFLOP/s", lambda work, taken_s: work / taken_s / 1e12),
-        "products": ("us", lambda work, taken_s: taken_s * 1e6),
-    }
-    tables: dict[str, dict[tuple[Any, ...], dict[Any, str]]] = {kind: {} for kind in units}
-    for case in cases():
-        for candidate, settings in case.candidates.items():
-            line, column = ((*case.name, candidate), case.column) if case.column else (case.name, candidate)
-            figure = "-"
-            try:
-                with trying(settings):
-                    figure = f"{units[case.kind][1](case.work, seconds(case.make())):.1f}"
-            except Exception as error:
-                print(f"{case.kind} {line} {column}: {error!r}", file=sys.stderr)
-            tables[case.kind].setdefault(line, {})[column] = figure
-    for kind, lines in tables.items():
-        columns = next(iter(lines.values()))
-        heads = [f"{kind}, {units[kind][0]}", *[""] * (len(next(iter(lines))) - 1), *columns]
-        print(table([heads, *([*line, *figures.values()] for line, figures in lines.items())]), flush=True)
-    return {kind: [[*line, figures] for line, figures in lines.items()] for kind, lines in tables.items()}
+UNITS: dict[str, tuple[str, Callable[[float, float, float], float]]] = {
+    "decodes": ("% of bandwidth", lambda work, taken_s, bandwidth: 100 * work / taken_s / bandwidth),
+    "chunks": ("TFLOP/s", lambda work, taken_s, bandwidth: work / taken_s / 1e12),
+    "products": ("us", lambda work, taken_s, bandwidth: taken_s * 1e6),
+}
+
+
+def measure_kernels(bandwidth: float) -> Iterator[dict[str, Any]]:
+    """Time all cases; after each kind, print a table and yield its figures. That of a candidate that fails is "-"."""
+    for kind, every in itertools.groupby(cases(), lambda case: case.kind):
+        lines: dict[tuple[Any, ...], dict[Any, str]] = {}
+        tries = ((case, *each) for case in every for each in case.candidates.items())
+        try:
+            for case, candidate, settings in tries:
+                line, column = ((*case.name, candidate), case.column) if case.column else (case.name, candidate)
+                figure = "-"
+                try:
+                    with trying(settings):
+                        figure = f"{UNITS[kind][1](case.work, seconds(case.make()), bandwidth):.1f}"
+                except Exception as error:
+                    print(f"{kind} {line} {column}: {error!r}", file=sys.stderr)
+                lines.setdefault(line, {})[column] = figure
+        finally:  # also when this process is told to end
+            first, columns = next(iter(lines.items()))
+            heads = [f"{kind}, {UNITS[kind][0]}", *[""] * (len(first) - 1), *columns]
+            print(table([heads, *([*line, *figures.values()] for line, figures in lines.items())]), flush=True)
+        yield {kind: [[*line, figures] for line, figures in lines.items()]}
 
 
 def compile_ahead() -> int:
