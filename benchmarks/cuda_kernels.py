@@ -164,7 +164,7 @@ def attention_inputs(heads: int, counts: Sequence[int], context: int, queries: i
     starts, lengths = np.cumsum([0, *counts], dtype=np.int32), np.full(rows, context, np.int32)
     tiles = step.tiles_of_chunks(starts, lengths, queries, step.max_tiles(tokens, rows, queries))
     unused = torch.zeros(tokens, dtype=torch.int32)
-    inputs = step.StepTensors(
+    inputs = step.DispatchTensors(
         token_ids=unused,
         positions=unused,
         slots=unused,
