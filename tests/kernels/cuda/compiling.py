@@ -27,7 +27,7 @@ from pypto_serving.kernels.cuda.launch import Launch, recording
 from pypto_serving.kernels.cuda.pages import KVPages
 from pypto_serving.kernels.cuda.products import Bf16Matrix, GatedMatrix
 from pypto_serving.kernels.cuda.rows import add_norm, embed, gather, split_heads
-from pypto_serving.kernels.cuda.step import StepTensors
+from pypto_serving.kernels.cuda.step import DispatchTensors
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -50,11 +50,11 @@ def products(capability: int) -> None:
             gated.multiply(empty(rows, k), empty(rows, n))
 
 
-def step(num_tokens: int, num_rows: int, pages: KVPages) -> StepTensors:
+def step(num_tokens: int, num_rows: int, pages: KVPages) -> DispatchTensors:
     def ids(*shape: int) -> torch.Tensor:
         return empty(*shape, dtype=torch.int32)
 
-    return StepTensors(
+    return DispatchTensors(
         token_ids=ids(num_tokens),
         positions=ids(num_tokens),
         slots=ids(num_tokens),
