@@ -22,6 +22,8 @@ from random_weights import HIDDEN_ROW_SCALE
 from random_weights import Tensor as StoredTensor
 from rounds import table
 
+from pypto_serving.kernels.cuda.tiles import Tile
+
 CARD = torch.cuda.is_available()
 if not CARD:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -29,21 +31,50 @@ if not CARD:
 CANDIDATES: dict[str, dict[str, dict[str, Any]]] = {
     "decodes": {
         "as it is": {},
-        "halves": {"attention.DECODES": {"halves": True}},
-        "4 stages": {"attention.DECODES": {"num_stages": 4}},
         "split 256": {"attention.SPLIT": 256},
-        "block 64": {"BLOCK": 64},
-        "tile 64": {"attention.TILE": 64, "BLOCK": 64},
-        "64 halves": {"attention.TILE": 64, "BLOCK": 64, "attention.DECODES": {"halves": True}},
+        "64, 2 warps": {"attention.TILE": 64, "attention.DECODES": {"num_stages": 3}},
+        "64, 4 warps": {"attention.TILE": 64, "attention.DECODES": {"num_warps": 4, "num_stages": 3}},
+        "64, 4 stages": {"attention.TILE": 64, "attention.DECODES": {"num_stages": 4}},
+        "64 halves": {"attention.TILE": 64, "attention.DECODES": {"halves": True, "num_stages": 3}},
+        "64 halves, 4": {"attention.TILE": 64, "attention.DECODES": {"halves": True, "num_stages": 4}},
+        "64 halves, 5": {"attention.TILE": 64, "attention.DECODES": {"halves": True, "num_stages": 5}},
     },
     "chunks": {
         "as it is": {},
-        "no tma": {"attention.CHUNKS": {"tma": False}},
+        "5 stages": {"attention.CHUNKS": {"num_stages": 5}},
+        "8 stages": {"attention.CHUNKS": {"num_stages": 8}},
         "128 rows": {"attention.CHUNKS": {"rows": 128, "num_warps": 8}},
-        "tile 64": {"attention.TILE": 64, "BLOCK": 64},
-        "64, 128 rows": {"attention.TILE": 64, "BLOCK": 64, "attention.CHUNKS": {"rows": 128, "num_warps": 8}},
+        "64": {"attention.TILE": 64},
+        "64, 4 stages": {"attention.TILE": 64, "attention.CHUNKS": {"num_stages": 4}},
+        "64, 128 rows": {"attention.TILE": 64, "attention.CHUNKS": {"rows": 128, "num_warps": 8}},
+        "64, 128, 4 warps": {"attention.TILE": 64, "attention.CHUNKS": {"rows": 128}},
     },
-    "products": {"as it is": {}},
+    "products": {
+        "as it is": {},
+        "many from 129": {"tiles._FEW_ROWS": 128},
+        "many from 65": {"tiles._FEW_ROWS": 64},
+        "many, 4 warps": {"tiles._FEW_ROWS": 128, "tiles._MANY": Tile(128, 128, 64, 4, 4)},
+        "many gated 64": {"tiles._FEW_ROWS": 128, "tiles._MANY_GATED": Tile(128, 64, 64, 4, 4)},
+        "many gated 64 w8": {"tiles._FEW_ROWS": 128, "tiles._MANY_GATED": Tile(128, 64, 64, 8, 4)},
+        **{
+            "x".join(map(str, tile[:5])): {
+                "tiles._FEW": ((1 << 20, 0, 0, tile),),
+                "tiles._GATED": ((1 << 20, 0, 0, tile),),
+                "tiles._FEW_ROWS": 256,
+            }
+            for tile in (
+                Tile(256, 128, 64, 8, 4),
+                Tile(256, 64, 64, 4, 3),
+                Tile(256, 64, 64, 8, 5),
+                Tile(256, 64, 128, 8, 2),
+                Tile(128, 128, 64, 8, 4),
+                Tile(128, 128, 128, 8, 3),
+                Tile(128, 64, 64, 4, 3),
+                Tile(128, 64, 128, 4, 3),
+                Tile(64, 128, 64, 4, 5),
+            )
+        },
+    },
 }
 """Settings to try, by kind of kernel: new values of constants here and in kernels/cuda, or of fields of a constant."""
 DECODES = (
@@ -57,7 +88,7 @@ DECODES = (
 )
 CHUNKS = ((16, 512, 512), (32, 512, 512), (32, 2048, 2048), (32, 2048, 8192))
 """Heads, rows (or tokens of a chunk), context."""
-ROWS = (1, 8, 64, 128, 256, 2048)
+ROWS = (1, 64, 96, 128, 192, 256, 512, 2048)
 PRODUCTS = {
     "0.6B qkv": (4096, 1024),
     "0.6B o": (1024, 2048),
@@ -71,7 +102,7 @@ PRODUCTS = {
 }
 if not CARD:
     DECODES, CHUNKS, ROWS, PRODUCTS = ((4, 2, 200),), ((4, 70, 200),), (1, 70), {"tiny": (128, 256)}
-KV_HEADS, HEAD_DIM, BLOCK = 8 if CARD else 2, 128, 32
+KV_HEADS, HEAD_DIM, BLOCK = 8 if CARD else 2, 128, 64
 ROTATED_BYTES, COMPILERS = 3 * 10**8, 10 if CARD else 1
 """Data of the calls that are timed together, more than a cache holds. Processes that compile."""
 
