@@ -19,7 +19,7 @@ from pypto_serving.kernels.cuda.launch import launch
 from pypto_serving.kernels.cuda.tiles import Tile
 from pypto_serving.util import ceil_div
 
-_GROUP = 8  # tiles of rows whose programs run together and share weights in the L2 cache
+GROUP = 8  # tiles of rows whose programs run together and share weights in the L2 cache
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -57,20 +57,20 @@ def _few_rows(
         x_at = x + rows[:, None].to(tl.int64) * k + (first + depths)[None, :]
         w_at = w + columns[:, None].to(tl.int64) * k + (first + depths)[None, :]
         for depth in range(0, length, DEPTH):
-            values = tl.load(x_at, mask=_mask(rows < num_rows, depth + depths < length, False, WHOLE_K), other=0.0)
+            values = tl.load(x_at, mask=mask_of(rows < num_rows, depth + depths < length, False, WHOLE_K), other=0.0)
             if WHOLE_N and WHOLE_K:
                 weights = tl.load(w_at)
             else:
-                weights = tl.load(w_at, mask=_mask(columns < n, depth + depths < length, WHOLE_N, WHOLE_K), other=0.0)
+                weights = tl.load(w_at, mask=mask_of(columns < n, depth + depths < length, WHOLE_N, WHOLE_K), other=0.0)
             total = tl.dot(weights, tl.trans(values), total)
             x_at += DEPTH
             w_at += DEPTH
     out = sums + (split * num_rows + rows)[None, :].to(tl.int64) * n + columns[:, None]
-    tl.store(out, total, mask=_mask(columns < n, rows < num_rows, WHOLE_N, False))
+    tl.store(out, total, mask=mask_of(columns < n, rows < num_rows, WHOLE_N, False))
 
 
 @triton.jit
-def _mask(first, second, FIRST_WHOLE: tl.constexpr, SECOND_WHOLE: tl.constexpr):
+def mask_of(first, second, FIRST_WHOLE: tl.constexpr, SECOND_WHOLE: tl.constexpr):
     """Return the mask of a tile from those of its two axes, without an axis that needs none."""
     if FIRST_WHOLE:
         mask = second[None, :]
@@ -82,7 +82,7 @@ def _mask(first, second, FIRST_WHOLE: tl.constexpr, SECOND_WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _place(program, num_rows, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+def place_of(program, num_rows, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
     """Return the first row and column of a program's tile: groups of tiles of rows, within one column after column."""
     row_tiles = tl.cdiv(num_rows, ROWS)
     group_programs = GROUP * tl.cdiv(n, COLUMNS)
@@ -109,7 +109,7 @@ def _many_rows(
     ONE_SPLIT: tl.constexpr,
 ):
     """Write sums[row, column], all splits added. x and w are descriptors."""
-    first_row, first_column = _place(tl.program_id(0), num_rows, n, ROWS, COLUMNS, GROUP)
+    first_row, first_column = place_of(tl.program_id(0), num_rows, n, ROWS, COLUMNS, GROUP)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     if ONE_SPLIT:
         for depth in range(0, k, DEPTH):
@@ -132,7 +132,7 @@ def _many_rows(
 
 
 @triton.jit
-def _gated(gate, up):
+def silu_times(gate, up):
     """Return silu(gate) * up in bf16."""
     return (gate * (1.0 / (1.0 + tl.exp(-gate))) * up).to(tl.bfloat16)
 
@@ -171,19 +171,19 @@ def _gated_few_rows(
         up_at = w + (n + columns)[:, None].to(tl.int64) * k + depths[None, :]
         for depth in range(0, k, DEPTH):
             live = depth + depths < k
-            values = tl.trans(tl.load(x_at, mask=_mask(rows < num_rows, live, False, WHOLE_K), other=0.0))
+            values = tl.trans(tl.load(x_at, mask=mask_of(rows < num_rows, live, False, WHOLE_K), other=0.0))
             if WHOLE_N and WHOLE_K:
                 gate = tl.dot(tl.load(gate_at), values, gate)
                 up = tl.dot(tl.load(up_at), values, up)
             else:
-                mask = _mask(columns < n, live, WHOLE_N, WHOLE_K)
+                mask = mask_of(columns < n, live, WHOLE_N, WHOLE_K)
                 gate = tl.dot(tl.load(gate_at, mask=mask, other=0.0), values, gate)
                 up = tl.dot(tl.load(up_at, mask=mask, other=0.0), values, up)
             x_at += DEPTH
             gate_at += DEPTH
             up_at += DEPTH
     at = out + rows[None, :].to(tl.int64) * n + columns[:, None]
-    tl.store(at, _gated(gate, up), mask=_mask(columns < n, rows < num_rows, WHOLE_N, False))
+    tl.store(at, silu_times(gate, up), mask=mask_of(columns < n, rows < num_rows, WHOLE_N, False))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -191,7 +191,7 @@ def _gated_many_rows(
     x, w, out, num_rows, n, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr
 ):
     """Do what _gated_few_rows does, with x as the rows of the instructions. x and w are descriptors."""
-    first_row, first_column = _place(tl.program_id(0), num_rows, n, ROWS, COLUMNS, GROUP)
+    first_row, first_column = place_of(tl.program_id(0), num_rows, n, ROWS, COLUMNS, GROUP)
     gate = tl.zeros([ROWS, COLUMNS], tl.float32)
     up = tl.zeros([ROWS, COLUMNS], tl.float32)
     for depth in range(0, k, DEPTH):
@@ -201,11 +201,11 @@ def _gated_many_rows(
     rows = first_row + tl.arange(0, ROWS)
     columns = first_column + tl.arange(0, COLUMNS)
     at = out + rows[:, None].to(tl.int64) * n + columns[None, :]
-    tl.store(at, _gated(gate, up), mask=(rows < num_rows)[:, None] & (columns < n)[None, :])
+    tl.store(at, silu_times(gate, up), mask=(rows < num_rows)[:, None] & (columns < n)[None, :])
 
 
-class _Weights:
-    """Weights on a device: bf16 [rows, k]."""
+class DeviceWeights:
+    """Weights on a device, [rows, k]."""
 
     def __init__(self, weights: Tensor) -> None:
         self.weights = weights
@@ -213,7 +213,8 @@ class _Weights:
         self.bulk = has_bulk_copies(weights.device)
         self._descriptors: dict[tuple[int, int], TensorDescriptor] = {}
 
-    def _operands(self, x: Tensor, tile: Tile) -> tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor]:
+    def operands(self, x: Tensor, tile: Tile) -> tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor]:
+        """Return what the kernels of a tile take as x and w."""
         if not tile.bulk:
             return x, self.weights
         box = (tile.columns, tile.depth)
@@ -222,8 +223,8 @@ class _Weights:
         return _descriptor(x, tile.rows, tile.depth), self._descriptors[box]
 
 
-class Bf16Matrix(_Weights):
-    """A bf16 matrix [n, k] on a device. `splits` is a function of (n, k)."""
+class SplitMatrix(DeviceWeights):
+    """A matrix [n, k] whose sums have `splits` parts, a function of (n, k)."""
 
     def __init__(self, weights: Tensor) -> None:
         super().__init__(weights)
@@ -237,24 +238,29 @@ class Bf16Matrix(_Weights):
 
     def multiply(self, x: Tensor, sums: Tensor) -> int:
         """Write float32 [S, m, n] to `sums`, which its reader adds in order, for rows x, bf16 [m, k]. Return S."""
+        raise NotImplementedError
+
+
+class Bf16Matrix(SplitMatrix):
+    """A bf16 matrix."""
+
+    def multiply(self, x: Tensor, sums: Tensor) -> int:
+        """Write float32 [S, m, n] to `sums`, which its reader adds in order, for rows x, bf16 [m, k]. Return S."""
         rows, length = len(x), tiles.split_length(self.k, self.splits)
-        many = self._many(rows)
+        many = tiles.many_rows(self.n, self.splits, rows, self.bulk)
         tile = many or tiles.few_rows(self.n, self.k, self.splits, rows, self.bulk)
-        shape = (*self._operands(x, tile), sums, rows, self.n, self.k, length)
+        shape = (*self.operands(x, tile), sums, rows, self.n, self.k, length)
         row_tiles, column_tiles = ceil_div(rows, tile.rows), ceil_div(self.n, tile.columns)
         if many:
-            constants = {"GROUP": _GROUP, "ONE_SPLIT": self.splits == 1} | _constants(tile)
+            constants = {"GROUP": GROUP, "ONE_SPLIT": self.splits == 1} | constants_of(tile)
             launch(_many_rows, (row_tiles * column_tiles,), *shape, self.splits, **constants)
             return 1
         grid = (row_tiles, column_tiles, self.splits)
-        launch(_few_rows, grid, *shape, **_constants(tile), **_edges(tile, self.n, self.k))
+        launch(_few_rows, grid, *shape, BULK=tile.bulk, **constants_of(tile), **edges_of(tile, self.n, self.k))
         return self.splits
 
-    def _many(self, rows: int) -> Tile | None:
-        return tiles.many_rows(self.n, self.splits, rows, self.bulk)
 
-
-class GatedMatrix(_Weights):
+class GatedMatrix(DeviceWeights):
     """Two bf16 matrices on a device, [2 * n, k]: the rows of the gate come first."""
 
     def __init__(self, weights: Tensor) -> None:
@@ -266,14 +272,14 @@ class GatedMatrix(_Weights):
         rows = len(x)
         many = tiles.gated_many_rows(rows, self.bulk)
         tile = many or tiles.gated_few_rows(self.n, self.k, rows, self.bulk)
-        shape = (*self._operands(x, tile), out, rows, self.n, self.k)
+        shape = (*self.operands(x, tile), out, rows, self.n, self.k)
         row_tiles, column_tiles = ceil_div(rows, tile.rows), ceil_div(self.n, tile.columns)
-        constants = {"enable_fp_fusion": False} | _constants(tile)
+        constants = {"enable_fp_fusion": False} | constants_of(tile)
         if many:
-            launch(_gated_many_rows, (row_tiles * column_tiles,), *shape, GROUP=_GROUP, **constants)
+            launch(_gated_many_rows, (row_tiles * column_tiles,), *shape, GROUP=GROUP, **constants)
         else:
-            edges = _edges(tile, self.n, self.k)
-            launch(_gated_few_rows, (row_tiles, column_tiles), *shape, **constants, **edges)
+            edges = edges_of(tile, self.n, self.k)
+            launch(_gated_few_rows, (row_tiles, column_tiles), *shape, BULK=tile.bulk, **constants, **edges)
 
 
 def has_bulk_copies(device: torch.device) -> bool:
@@ -285,7 +291,8 @@ def _descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), [tensor.shape[1], 1], [rows, columns])
 
 
-def _constants(tile: Tile) -> dict[str, int]:
+def constants_of(tile: Tile) -> dict[str, int]:
+    """Return what a tile is to a kernel."""
     return {
         "ROWS": tile.rows,
         "COLUMNS": tile.columns,
@@ -295,5 +302,6 @@ def _constants(tile: Tile) -> dict[str, int]:
     }
 
 
-def _edges(tile: Tile, n: int, k: int) -> dict[str, bool]:
-    return {"BULK": tile.bulk, "WHOLE_N": n % tile.columns == 0, "WHOLE_K": k % tile.depth == 0}
+def edges_of(tile: Tile, n: int, k: int) -> dict[str, bool]:
+    """Say which edges of a matrix are edges of tiles."""
+    return {"WHOLE_N": n % tile.columns == 0, "WHOLE_K": k % tile.depth == 0}

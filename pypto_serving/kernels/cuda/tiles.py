@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from pypto_serving.kernels.cuda.launch import power_of_two
 from pypto_serving.util import ceil_div
 
 LENGTH_UNIT = 128  # the length of a split is a multiple of this, hence of the depth of every tile
@@ -85,6 +86,7 @@ _GATED_BY_POINTERS = (
 )
 _MANY_ONE_SPLIT = Tile(128, 256, 64, 8, 3)
 _MANY = Tile(128, 128, 64, 8, 4)
+_MANY_ROUNDED = Tile(128, 128, 128, 8, 4)
 _MANY_GATED = Tile(128, 128, 64, 8, 4)
 _FEW_ROWS = 256
 MAX_ROWS_APART = 1024  # no more rows have their splits written apart, if there are bulk copies
@@ -115,6 +117,28 @@ def gated_few_rows(n: int, k: int, rows: int, bulk: bool) -> Tile:
 def gated_many_rows(rows: int, bulk: bool) -> Tile | None:
     """Return the tile of a gated product of many rows, or None."""
     return _MANY_GATED if bulk and rows > _FEW_ROWS else None
+
+
+def int8_few_rows(length: int, rows: int) -> Tile:
+    """Return the tile of an int8 product that writes its splits, so long, apart."""
+    if rows <= 16:
+        deep = length >= 1024 and length % 256 == 0
+        return Tile(16, 64, 256, 4, 4, bulk=False) if deep else Tile(16, 64, 128, 4, 5, bulk=False)
+    if rows <= 64:
+        return Tile(power_of_two(rows), 64, 128, 4, 5, bulk=False)
+    return Tile(128, 128, 128, 8, 3, bulk=False)
+
+
+def fp8_few_rows(rows: int) -> Tile:
+    """Return the tile of an FP8 product that writes its splits apart."""
+    if rows <= 64:
+        return Tile(max(16, power_of_two(rows)), 64, 128, 4, 5 if rows <= 16 else 4, bulk=False)
+    return Tile(128, 128, 128, 8, 3, bulk=False)
+
+
+def rounded_many_rows(rows: int, bulk: bool) -> Tile | None:
+    """Return the tile of a product of 8 bits that adds its splits itself, or None."""
+    return _MANY_ROUNDED if bulk and rows > _FEW_ROWS else None
 
 
 def _choose(table: tuple[tuple[int, int, int, Tile], ...], n: int, length: int, rows: int) -> Tile:

@@ -25,9 +25,11 @@ from triton.runtime.jit import create_function_from_signature
 from pypto_serving.kernels.cuda import attention
 from pypto_serving.kernels.cuda.launch import Launch, recording
 from pypto_serving.kernels.cuda.pages import KVPages
-from pypto_serving.kernels.cuda.products import Bf16Matrix, GatedMatrix
+from pypto_serving.kernels.cuda.products import Bf16Matrix, GatedMatrix, SplitMatrix
+from pypto_serving.kernels.cuda.quantized import SPAN, Fp8Matrix, Int8Matrix, RoundedRows
 from pypto_serving.kernels.cuda.rows import add_norm, embed, gather, split_heads
 from pypto_serving.kernels.cuda.step import DispatchTensors
+from pypto_serving.util import ceil_div
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -41,13 +43,28 @@ def products(capability: int) -> None:
     for n, k in shapes:
         matrix = Bf16Matrix(empty(n, k))
         matrix.bulk = capability >= 90
-        for rows in (1, 24, 64, 128, 256, 512, 2048):
+        for rows in (1, 24, 64, 128, 256, 512, 2048) if n > 272 else (1, 64):
             matrix.multiply(empty(rows, k), empty(matrix.num_sums(rows), dtype=torch.float32))
     for n, k in [(3072, 1024), (12288, 4096), (272, 336)]:
         gated = GatedMatrix(empty(2 * n, k))
         gated.bulk = capability >= 90
-        for rows in (1, 24, 64, 128, 256, 512):
+        for rows in (1, 24, 64, 128, 256, 512) if n > 272 else (1, 64):
             gated.multiply(empty(rows, k), empty(rows, n))
+
+
+def quantized(capability: int) -> None:
+    """Multiply by matrices of 8 bits."""
+    rounded = RoundedRows(512, 4096, torch.device("meta"))
+    for n, k in [(4096, 4096), (272, 336)]:
+        codes, scales = empty(n, k, dtype=torch.int8), empty(n, dtype=torch.float32)
+        matrices: list[SplitMatrix] = [Int8Matrix(codes, scales, rounded)]
+        if capability >= 89:
+            scales = empty(ceil_div(n, SPAN), ceil_div(k, SPAN), dtype=torch.float32)
+            matrices.append(Fp8Matrix(codes.view(torch.float8_e4m3fn), scales, rounded))
+        for matrix in matrices:
+            matrix.bulk = capability >= 90
+            for rows in (1, 64, 128, 512) if n > 272 else (1,):
+                matrix.multiply(empty(rows, k), empty(matrix.num_sums(rows), dtype=torch.float32))
 
 
 def step(num_tokens: int, num_rows: int, pages: KVPages) -> DispatchTensors:
@@ -106,7 +123,7 @@ def attention_kernels(capability: int) -> None:
                 attention.attend_chunks(q, inputs, 2, pages, q, settings=attention.SMALL_CHUNKS)
 
 
-CASES: list[Callable[[int], None]] = [products, row_kernels, attention_kernels]
+CASES: list[Callable[[int], None]] = [products, quantized, row_kernels, attention_kernels]
 
 
 def compiled(launch: Launch, capability: int, seen: set[str]) -> dict[str, Any] | None:
@@ -168,5 +185,6 @@ def main(capability: int) -> Iterator[dict[str, Any]]:
 
 if __name__ == "__main__":
     triton.knobs.nvidia.dump_ptxas_log = True
+    triton.knobs.compilation.always_compile = True
     for line in main(int(sys.argv[1])):
         print(json.dumps(line), flush=True)

@@ -10,28 +10,13 @@ from pypto_serving.kernels.cuda import tiles
 from pypto_serving.kernels.cuda.products import Bf16Matrix, GatedMatrix
 from pypto_serving.kernels.cuda.tiles import Tile
 from tests.kernels.cuda.devices import DEVICE
+from tests.kernels.cuda.multiplying import CARD, product, random
 
-CARD = DEVICE.type == "cuda"
 ODD = (80, 560)  # fits no tile, and the second of its splits is shorter
 SHAPES = [(16, 16), (64, 128), ODD] + CARD * [(4096, 1024), (1024, 2048), (6144, 4096), (4096, 12288)]
 FEW = sorted({tile for *_, tile in tiles._FEW + tiles._FEW_BY_POINTERS})
 GATED = sorted({tile for *_, tile in tiles._GATED + tiles._GATED_BY_POINTERS})
 MANY = [tiles._MANY_ONE_SPLIT, tiles._MANY]
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(DEVICE)
-
-
-def product(matrix: Bf16Matrix, x: Tensor) -> Tensor:
-    """Multiply, add the splits in order, and check that all of them were written and nothing else."""
-    sums = torch.full((matrix.num_sums(len(x)) + 64,), float("nan"), device=DEVICE)
-    splits = matrix.multiply(x, sums)
-    size = splits * len(x) * matrix.n
-    assert size <= matrix.num_sums(len(x))
-    assert torch.isfinite(sums[:size]).all() and torch.isnan(sums[size:]).all()
-    first, *rest = sums[:size].view(splits, len(x), matrix.n)
-    return sum(rest, first)
 
 
 def gated_product(matrix: GatedMatrix, x: Tensor) -> Tensor:
