@@ -232,7 +232,7 @@ def product(n: int, k: int, rows: int, by: str) -> Calls:
     """Return products of rows with matrix after matrix, `by` ours, ours with a gate, or torch."""
     from pypto_serving.kernels.cuda.products import Bf16Matrix, GatedMatrix
 
-    x = torch.randn(rows, k, dtype=torch.bfloat16)
+    x = torch.randn(rows + 256, k, dtype=torch.bfloat16)[:rows]  # a part of larger buffers, as in a model
     weights = [torch.randn(n, k, dtype=torch.bfloat16) for _ in range(copies(2 * n * k))]
     if by == "torch":
         out = torch.empty(rows, n, dtype=torch.bfloat16)

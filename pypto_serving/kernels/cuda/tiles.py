@@ -55,9 +55,10 @@ _FEW = (
     (128, 0, 2048, Tile(128, 64, 128, 4, 3)),
     (128, 5120, 0, Tile(128, 64, 64, 4, 4)),
     (128, 32768, 0, Tile(128, 128, 64, 4, 4)),
+    (128, 32768, 2048, Tile(128, 128, 128, 8, 3)),
     (256, 0, 0, Tile(128, 64, 64, 4, 4)),
-    (256, 0, 2048, Tile(256, 64, 64, 8, 4)),
-    (256, 32768, 0, Tile(256, 128, 64, 8, 3)),
+    (256, 0, 2048, Tile(256, 64, 64, 8, 5)),
+    (256, 5120, 0, Tile(128, 64, 64, 4, 3)),
 )
 _GATED = (
     (16, 0, 0, Tile(16, 64, 64, 4, 5, bulk=False)),
@@ -68,8 +69,7 @@ _GATED = (
     (64, 0, 2048, Tile(64, 64, 64, 4, 4)),
     (128, 0, 0, Tile(64, 64, 128, 4, 3)),
     (128, 0, 2048, Tile(128, 128, 64, 8, 4)),
-    (256, 0, 0, Tile(128, 64, 64, 4, 3)),
-    (256, 0, 2048, Tile(256, 64, 64, 8, 3)),
+    (256, 0, 0, Tile(64, 128, 64, 4, 5)),
 )
 # Cards without bulk copies were not measured.
 _FEW_BY_POINTERS = (
@@ -89,6 +89,7 @@ _MANY = Tile(128, 128, 64, 8, 4)
 _MANY_ROUNDED = Tile(128, 128, 128, 8, 4)
 _MANY_GATED = Tile(128, 128, 64, 8, 4)
 _FEW_ROWS = 256
+_WIDE, _FEW_ROWS_OF_WIDE = 32768, 128  # so many columns, as of an output layer
 MAX_ROWS_APART = 1024  # no more rows have their splits written apart, if there are bulk copies
 _MANY_PROGRAMS = 96
 
@@ -100,7 +101,8 @@ def few_rows(n: int, k: int, splits: int, rows: int, bulk: bool) -> Tile:
 
 def many_rows(n: int, splits: int, rows: int, bulk: bool) -> Tile | None:
     """Return the tile of a product that adds its splits itself. None: they are written apart, for so few programs."""
-    if not bulk or rows <= _FEW_ROWS:
+    few = _FEW_ROWS_OF_WIDE if splits == 1 and n >= _WIDE else _FEW_ROWS
+    if not bulk or rows <= few:
         return None
     tile = _MANY_ONE_SPLIT if splits == 1 else _MANY
     programs = ceil_div(rows, tile.rows) * ceil_div(n, tile.columns)
