@@ -31,11 +31,15 @@ _MERGED_AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True)
 class DecodeSettings:
-    """How the programs of decodes run: `num_warps` for 128 of head_dim; `halves`: load a tile as two halves."""
+    """How the programs of decodes run: `num_warps` for 128 of head_dim.
+
+    `halves`: load a tile as two halves. `tma`: load with the tensor copy engine what lies in one block.
+    """
 
     num_warps: int = 2
     num_stages: int = 5
     halves: bool = False
+    tma: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +85,6 @@ def _add(scores, shift, values, total, mixed):
 
 
 @triton.jit
-def _add_tile(scores, values, top, total, mixed):
-    top, shift, factor = _rise(top, tl.max(scores, 1))
-    total, mixed = _add(scores, shift, values, total * factor[:, None], mixed * factor[:, None])
-    return top, total, mixed
-
-
-@triton.jit
 def _merge(top, total, mixed, split_top, split_total, split_mixed):
     """Merge the state of a split into the state of those before it; totals are [rows] here."""
     new_top = tl.maximum(top, split_top)
@@ -101,10 +98,14 @@ def _merge(top, total, mixed, split_top, split_total, split_mixed):
 
 @triton.jit
 def _load(
-    head, table, start, begin, end, block_stride,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, COUNT: tl.constexpr, MASKED: tl.constexpr,
+    head, page_rows, first_row, table, start, begin, end, block_stride,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, COUNT: tl.constexpr, TMA: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Load keys and values of positions [start, start + COUNT); if MASKED, zeros for those outside of [begin, end)."""
+    """Load keys and values of positions [start, start + COUNT); if MASKED, zeros for those outside of [begin, end).
+
+    `head` points to the head in block 0. If TMA, `page_rows` are the pages as rows of HEAD_DIM, and it is `first_row`.
+    """
     columns = tl.arange(0, HEAD_DIM)[None, :]
     positions = start + tl.arange(0, COUNT)
     if MASKED:
@@ -113,6 +114,10 @@ def _load(
         keys = head + (block * block_stride + positions % BLOCK_SIZE * HEAD_DIM)[:, None] + columns
         k = tl.load(keys, mask=live[:, None], other=0.0)
         v = tl.load(keys + KV_HEADS * BLOCK_SIZE * HEAD_DIM, mask=live[:, None], other=0.0)
+    elif TMA:
+        row = tl.load(table + start // BLOCK_SIZE) * (block_stride // HEAD_DIM) + first_row + start % BLOCK_SIZE
+        k = page_rows.load([row, 0])
+        v = page_rows.load([row + KV_HEADS * BLOCK_SIZE, 0])
     else:
         if BLOCK_SIZE % COUNT == 0:
             block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
@@ -141,36 +146,45 @@ def _scores(q, k, scale, start, begin, end, queries, WINDOW: tl.constexpr, COUNT
 
 @triton.jit
 def _attend_tile(
-    q, head, table, start, begin, end, queries, top, total, mixed, block_stride, scale,
+    q, head, page_rows, first_row, table, start, begin, end, queries, top, total, mixed, block_stride, scale,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, MASKED: tl.constexpr, HALVES: tl.constexpr,
+    WINDOW: tl.constexpr, HALVES: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add a tile of positions to the state of a softmax."""
     if HALVES:
         COUNT: tl.constexpr = TILE // 2
         next_start = start + COUNT
-        k, v = _load(head, table, start, begin, end, block_stride, KV_HEADS, HEAD_DIM, BLOCK_SIZE, COUNT, MASKED)
+        k, v = _load(
+            head, page_rows, first_row, table, start, begin, end, block_stride,
+            KV_HEADS, HEAD_DIM, BLOCK_SIZE, COUNT, TMA, MASKED,
+        )  # fmt: skip
         next_k, next_v = _load(
-            head, table, next_start, begin, end, block_stride, KV_HEADS, HEAD_DIM, BLOCK_SIZE, COUNT, MASKED
-        )
+            head, page_rows, first_row, table, next_start, begin, end, block_stride,
+            KV_HEADS, HEAD_DIM, BLOCK_SIZE, COUNT, TMA, MASKED,
+        )  # fmt: skip
         scores = _scores(q, k, scale, start, begin, end, queries, WINDOW, COUNT, MASKED)
         next_scores = _scores(q, next_k, scale, next_start, begin, end, queries, WINDOW, COUNT, MASKED)
         top, shift, factor = _rise(top, tl.maximum(tl.max(scores, 1), tl.max(next_scores, 1)))
         total, mixed = _add(scores, shift, v, total * factor[:, None], mixed * factor[:, None])
         total, mixed = _add(next_scores, shift, next_v, total, mixed)
     else:
-        k, v = _load(head, table, start, begin, end, block_stride, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, MASKED)
+        k, v = _load(
+            head, page_rows, first_row, table, start, begin, end, block_stride,
+            KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, TMA, MASKED,
+        )  # fmt: skip
         scores = _scores(q, k, scale, start, begin, end, queries, WINDOW, TILE, MASKED)
-        top, total, mixed = _add_tile(scores, v, top, total, mixed)
+        top, shift, factor = _rise(top, tl.max(scores, 1))
+        total, mixed = _add(scores, shift, v, total * factor[:, None], mixed * factor[:, None])
     return top, total, mixed
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_splits"])
 def _decode(
-    q, pages, block_tables, context_lens, partial_sums, partial_tops, out,
+    q, pages, page_rows, block_tables, context_lens, partial_sums, partial_tops, out,
     table_stride, num_splits, block_stride, layer_offset, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr, HALVES: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """Attend to a split of a row's context with the heads of one group. A context of one split is finished here."""
     split = tl.program_id(0)
@@ -186,6 +200,7 @@ def _decode(
         end = tl.minimum(start + SPLIT, length)
         table = block_tables + row * table_stride
         head = pages + layer_offset + kv_head * (BLOCK_SIZE * HEAD_DIM)
+        first_row = layer_offset // HEAD_DIM + kv_head * BLOCK_SIZE
         lanes = tl.arange(0, ROWS)
         columns = tl.arange(0, HEAD_DIM)[None, :]
         live = lanes < GROUP
@@ -198,20 +213,20 @@ def _decode(
         if WINDOW:
             for at in range(tl.maximum(start, begin // TILE * TILE), end, TILE):
                 top, total, mixed = _attend_tile(
-                    q_tile, head, table, at, begin, end, queries, top, total, mixed, block_stride, scale,
-                    KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, True, HALVES,
+                    q_tile, head, page_rows, first_row, table, at, begin, end, queries, top, total, mixed,
+                    block_stride, scale, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, HALVES, TMA, True,
                 )  # fmt: skip
         else:
             whole = start + (end - start) // TILE * TILE
             for at in range(start, whole, TILE):
                 top, total, mixed = _attend_tile(
-                    q_tile, head, table, at, begin, end, queries, top, total, mixed, block_stride, scale,
-                    KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, False, HALVES,
+                    q_tile, head, page_rows, first_row, table, at, begin, end, queries, top, total, mixed,
+                    block_stride, scale, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, HALVES, TMA, False,
                 )  # fmt: skip
             if whole < end:
                 top, total, mixed = _attend_tile(
-                    q_tile, head, table, whole, begin, end, queries, top, total, mixed, block_stride, scale,
-                    KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, True, HALVES,
+                    q_tile, head, page_rows, first_row, table, whole, begin, end, queries, top, total, mixed,
+                    block_stride, scale, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, HALVES, TMA, True,
                 )  # fmt: skip
         sums = tl.max(total, 1)
         if begin // SPLIT == (length - 1) // SPLIT:
@@ -279,11 +294,14 @@ def attend_decodes(
     settings = settings or DECODES
     rows, heads, head_dim = q.shape
     splits = step.num_splits
+    count = TILE // 2 if settings.halves else TILE
+    tma = settings.tma and pages.block_size % count == 0
     sums = rows * heads * splits * head_dim
     launch(
         _decode,
         (splits, pages.num_kv_heads, rows),
-        *(q, pages.data, step.block_tables, step.context_lens, partial, partial[sums:], out),
+        *(q, pages.data, _page_rows(pages, count) if tma else pages.data, step.block_tables, step.context_lens),
+        *(partial, partial[sums:], out),
         *(step.block_tables.stride(0), splits, pages.block_stride, layer * pages.layer_stride, _scale(head_dim)),
         HEADS=heads,
         KV_HEADS=pages.num_kv_heads,
@@ -294,6 +312,7 @@ def attend_decodes(
         ROWS=max(16, power_of_two(heads // pages.num_kv_heads)),
         WINDOW=window,
         HALVES=settings.halves,
+        TMA=tma,
         num_warps=settings.num_warps * max(1, head_dim // 128),
         num_stages=settings.num_stages,
         enable_fp_fusion=False,
@@ -321,7 +340,7 @@ def _chunk(
     SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, PADDED_GROUP: tl.constexpr, WINDOW: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """Attend with a tile of a row's queries and the heads of one group. `page_rows`: the pages as rows of HEAD_DIM."""
+    """Attend with a tile of a row's queries and the heads of one group."""
     row = tl.load(tiles + tl.program_id(0) * 2)
     if row < 0:
         return
@@ -333,6 +352,7 @@ def _chunk(
     length = tl.load(context_lens + row)
     table = block_tables + row.to(tl.int64) * table_stride
     head = pages + layer_offset + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    first_row = layer_offset // HEAD_DIM + kv_head * BLOCK_SIZE
     columns = tl.arange(0, HEAD_DIM)[None, :]
     lanes = tl.arange(0, ROWS)
     query = first_query + lanes // PADDED_GROUP
@@ -357,22 +377,14 @@ def _chunk(
         if WINDOW == 0:  # tiles before the first query are seen whole, by all queries
             masked = start + tl.maximum(tl.minimum(end, first_position + 1) - start, 0) // TILE * TILE
             for at in range(start, masked, TILE):
-                if TMA:
-                    page_row = tl.load(table + at // BLOCK_SIZE) * (block_stride // HEAD_DIM) + layer_offset // HEAD_DIM
-                    page_row += kv_head * BLOCK_SIZE + at % BLOCK_SIZE
-                    k = page_rows.load([page_row, 0])
-                    v = page_rows.load([page_row + KV_HEADS * BLOCK_SIZE, 0])
-                    scores = _scores(q_tile, k, scale, at, begin, end, queries, WINDOW, TILE, False)
-                    split_top, split_total, split_mixed = _add_tile(scores, v, split_top, split_total, split_mixed)
-                else:
-                    split_top, split_total, split_mixed = _attend_tile(
-                        q_tile, head, table, at, begin, end, queries, split_top, split_total, split_mixed,
-                        block_stride, scale, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, False, False,
-                    )  # fmt: skip
+                split_top, split_total, split_mixed = _attend_tile(
+                    q_tile, head, page_rows, first_row, table, at, begin, end, queries, split_top, split_total,
+                    split_mixed, block_stride, scale, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, False, TMA, False,
+                )  # fmt: skip
         for at in range(masked, end, TILE):
             split_top, split_total, split_mixed = _attend_tile(
-                q_tile, head, table, at, begin, end, queries, split_top, split_total, split_mixed,
-                block_stride, scale, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, True, False,
+                q_tile, head, page_rows, first_row, table, at, begin, end, queries, split_top, split_total,
+                split_mixed, block_stride, scale, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, False, TMA, True,
             )  # fmt: skip
         top, sums, mixed = _merge(top, sums, mixed, split_top, tl.max(split_total, 1), split_mixed)
     tl.store(out + heads[:, None] * HEAD_DIM + columns, (mixed / sums[:, None]).to(tl.bfloat16), mask=live[:, None])
@@ -394,14 +406,11 @@ def attend_chunks(
     settings = settings or CHUNKS
     _, heads, head_dim = q.shape
     tma = settings.tma and pages.block_size % TILE == 0
-    page_rows = pages.data
-    if tma:
-        num_page_rows = pages.data.numel() // head_dim
-        page_rows = TensorDescriptor(pages.data, [num_page_rows, head_dim], [head_dim, 1], [TILE, head_dim])
     launch(
         _chunk,
         (step.tiles.shape[0], pages.num_kv_heads),
-        *(q, pages.data, page_rows, step.block_tables, step.query_start, step.context_lens, step.tiles, out),
+        *(q, pages.data, _page_rows(pages, TILE) if tma else pages.data, step.block_tables, step.query_start),
+        *(step.context_lens, step.tiles, out),
         *(step.block_tables.stride(0), pages.block_stride, layer * pages.layer_stride, _scale(head_dim)),
         HEADS=heads,
         KV_HEADS=pages.num_kv_heads,
@@ -422,3 +431,9 @@ def attend_chunks(
 def _scale(head_dim: int) -> float:
     """Return the factor of a score, an exponent of 2."""
     return head_dim**-0.5 * math.log2(math.e)
+
+
+def _page_rows(pages: KVPages, count: int) -> TensorDescriptor:
+    """Describe the pages as rows of head_dim, to load `count` rows at once."""
+    num_rows = pages.data.numel() // pages.head_dim
+    return TensorDescriptor(pages.data, [num_rows, pages.head_dim], [pages.head_dim, 1], [count, pages.head_dim])
