@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pypto_serving.backend.base import SampledTokens, SamplingInputs, StepInputs
+from pypto_serving.backend.cuda.adjustments import DeviceAdjustments
+from pypto_serving.backend.cuda.device import Card
 from pypto_serving.kernels.cuda.logprobs import Results, find_logprobs
 from pypto_serving.kernels.cuda.sampling import LIMIT, LOWEST_SCORE, Chosen, ChunkSums, Filters, RowParameters, choose
 from pypto_serving.types.arrays import Float32Array, Int32Array
@@ -19,23 +21,20 @@ from pypto_serving.types.step import BackendLimits
 EMPTY = np.empty(0, np.int32)
 
 
-class Device(Protocol):
-    """What a sampler needs of a device."""
-
-    torch_device: torch.device
-
-    def pinned(self, num_bytes: int) -> Tensor:
-        """Allocate host memory that the device copies from and to by itself, uint8 [num_bytes]."""
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy between the device and pinned memory, after all work before it. Returns at once."""
-
-
 class _Slot(NamedTuple):
     """The pinned memory of one dispatch in flight."""
 
     parameters: Tensor
     results: Tensor
+
+
+class _Held(NamedTuple):
+    """What `read` needs to know of a dispatch, int32 [n]: see SamplingInputs, and TokenHistory for `num_copies`."""
+
+    num_logprobs: Int32Array
+    rows: Int32Array
+    positions: Int32Array
+    num_copies: Int32Array
 
 
 class DeviceSampler:
@@ -48,38 +47,49 @@ class DeviceSampler:
     last_tokens: Tensor
     """int32 [max_num_seqs]: the last token of each of the worker's rows; -1 if its logits were not finite."""
 
-    def __init__(self, limits: BackendLimits, vocab_size: int, device: Device, num_slots: int) -> None:
+    def __init__(self, limits: BackendLimits, vocab_size: int, device: Card, num_slots: int) -> None:
         where, rows = device.torch_device, limits.max_num_seqs
         self._device, self._vocab, self._rows = device, vocab_size, rows
         self._chunks = ChunkSums.empty(rows, vocab_size, where)
         self._parameters = torch.zeros(RowParameters.num_bytes(rows), dtype=torch.uint8, device=where)
         self._given = RowParameters.over(self._parameters, rows)
         self.last_tokens = torch.full((rows,), -1, dtype=torch.int32, device=where)
-        history = torch.full((rows, limits.max_model_len), -1, dtype=torch.int32, device=where)
+        self._adjustments = DeviceAdjustments(limits, vocab_size, device, num_slots)
         self._results = torch.zeros(Results.num_bytes(rows), dtype=torch.uint8, device=where)
         self._out = Results.over(self._results, rows)
-        self._chosen = Chosen(self._out.tokens, self.last_tokens, history)
+        self._chosen = Chosen(self._out.tokens, self.last_tokens, self._adjustments.history.tokens)
         self._slots = [
             _Slot(device.pinned(len(self._parameters)), device.pinned(len(self._results))) for _ in range(num_slots)
         ]
-        self._asked = [EMPTY] * num_slots
+        self._held = [_Held(EMPTY, EMPTY, EMPTY, EMPTY)] * num_slots
 
     def submit(self, slot: int, logits: Tensor, inputs: StepInputs, sampling: SamplingInputs) -> None:
         """Queue the choice of a token for each sampling row. `logits` [>= n, vocab] float32 begin with theirs."""
-        count, memory = len(sampling.owners), self._slots[slot]
-        self._asked[slot] = sampling.num_logprobs
+        count, memory, given = len(sampling.owners), self._slots[slot], sampling.adjustments
+        rows, history = inputs.rows[sampling.owners], self._adjustments.history
+        parameters = RowParameters.over(memory.parameters, self._rows)
+        filters = self._pack(parameters, rows, sampling)
+        changed, masks = parameters.ints.numpy()[4:, :count]
+        longest = 0 if given is None else self._adjustments.pack(slot, given, changed, masks)
+        self._held[slot] = _Held(sampling.num_logprobs, rows, sampling.positions, history.num_copies[rows])
         if not count:
             return
-        filters = self._pack(RowParameters.over(memory.parameters, self._rows), inputs, sampling)
         self._device.copy(self._parameters, memory.parameters)
-        choose(logits, count, self._given, filters, self._chunks, self._chosen)
+        scores = logits if given is None else self._adjustments.adjust(logits, count, longest, self._given)
+        choose(scores, count, self._given, filters, self._chunks, self._chosen)
         used = 4 * count
         if (width := int(sampling.num_logprobs.max())) >= 0:
             used = len(self._results)
             find_logprobs(logits, count, min(width, self._vocab), self._given, self._chunks, self._out)
         self._device.copy(memory.results[:used], self._results[:used])
 
-    def _pack(self, given: RowParameters, inputs: StepInputs, sampling: SamplingInputs) -> Filters:
+    def launch_all(self, logits: Tensor) -> None:
+        """Launch all kernels once, on the first row of `logits`, to compile them ahead. What they compute is void."""
+        self._adjustments.adjust(logits, 1, 1, self._given)
+        choose(logits, 1, self._given, Filters(True, True, True), self._chunks, self._chosen)
+        find_logprobs(logits, 1, 1, self._given, self._chunks, self._out)
+
+    def _pack(self, given: RowParameters, rows: Int32Array, sampling: SamplingInputs) -> Filters:
         """Write the parameters of the rows. Greedy ones have no filters."""
         count, draws = len(sampling.owners), sampling.draws
         doubles, floats, ints = (column.numpy()[:, :count] for column in given)
@@ -91,15 +101,16 @@ class DeviceSampler:
             floors = np.log(min_p).astype(np.float32)
         floors[(ranked | (min_p > 0)) & (floors < LOWEST_SCORE)] = LOWEST_SCORE
         doubles[:], floats[:] = (draws["random"], top_p), (draws["temperature"], floors)
-        ints[:] = top_k, inputs.rows[sampling.owners], sampling.positions, sampling.num_logprobs
+        ints[:4] = top_k, rows, sampling.positions, sampling.num_logprobs
         searched = (top_k > LIMIT) | (ranked & (top_k == 0))
         return Filters(bool((floors > -np.inf).any()), bool(ranked.any()), bool(searched.any()))
 
     def read(self, slot: int) -> SampledTokens:
         """Return what the dispatch of `slot` sampled. The device must have finished it."""
-        asked = self._asked[slot]
+        asked, rows, positions, num_copies = self._held[slot]
         found = Results.over(self._slots[slot].results, self._rows)
         tokens, *parts = (part[: len(asked)].numpy().copy() for part in found)
+        self._adjustments.history.append(rows, positions, tokens, num_copies)
         width = min(int(asked.max(initial=-1)), self._vocab)
         logprobs = None if width < 0 else _join(tokens, asked, width, *parts)
         return SampledTokens(counts=np.ones(len(asked), np.int32), token_ids=tokens, logprobs=logprobs)

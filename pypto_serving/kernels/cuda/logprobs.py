@@ -93,7 +93,7 @@ def chunk_logprobs(logits, stride, vocab, ints, room, tokens, peaks, better, sum
     tl.store(keys + at, tl.min(_order(values, ids, vocab), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def row_logprobs(
     logits,
     stride,

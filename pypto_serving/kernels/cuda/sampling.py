@@ -32,15 +32,15 @@ NO_ID = tl.constexpr(0x7FFFFFFF)
 NO_KEY = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 RANDOM, TOP_P = tl.constexpr(0), tl.constexpr(1)
 TEMPERATURE, FLOOR = tl.constexpr(0), tl.constexpr(1)
-TOP_K, ROW, POSITION, NUM_LOGPROBS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+TOP_K, ROW, POSITION, NUM_LOGPROBS, CHANGED, MASK = (tl.constexpr(i) for i in range(6))
 
 
 class RowParameters(NamedTuple):
     """How each of n rows chooses; column i belongs to the i-th row. R is the room for rows.
 
-    doubles [2, R]: random number, top_p. ints [4, R]: top_k, the worker's row, position of the token, num_logprobs.
-    floats [2, R]: temperature (0 is greedy), and the lowest score to choose: -inf in rows without filters, LOWEST_SCORE
-    or above in others.
+    doubles [2, R]: random number, top_p. floats [2, R]: temperature (0 is greedy), and the lowest score to choose:
+    -inf in rows without filters, LOWEST_SCORE or above in others. ints [6, R]: top_k, the worker's row, position of the
+    token, num_logprobs, the worker's row again if it has changes (else -1), its mask (or -1).
     """
 
     doubles: Tensor
@@ -50,7 +50,7 @@ class RowParameters(NamedTuple):
     @staticmethod
     def num_bytes(rows: int) -> int:
         """Return the bytes of `over`'s memory."""
-        return rows * (2 * 8 + 2 * 4 + 4 * 4)
+        return rows * (2 * 8 + 2 * 4 + 6 * 4)
 
     @classmethod
     def over(cls, memory: Tensor, rows: int) -> RowParameters:

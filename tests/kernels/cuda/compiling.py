@@ -22,6 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from pypto_serving.backend.cuda.device import NoCard
+from pypto_serving.backend.cuda.sampler import DeviceSampler
 from pypto_serving.kernels.cuda import attention
 from pypto_serving.kernels.cuda.launch import Launch, recording
 from pypto_serving.kernels.cuda.pages import KVPages
@@ -29,6 +31,7 @@ from pypto_serving.kernels.cuda.products import Bf16Matrix, GatedMatrix, SplitMa
 from pypto_serving.kernels.cuda.quantized import SPAN, Fp8Matrix, Int8Matrix, RoundedRows
 from pypto_serving.kernels.cuda.rows import add_norm, embed, gather, split_heads
 from pypto_serving.kernels.cuda.step import DispatchTensors
+from pypto_serving.types.step import BackendLimits
 from pypto_serving.util import ceil_div
 
 
@@ -123,7 +126,13 @@ def attention_kernels(capability: int) -> None:
                 attention.attend_chunks(q, inputs, 2, pages, q, settings=attention.SMALL_CHUNKS)
 
 
-CASES: list[Callable[[int], None]] = [products, quantized, row_kernels, attention_kernels]
+def sampling_kernels(_: int) -> None:
+    """Sample from the vocabulary of Qwen3."""
+    vocab, limits = 151936, BackendLimits(max_num_seqs=256, max_model_len=40960)
+    DeviceSampler(limits, vocab, NoCard(), 1).launch_all(empty(256, vocab, dtype=torch.float32))
+
+
+CASES: list[Callable[[int], None]] = [products, quantized, row_kernels, attention_kernels, sampling_kernels]
 
 
 def compiled(launch: Launch, capability: int, seen: set[str]) -> dict[str, Any] | None:
