@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -22,6 +22,8 @@ from random_weights import HIDDEN_ROW_SCALE
 from random_weights import Tensor as StoredTensor
 from rounds import table
 
+from pypto_serving.kernels.cuda import tiles
+from pypto_serving.kernels.cuda.launch import Launch, recording
 from pypto_serving.kernels.cuda.tiles import Tile
 
 CARD = torch.cuda.is_available()
@@ -58,8 +60,8 @@ CANDIDATES: dict[str, dict[str, dict[str, Any]]] = {
         "many gated 64 w8": {"tiles._FEW_ROWS": 128, "tiles._MANY_GATED": Tile(128, 64, 64, 8, 4)},
         **{
             "x".join(map(str, tile[:5])): {
-                "tiles._FEW": ((1 << 20, 0, 0, tile),),
-                "tiles._GATED": ((1 << 20, 0, 0, tile),),
+                "tiles._FEW": (*(line for line in tiles._FEW if line[0] <= 64), (256, 0, 0, tile)),
+                "tiles._GATED": (*(line for line in tiles._GATED if line[0] <= 64), (256, 0, 0, tile)),
                 "tiles._FEW_ROWS": 256,
             }
             for tile in (
@@ -228,12 +230,18 @@ def chunk(heads: int, tokens: int, context: int) -> Calls:
     return [lambda i=i: attention.attend_chunks(q, inputs, i, pages, out) for i in range(pages.num_layers)]
 
 
+@lru_cache(maxsize=1)
+def operands(n: int, k: int, rows: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return rows, and matrices that rotate."""
+    weights = [torch.randn(n, k, dtype=torch.bfloat16) for _ in range(copies(2 * n * k))]
+    return torch.randn(rows, k, dtype=torch.bfloat16), weights
+
+
 def product(n: int, k: int, rows: int, by: str) -> Calls:
     """Return products of rows with matrix after matrix, `by` ours, ours with a gate, or torch."""
     from pypto_serving.kernels.cuda.products import Bf16Matrix, GatedMatrix
 
-    x = torch.randn(rows + 256, k, dtype=torch.bfloat16)[:rows]  # a part of larger buffers, as in a model
-    weights = [torch.randn(n, k, dtype=torch.bfloat16) for _ in range(copies(2 * n * k))]
+    x, weights = operands(n, k, rows)
     if by == "torch":
         out = torch.empty(rows, n, dtype=torch.bfloat16)
         return [lambda w=w: torch.mm(x, w.t(), out=out) for w in weights]
@@ -278,6 +286,20 @@ def trying(settings: Mapping[str, Any]) -> Iterator[None]:
             setattr(module, constant, old)
 
 
+def launches_of(call: Callable[[], object]) -> list[Launch]:
+    """Return what a call launches, without launching it."""
+    found: list[Any] = []
+    with recording(found.append):
+        call()
+    return [each for each in found if isinstance(each, Launch)]
+
+
+def kind_of(launch: Launch) -> str:
+    """Return what a compiled kernel depends on: constants, types, and which integers are 1 or divisible by 16."""
+    ints = [(each == 1, each % 16 == 0) if isinstance(each, int) else type(each) for each in launch.arguments]
+    return str((launch.kernel.__name__, ints, sorted(launch.constants.items())))
+
+
 UNITS: dict[str, tuple[str, Callable[[float, float, float], float]]] = {
     "decodes": ("% of bandwidth", lambda work, taken_s, bandwidth: 100 * work / taken_s / bandwidth),
     "chunks": ("TFLOP/s", lambda work, taken_s, bandwidth: work / taken_s / 1e12),
@@ -286,51 +308,74 @@ UNITS: dict[str, tuple[str, Callable[[float, float, float], float]]] = {
 
 
 def measure_kernels(bandwidth: float) -> Iterator[dict[str, Any]]:
-    """Time all cases; after each kind, print a table and yield its figures. That of a candidate that fails is "-"."""
+    """Time all cases; after each kind, print a table and yield its figures.
+
+    The figure of a candidate that fails is "-", that of one that launches what an earlier one does "=".
+    """
     for kind, every in itertools.groupby(cases(), lambda case: case.kind):
         lines: dict[tuple[Any, ...], dict[Any, str]] = {}
-        tries = ((case, *each) for case in every for each in case.candidates.items())
         try:
-            for case, candidate, settings in tries:
-                line, column = ((*case.name, candidate), case.column) if case.column else (case.name, candidate)
-                figure = "-"
-                try:
-                    with trying(settings):
-                        figure = f"{UNITS[kind][1](case.work, seconds(case.make()), bandwidth):.1f}"
-                except Exception as error:
-                    print(f"{kind} {line} {column}: {error!r}", file=sys.stderr)
-                lines.setdefault(line, {})[column] = figure
+            for case in every:
+                seen: set[str] = set()
+                for candidate, settings in case.candidates.items():
+                    line, column = ((*case.name, candidate), case.column) if case.column else (case.name, candidate)
+                    try:
+                        with trying(settings):
+                            calls = case.make()
+                            known = str([(each.grid, kind_of(each)) for each in launches_of(calls[0])])
+                            figure = "="
+                            if known not in seen:
+                                figure = f"{UNITS[kind][1](case.work, seconds(calls), bandwidth):.1f}"
+                            seen.add(known)
+                    except Exception as error:
+                        print(f"{kind} {line} {column}: {error!r}", file=sys.stderr)
+                        figure = "-"
+                    lines.setdefault(line, {})[column] = figure
         finally:  # also when this process is told to end
-            first, columns = next(iter(lines.items()))
+            shown = with_best(lines) if kind == "products" else lines
+            first, columns = next(iter(shown.items()))
             heads = [f"{kind}, {UNITS[kind][0]}", *[""] * (len(first) - 1), *columns]
-            print(table([heads, *([*line, *figures.values()] for line, figures in lines.items())]), flush=True)
+            print(table([heads, *([*line, *figures.values()] for line, figures in shown.items())]), flush=True)
         yield {kind: [[*line, figures] for line, figures in lines.items()]}
 
 
+def with_best(lines: Mapping[tuple[Any, ...], Mapping[Any, str]]) -> dict[tuple[Any, ...], Mapping[Any, str]]:
+    """Return the lines of the code as it is and of torch, and one of the best candidates by column."""
+    shown: dict[tuple[Any, ...], Mapping[Any, str]] = {}
+    for matrix in dict.fromkeys(line[0] for line in lines):
+        ours = {line[1]: figures for line, figures in lines.items() if line[0] == matrix and line[1] != "torch"}
+        best: dict[Any, str] = {}
+        for column in next(iter(ours.values())):
+            tried = [(float(each[column]), name) for name, each in ours.items() if each.get(column, "-") not in "-="]
+            best[column] = "{} {}".format(*min(tried)) if tried else "-"
+        shown |= {
+            line: figures for line, figures in lines.items() if line[0] == matrix and line[1] in ("as it is", "torch")
+        }
+        shown[matrix, "best"] = best
+    return shown
+
+
 def compile_ahead() -> int:
-    """Compile all that is measured, in processes; return how many launches were compiled."""
+    """Compile all that is measured, in processes; return how many kernels were compiled."""
     command = [sys.executable, __file__]
     processes = [subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE) for i in range(COMPILERS)]
     return sum(int(process.communicate()[0] or 0) for process in processes)
 
 
 def compile_share(index: int) -> int:
-    """Compile each COMPILERS-th case, without running it; return the number of launches."""
-    from pypto_serving.kernels.cuda.launch import Launch, recording
-
-    count, pairs = 0, [(case, settings) for case in cases() for settings in case.candidates.values()]
-    for case, settings in pairs[index::COMPILERS]:
-        launches: list[Any] = []
-        with trying(settings), recording(launches.append), contextlib.suppress(Exception):
-            case.make()[0]()
-            for each in launches if CARD else []:
-                if isinstance(each, Launch):
-                    each.kernel.warmup(*each.arguments, grid=each.grid, **each.constants)
-        count += len(launches)
-    return count
+    """Compile each COMPILERS-th kernel, with tensors that have no memory; return the number of kernels."""
+    found: dict[str, Launch] = {}
+    for case in cases():
+        for settings in case.candidates.values():
+            with torch.device("meta"), trying(settings), contextlib.suppress(Exception):
+                found |= {kind_of(each): each for each in launches_of(case.make()[0])}
+    share = list(found.values())[index::COMPILERS]
+    for each in share if CARD else []:
+        with contextlib.suppress(Exception):
+            each.kernel.warmup(*each.arguments, grid=each.grid, **each.constants)
+    return len(share)
 
 
 torch.set_default_device("cuda" if CARD else "cpu")
 if __name__ == "__main__":
-    ROTATED_BYTES = 1
     print(compile_share(int(sys.argv[1])))
