@@ -138,6 +138,15 @@ def fp8_few_rows(rows: int) -> Tile:
     return Tile(128, 128, 128, 8, 3, bulk=False)
 
 
+def int4_rows(rows: int, bulk: bool) -> Tile:
+    """Return the tile of a product of 4 bits. Its columns and depth are those of the packing."""
+    if rows <= 16:
+        return Tile(16, 64, 128, 4, 8, bulk=False)
+    if rows <= 64 or not bulk:
+        return Tile(min(64, power_of_two(rows)), 64, 128, 4, 4, bulk=False)
+    return Tile(128, 64, 128, 4, 3, bulk=False)
+
+
 def rounded_many_rows(rows: int, bulk: bool) -> Tile | None:
     """Return the tile of a product of 8 bits that adds its splits itself, or None."""
     return _MANY_ROUNDED if bulk and rows > _FEW_ROWS else None

@@ -25,6 +25,7 @@ from triton.runtime.jit import create_function_from_signature
 from pypto_serving.backend.cuda.device import NoCard
 from pypto_serving.backend.cuda.sampler import DeviceSampler
 from pypto_serving.kernels.cuda import attention
+from pypto_serving.kernels.cuda.int4 import Int4Matrix
 from pypto_serving.kernels.cuda.launch import Launch, recording
 from pypto_serving.kernels.cuda.pages import KVPages
 from pypto_serving.kernels.cuda.products import Bf16Matrix, GatedMatrix, SplitMatrix
@@ -68,6 +69,13 @@ def quantized(capability: int) -> None:
             matrix.bulk = capability >= 90
             for rows in (1, 64, 128, 512) if n > 272 else (1,):
                 matrix.multiply(empty(rows, k), empty(matrix.num_sums(rows), dtype=torch.float32))
+
+
+def four_bits(capability: int) -> None:
+    matrix = Int4Matrix(empty(64, 32, 2, 128, 4, dtype=torch.int32), empty(4096, 32, dtype=torch.float32))
+    matrix.bulk = capability >= 90
+    for rows in (1, 64, 128):
+        matrix.multiply(empty(rows, 4096), empty(matrix.num_sums(rows), dtype=torch.float32))
 
 
 def step(num_tokens: int, num_rows: int, pages: KVPages) -> DispatchTensors:
@@ -132,7 +140,7 @@ def sampling_kernels(_: int) -> None:
     DeviceSampler(limits, vocab, NoCard(), 1).launch_all(empty(256, vocab, dtype=torch.float32))
 
 
-CASES: list[Callable[[int], None]] = [products, quantized, row_kernels, attention_kernels, sampling_kernels]
+CASES: list[Callable[[int], None]] = [products, quantized, four_bits, row_kernels, attention_kernels, sampling_kernels]
 
 
 def compiled(launch: Launch, capability: int, seen: set[str]) -> dict[str, Any] | None:
