@@ -95,7 +95,7 @@ class Requests:
 
     def start(self, row: int) -> None:
         """Give `row` to a new request."""
-        length = int(self.rng.integers(2, 12))
+        length = int(self.rng.integers(2, 40))
         prompt = self.rng.integers(0, self.vocab, length).tolist()
         self.tokens[row, :length], self.known[row], self.true[row] = prompt, length, prompt
         self.owner.clear_row(row)
@@ -108,7 +108,7 @@ class Requests:
 
 def test_the_device_keeps_the_tokens_that_it_samples() -> None:
     """Rows get other requests while they are in flight, and the host replaces tokens as a grammar does."""
-    rng, count, vocab = np.random.default_rng(2), len(CHANGES), 12
+    rng, count, vocab = np.random.default_rng(2), len(CHANGES), 50
     requests, under_test = Requests(rng, vocab), SamplerUnderTest(count, vocab, slots=3)
     held: list[tuple[int, np.ndarray, list[list[int]], list[int]]] = []
 
@@ -124,8 +124,8 @@ def test_the_device_keeps_the_tokens_that_it_samples() -> None:
 
     for step in range(20):
         rows = np.flatnonzero(rng.random(count) < 0.8).astype(np.int32)
-        if step % 7 == 6:
-            requests.start(int(rng.integers(count)))
+        if step % 4 == 3:
+            requests.start(int(rng.integers(2)))
         if step % 9 == 8:
             while held:
                 collect()
@@ -134,6 +134,7 @@ def test_the_device_keeps_the_tokens_that_it_samples() -> None:
         if not len(rows):
             continue
         logits = rng.standard_normal((len(rows), vocab)).astype(np.float32)
+        logits[:, :12] += 1  # bad words have these
         made = requests.given(rows)
         positions = [len(requests.true[row]) for row in rows]
         with under_test.device.queueing():

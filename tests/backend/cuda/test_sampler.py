@@ -195,9 +195,10 @@ def test_dispatches_wait_with_their_own_parameters() -> None:
 
 @pytest.mark.usefixtures("small")
 def test_other_rows_do_not_matter() -> None:
-    rng, vocab, count = np.random.default_rng(8), 60, len(SETTINGS)
+    some = SETTINGS[1::3]
+    rng, vocab, count = np.random.default_rng(8), 60, len(some)
     logits = logits_of("ties", rng, (count, vocab))
-    chances = np.concatenate([draws(rng, 1, random=rng.random(), **values) for values in SETTINGS])
+    chances = np.concatenate([draws(rng, 1, random=rng.random(), **values) for values in some])
     together = SamplerUnderTest(count, vocab).choose(logits, chances)
     other = SamplerUnderTest(40, vocab)
     assert [other.choose(logits[i : i + 1], chances[i : i + 1])[0] for i in range(count)] == together
