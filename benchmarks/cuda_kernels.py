@@ -33,49 +33,23 @@ if not CARD:
 CANDIDATES: dict[str, dict[str, dict[str, Any]]] = {
     "decodes": {
         "as it is": {},
+        "2 stages": {"attention.DECODES": {"num_stages": 2}},
+        "4 stages": {"attention.DECODES": {"num_stages": 4}},
+        "tma": {"attention.DECODES": {"tma": True}},
+        "tma, 4 stages": {"attention.DECODES": {"tma": True, "num_stages": 4}},
         "split 256": {"attention.SPLIT": 256},
-        "64, 2 warps": {"attention.TILE": 64, "attention.DECODES": {"num_stages": 3}},
-        "64, 4 warps": {"attention.TILE": 64, "attention.DECODES": {"num_warps": 4, "num_stages": 3}},
-        "64, 4 stages": {"attention.TILE": 64, "attention.DECODES": {"num_stages": 4}},
-        "64 halves": {"attention.TILE": 64, "attention.DECODES": {"halves": True, "num_stages": 3}},
-        "64 halves, 4": {"attention.TILE": 64, "attention.DECODES": {"halves": True, "num_stages": 4}},
-        "64 halves, 5": {"attention.TILE": 64, "attention.DECODES": {"halves": True, "num_stages": 5}},
+        "tiles of 32": {"attention.TILE": 32, "attention.DECODES": {"num_stages": 5}},
     },
     "chunks": {
         "as it is": {},
-        "5 stages": {"attention.CHUNKS": {"num_stages": 5}},
-        "8 stages": {"attention.CHUNKS": {"num_stages": 8}},
+        "2 stages": {"attention.CHUNKS": {"num_stages": 2}},
         "128 rows": {"attention.CHUNKS": {"rows": 128, "num_warps": 8}},
-        "64": {"attention.TILE": 64},
-        "64, 4 stages": {"attention.TILE": 64, "attention.CHUNKS": {"num_stages": 4}},
-        "64, 128 rows": {"attention.TILE": 64, "attention.CHUNKS": {"rows": 128, "num_warps": 8}},
-        "64, 128, 4 warps": {"attention.TILE": 64, "attention.CHUNKS": {"rows": 128}},
+        "tiles of 32": {"attention.TILE": 32, "attention.CHUNKS": {"num_stages": 5}},
     },
     "products": {
         "as it is": {},
-        "many from 129": {"tiles._FEW_ROWS": 128},
-        "many from 65": {"tiles._FEW_ROWS": 64},
-        "many, 4 warps": {"tiles._FEW_ROWS": 128, "tiles._MANY": Tile(128, 128, 64, 4, 4)},
-        "many gated 64": {"tiles._FEW_ROWS": 128, "tiles._MANY_GATED": Tile(128, 64, 64, 4, 4)},
-        "many gated 64 w8": {"tiles._FEW_ROWS": 128, "tiles._MANY_GATED": Tile(128, 64, 64, 8, 4)},
-        **{
-            "x".join(map(str, tile[:5])): {
-                "tiles._FEW": (*(line for line in tiles._FEW if line[0] <= 64), (256, 0, 0, tile)),
-                "tiles._GATED": (*(line for line in tiles._GATED if line[0] <= 64), (256, 0, 0, tile)),
-                "tiles._FEW_ROWS": 256,
-            }
-            for tile in (
-                Tile(256, 128, 64, 8, 4),
-                Tile(256, 64, 64, 4, 3),
-                Tile(256, 64, 64, 8, 5),
-                Tile(256, 64, 128, 8, 2),
-                Tile(128, 128, 64, 8, 4),
-                Tile(128, 128, 128, 8, 3),
-                Tile(128, 64, 64, 4, 3),
-                Tile(128, 64, 128, 4, 3),
-                Tile(64, 128, 64, 4, 5),
-            )
-        },
+        "more programs": {"tiles._PROGRAMS": 256},
+        "64x128": {"tiles._GATED": ((1 << 20, 0, 0, Tile(64, 128, 64, 4, 5)),), "tiles._FEW_ROWS": 512},
     },
 }
 """Settings to try, by kind of kernel: new values of constants here and in kernels/cuda, or of fields of a constant."""

@@ -1,7 +1,7 @@
 """Attention over KV pages: one kernel for rows of one query, one for chunks, with one arithmetic.
 
 The law: positions are cut at multiples of SPLIT, splits at multiples of TILE. Each split has an online softmax over its
-tiles in order; splits are merged in order. Everything else (warps, stages, halves, query tiles, who merges) changes no
+tiles in order; splits are merged in order. Everything else (warps, stages, query tiles, who merges) changes no
 bit. A sum of weights is a product with ones, since the order of other sums follows the layout of a tile; no
 multiplication is fused with an addition, except in products.
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,10 +22,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pypto_serving.kernels.cuda.launch import launch, power_of_two
 from pypto_serving.kernels.cuda.pages import KVPages
+from pypto_serving.kernels.cuda.products import has_bulk_copies
 from pypto_serving.kernels.cuda.step import DispatchTensors
 
 SPLIT = 512
-TILE = 32
+TILE = 64
 _ONES = tl.constexpr(16)
 _MERGED_AT_ONCE = 8
 
@@ -33,12 +35,11 @@ _MERGED_AT_ONCE = 8
 class DecodeSettings:
     """How the programs of decodes run: `num_warps` for 128 of head_dim.
 
-    `halves`: load a tile as two halves. `tma`: load with the tensor copy engine what lies in one block.
+    `tma`: load with the tensor copy engine what lies in one block.
     """
 
     num_warps: int = 2
-    num_stages: int = 5
-    halves: bool = False
+    num_stages: int = 3
     tma: bool = False
 
 
@@ -67,6 +68,11 @@ DECODES = DecodeSettings()
 CHUNKS = ChunkSettings()
 SMALL_CHUNKS = ChunkSettings(rows=32, num_stages=2, tma=False)
 """For cards before sm_90: their products keep more in registers."""
+
+
+def chunk_settings(device: torch.device) -> ChunkSettings:
+    """Return the settings for a device."""
+    return CHUNKS if has_bulk_copies(device) else SMALL_CHUNKS
 
 
 @triton.jit
@@ -99,15 +105,15 @@ def _merge(top, total, mixed, split_top, split_total, split_mixed):
 @triton.jit
 def _load(
     head, page_rows, first_row, table, start, begin, end, block_stride,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, COUNT: tl.constexpr, TMA: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, TMA: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Load keys and values of positions [start, start + COUNT); if MASKED, zeros for those outside of [begin, end).
+    """Load keys and values of positions [start, start + TILE); if MASKED, zeros for those outside of [begin, end).
 
     `head` points to the head in block 0. If TMA, `page_rows` are the pages as rows of HEAD_DIM, and it is `first_row`.
     """
     columns = tl.arange(0, HEAD_DIM)[None, :]
-    positions = start + tl.arange(0, COUNT)
+    positions = start + tl.arange(0, TILE)
     if MASKED:
         live = (positions >= begin) & (positions < end)
         block = tl.load(table + positions // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
@@ -119,9 +125,9 @@ def _load(
         k = page_rows.load([row, 0])
         v = page_rows.load([row + KV_HEADS * BLOCK_SIZE, 0])
     else:
-        if BLOCK_SIZE % COUNT == 0:
+        if BLOCK_SIZE % TILE == 0:
             block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
-            offsets = block * block_stride + (start % BLOCK_SIZE + tl.arange(0, COUNT)) * HEAD_DIM
+            offsets = block * block_stride + (start % BLOCK_SIZE + tl.arange(0, TILE)) * HEAD_DIM
         else:
             block = tl.load(table + positions // BLOCK_SIZE).to(tl.int64)
             offsets = block * block_stride + positions % BLOCK_SIZE * HEAD_DIM
@@ -132,11 +138,11 @@ def _load(
 
 
 @triton.jit
-def _scores(q, k, scale, start, begin, end, queries, WINDOW: tl.constexpr, COUNT: tl.constexpr, MASKED: tl.constexpr):
+def _scores(q, k, scale, start, begin, end, queries, WINDOW: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
     """Multiply queries and keys; if MASKED, a query at position p sees (p - WINDOW, p] of [begin, end) only."""
     scores = tl.dot(q, tl.trans(k)) * scale
     if MASKED:
-        positions = (start + tl.arange(0, COUNT))[None, :]
+        positions = (start + tl.arange(0, TILE))[None, :]
         seen = (positions >= begin) & (positions < end) & (positions <= queries[:, None])
         if WINDOW:
             seen = seen & (positions > queries[:, None] - WINDOW)
@@ -148,33 +154,16 @@ def _scores(q, k, scale, start, begin, end, queries, WINDOW: tl.constexpr, COUNT
 def _attend_tile(
     q, head, page_rows, first_row, table, start, begin, end, queries, top, total, mixed, block_stride, scale,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, HALVES: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add a tile of positions to the state of a softmax."""
-    if HALVES:
-        COUNT: tl.constexpr = TILE // 2
-        next_start = start + COUNT
-        k, v = _load(
-            head, page_rows, first_row, table, start, begin, end, block_stride,
-            KV_HEADS, HEAD_DIM, BLOCK_SIZE, COUNT, TMA, MASKED,
-        )  # fmt: skip
-        next_k, next_v = _load(
-            head, page_rows, first_row, table, next_start, begin, end, block_stride,
-            KV_HEADS, HEAD_DIM, BLOCK_SIZE, COUNT, TMA, MASKED,
-        )  # fmt: skip
-        scores = _scores(q, k, scale, start, begin, end, queries, WINDOW, COUNT, MASKED)
-        next_scores = _scores(q, next_k, scale, next_start, begin, end, queries, WINDOW, COUNT, MASKED)
-        top, shift, factor = _rise(top, tl.maximum(tl.max(scores, 1), tl.max(next_scores, 1)))
-        total, mixed = _add(scores, shift, v, total * factor[:, None], mixed * factor[:, None])
-        total, mixed = _add(next_scores, shift, next_v, total, mixed)
-    else:
-        k, v = _load(
-            head, page_rows, first_row, table, start, begin, end, block_stride,
-            KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, TMA, MASKED,
-        )  # fmt: skip
-        scores = _scores(q, k, scale, start, begin, end, queries, WINDOW, TILE, MASKED)
-        top, shift, factor = _rise(top, tl.max(scores, 1))
-        total, mixed = _add(scores, shift, v, total * factor[:, None], mixed * factor[:, None])
+    k, v = _load(
+        head, page_rows, first_row, table, start, begin, end, block_stride,
+        KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, TMA, MASKED,
+    )  # fmt: skip
+    scores = _scores(q, k, scale, start, begin, end, queries, WINDOW, TILE, MASKED)
+    top, shift, factor = _rise(top, tl.max(scores, 1))
+    total, mixed = _add(scores, shift, v, total * factor[:, None], mixed * factor[:, None])
     return top, total, mixed
 
 
@@ -183,7 +172,7 @@ def _decode(
     q, pages, page_rows, block_tables, context_lens, partial_sums, partial_tops, out,
     table_stride, num_splits, block_stride, layer_offset, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr, HALVES: tl.constexpr,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
     """Attend to a split of a row's context with the heads of one group. A context of one split is finished here."""
@@ -214,19 +203,19 @@ def _decode(
             for at in range(tl.maximum(start, begin // TILE * TILE), end, TILE):
                 top, total, mixed = _attend_tile(
                     q_tile, head, page_rows, first_row, table, at, begin, end, queries, top, total, mixed,
-                    block_stride, scale, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, HALVES, TMA, True,
+                    block_stride, scale, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, TMA, True,
                 )  # fmt: skip
         else:
             whole = start + (end - start) // TILE * TILE
             for at in range(start, whole, TILE):
                 top, total, mixed = _attend_tile(
                     q_tile, head, page_rows, first_row, table, at, begin, end, queries, top, total, mixed,
-                    block_stride, scale, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, HALVES, TMA, False,
+                    block_stride, scale, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, TMA, False,
                 )  # fmt: skip
             if whole < end:
                 top, total, mixed = _attend_tile(
                     q_tile, head, page_rows, first_row, table, whole, begin, end, queries, top, total, mixed,
-                    block_stride, scale, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, HALVES, TMA, True,
+                    block_stride, scale, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, TMA, True,
                 )  # fmt: skip
         sums = tl.max(total, 1)
         if begin // SPLIT == (length - 1) // SPLIT:
@@ -294,13 +283,12 @@ def attend_decodes(
     settings = settings or DECODES
     rows, heads, head_dim = q.shape
     splits = step.num_splits
-    count = TILE // 2 if settings.halves else TILE
-    tma = settings.tma and pages.block_size % count == 0
+    tma = settings.tma and pages.block_size % TILE == 0
     sums = rows * heads * splits * head_dim
     launch(
         _decode,
         (splits, pages.num_kv_heads, rows),
-        *(q, pages.data, _page_rows(pages, count) if tma else pages.data, step.block_tables, step.context_lens),
+        *(q, pages.data, _page_rows(pages, TILE) if tma else pages.data, step.block_tables, step.context_lens),
         *(partial, partial[sums:], out),
         *(step.block_tables.stride(0), splits, pages.block_stride, layer * pages.layer_stride, _scale(head_dim)),
         HEADS=heads,
@@ -311,7 +299,6 @@ def attend_decodes(
         TILE=TILE,
         ROWS=max(16, power_of_two(heads // pages.num_kv_heads)),
         WINDOW=window,
-        HALVES=settings.halves,
         TMA=tma,
         num_warps=settings.num_warps * max(1, head_dim // 128),
         num_stages=settings.num_stages,
@@ -379,12 +366,12 @@ def _chunk(
             for at in range(start, masked, TILE):
                 split_top, split_total, split_mixed = _attend_tile(
                     q_tile, head, page_rows, first_row, table, at, begin, end, queries, split_top, split_total,
-                    split_mixed, block_stride, scale, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, False, TMA, False,
+                    split_mixed, block_stride, scale, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, TMA, False,
                 )  # fmt: skip
         for at in range(masked, end, TILE):
             split_top, split_total, split_mixed = _attend_tile(
                 q_tile, head, page_rows, first_row, table, at, begin, end, queries, split_top, split_total,
-                split_mixed, block_stride, scale, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, False, TMA, True,
+                split_mixed, block_stride, scale, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, TMA, True,
             )  # fmt: skip
         top, sums, mixed = _merge(top, sums, mixed, split_top, tl.max(split_total, 1), split_mixed)
     tl.store(out + heads[:, None] * HEAD_DIM + columns, (mixed / sums[:, None]).to(tl.bfloat16), mask=live[:, None])

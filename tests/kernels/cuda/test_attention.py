@@ -88,7 +88,7 @@ def test_decodes_have_the_bits_of_decodes_alone(tile: int) -> None:
         assert torch.equal(decode(contexts, q[row : row + 1], [row], num_splits)[0], together[row])
     order = [3, 0, 4]
     assert torch.equal(decode(contexts, q[order], order), together[order])
-    for settings in DecodeSettings(4, 3, tma=True), DecodeSettings(2, 3, halves=True):
+    for settings in DecodeSettings(4, 3, tma=True), DecodeSettings(2, 5):
         assert torch.equal(decode(contexts, q, range(5), settings=settings), together)
     assert torch.equal(decode(contexts, q, range(5), window=270), together)
 
