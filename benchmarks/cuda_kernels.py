@@ -22,7 +22,6 @@ from random_weights import HIDDEN_ROW_SCALE
 from random_weights import Tensor as StoredTensor
 from rounds import table
 
-from pypto_serving.kernels.cuda import tiles
 from pypto_serving.kernels.cuda.launch import Launch, recording
 from pypto_serving.kernels.cuda.tiles import Tile
 
