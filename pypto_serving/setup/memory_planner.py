@@ -30,7 +30,7 @@ tokens, 500 MiB with 151,936.
 """
 
 
-CARD_BYTES = 1 << 30
+CARD_BYTES = 2 << 30
 """What the driver, kernels and graphs take of a card's memory, and room that they leave unused between allocations."""
 
 

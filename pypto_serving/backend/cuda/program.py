@@ -85,12 +85,14 @@ class CudaProgram:
         for done, count in enumerate(rows):
             progress("graphs", len(sizes) + done, len(sizes) + len(rows))
             self._outputs[count] = self._device.capture(self._output_work(count))
+        self._sampler.launch_all(self._model.logits)
         progress("graphs", 1, 1)
 
     def works(self) -> Iterator[Callable[[], None]]:
-        """List the work of all graphs."""
+        """List the work of all graphs, and of the sampler."""
         yield from map(self._layer_work, [*self._sizing.chunks, *self._sizing.decodes])
         yield from map(self._output_work, {each.rows for each in self._sizing.decodes})
+        yield partial(self._sampler.launch_all, self._model.logits)
 
     def _layer_work(self, sizes: StepSizes) -> Callable[[], None]:
         return partial(self._model.compute_layers, sizes.tensors(self._step), self._sampler.last_tokens)
