@@ -33,9 +33,9 @@ CANDIDATES: dict[str, dict[str, dict[str, Any]]] = {
     "decodes": {
         "as it is": {},
         "2 stages": {"attention.DECODES": {"num_stages": 2}},
-        "4 stages": {"attention.DECODES": {"num_stages": 4}},
+        "5 stages": {"attention.DECODES": {"num_stages": 5}},
         "tma": {"attention.DECODES": {"tma": True}},
-        "tma, 4 stages": {"attention.DECODES": {"tma": True, "num_stages": 4}},
+        "tma, 5 stages": {"attention.DECODES": {"tma": True, "num_stages": 5}},
         "split 256": {"attention.SPLIT": 256},
         "tiles of 32": {"attention.TILE": 32, "attention.DECODES": {"num_stages": 5}},
     },
