@@ -157,31 +157,34 @@ def _gated_few_rows(
     first_column = tl.program_id(1) * COLUMNS
     rows = first_row + tl.arange(0, ROWS)
     columns = first_column + tl.arange(0, COLUMNS)
-    gate = tl.zeros([COLUMNS, ROWS], tl.float32)
-    up = tl.zeros([COLUMNS, ROWS], tl.float32)
     if BULK:
+        gate = tl.zeros([COLUMNS, ROWS], tl.float32)
+        up = tl.zeros([COLUMNS, ROWS], tl.float32)
         for depth in range(0, k, DEPTH):
             values = tl.trans(x.load([first_row, depth]))
             gate = tl.dot(w.load([first_column, depth]), values, gate)
             up = tl.dot(w.load([n + first_column, depth]), values, up)
     else:
+        # One product of both: eight rows of the gate, eight of up, and so on, so that a thread gets both sums.
+        places = tl.arange(0, 2 * COLUMNS)
+        pairs = first_column + places // 16 * 8 + places % 8
         depths = tl.arange(0, DEPTH)
         x_at = x + rows[:, None].to(tl.int64) * k + depths[None, :]
-        gate_at = w + columns[:, None].to(tl.int64) * k + depths[None, :]
-        up_at = w + (n + columns)[:, None].to(tl.int64) * k + depths[None, :]
+        w_at = w + (pairs + places // 8 % 2 * n)[:, None].to(tl.int64) * k + depths[None, :]
+        total = tl.zeros([2 * COLUMNS, ROWS], tl.float32)
         for depth in range(0, k, DEPTH):
             live = depth + depths < k
-            values = tl.trans(tl.load(x_at, mask=mask_of(rows < num_rows, live, False, WHOLE_K), other=0.0))
+            values = tl.load(x_at, mask=mask_of(rows < num_rows, live, False, WHOLE_K), other=0.0)
             if WHOLE_N and WHOLE_K:
-                gate = tl.dot(tl.load(gate_at), values, gate)
-                up = tl.dot(tl.load(up_at), values, up)
+                weights = tl.load(w_at)
             else:
-                mask = mask_of(columns < n, live, WHOLE_N, WHOLE_K)
-                gate = tl.dot(tl.load(gate_at, mask=mask, other=0.0), values, gate)
-                up = tl.dot(tl.load(up_at, mask=mask, other=0.0), values, up)
+                weights = tl.load(w_at, mask=mask_of(pairs < n, live, WHOLE_N, WHOLE_K), other=0.0)
+            total = tl.dot(weights, tl.trans(values), total)
             x_at += DEPTH
-            gate_at += DEPTH
-            up_at += DEPTH
+            w_at += DEPTH
+        gate, up = tl.split(tl.permute(tl.reshape(total, [COLUMNS // 8, 2, 8, ROWS]), [0, 2, 3, 1]))
+        gate = tl.reshape(gate, [COLUMNS, ROWS])
+        up = tl.reshape(up, [COLUMNS, ROWS])
     at = out + rows[None, :].to(tl.int64) * n + columns[:, None]
     tl.store(at, silu_times(gate, up), mask=mask_of(columns < n, rows < num_rows, WHOLE_N, False))
 

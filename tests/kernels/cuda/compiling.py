@@ -67,14 +67,14 @@ def quantized(capability: int) -> None:
             matrices.append(Fp8Matrix(codes.view(torch.float8_e4m3fn), scales, rounded))
         for matrix in matrices:
             matrix.bulk = capability >= 90
-            for rows in (1, 64, 128, 512) if n > 272 else (1,):
+            for rows in (1, 128, 512) if n > 272 else (1,):
                 matrix.multiply(empty(rows, k), empty(matrix.num_sums(rows), dtype=torch.float32))
 
 
 def four_bits(capability: int) -> None:
     matrix = Int4Matrix(empty(64, 32, 2, 128, 4, dtype=torch.int32), empty(4096, 32, dtype=torch.float32))
     matrix.bulk = capability >= 90
-    for rows in (1, 64, 128):
+    for rows in (1, 128):
         matrix.multiply(empty(rows, 4096), empty(matrix.num_sums(rows), dtype=torch.float32))
 
 
