@@ -52,6 +52,7 @@ from pypto_serving.model.qwen3.inventory import EMBEDDING, Qwen3Inventory
 
 REPOSITORY = Path(__file__).parents[1]
 TESTS = "tests/kernels/cuda"
+SAMPLER_TESTS = ("tests/backend/cuda/test_sampler.py", "tests/backend/cuda/test_adjustments.py")
 IDS = range(300, 4000)
 """Token ids that every tested vocabulary holds."""
 LOADS = {"W1": (1, 128, 128), "W2": (8, 128, 128), "W3": (32, 128, 64), "W4": (64, 128, 128), "W5": (256, 128, 128)}
@@ -97,7 +98,7 @@ class Run:
 
 def self_tests(run: Run) -> None:
     """Run the tests of kernels; print the end of their output."""
-    command = [sys.executable, "-m", "pytest", "-rf", "--tb=line", "-p", "no:cacheprovider", TESTS]
+    command = [sys.executable, "-m", "pytest", "-rf", "--tb=line", "-p", "no:cacheprovider", TESTS, *SAMPLER_TESTS]
     command += ["--ignore", f"{TESTS}/test_compiling.py", *(["--collect-only"] if run.dry else ["-n", "6"])]
     environment = os.environ | {"TRITON_INTERPRET": str(int(run.dry))}
     code = subprocess.run(command, cwd=REPOSITORY, env=environment, stdout=sys.stderr).returncode
