@@ -32,23 +32,18 @@ if not CARD:
 CANDIDATES: dict[str, dict[str, dict[str, Any]]] = {
     "decodes": {
         "as it is": {},
-        "2 stages": {"attention.DECODES": {"num_stages": 2}},
+        "pointers": {"attention.DECODES": {"tma": False}},
         "5 stages": {"attention.DECODES": {"num_stages": 5}},
-        "tma": {"attention.DECODES": {"tma": True}},
-        "tma, 5 stages": {"attention.DECODES": {"tma": True, "num_stages": 5}},
         "split 256": {"attention.SPLIT": 256},
-        "tiles of 32": {"attention.TILE": 32, "attention.DECODES": {"num_stages": 5}},
     },
     "chunks": {
         "as it is": {},
-        "2 stages": {"attention.CHUNKS": {"num_stages": 2}},
+        "3 stages": {"attention.CHUNKS": {"num_stages": 3}},
         "128 rows": {"attention.CHUNKS": {"rows": 128, "num_warps": 8}},
-        "tiles of 32": {"attention.TILE": 32, "attention.CHUNKS": {"num_stages": 5}},
     },
     "products": {
         "as it is": {},
-        "more programs": {"tiles._PROGRAMS": 256},
-        "64x128": {"tiles._GATED": ((1 << 20, 0, 0, Tile(64, 128, 64, 4, 5)),), "tiles._FEW_ROWS": 512},
+        "64x128": {"tiles._GATED": ((1 << 20, 0, 0, Tile(64, 128, 64, 4, 5)),)},
     },
 }
 """Settings to try, by kind of kernel: new values of constants here and in kernels/cuda, or of fields of a constant."""

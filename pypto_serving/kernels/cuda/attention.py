@@ -40,7 +40,7 @@ class DecodeSettings:
 
     num_warps: int = 2
     num_stages: int = 3
-    tma: bool = False
+    tma: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class ChunkSettings:
 
     rows: int = 64
     num_warps: int = 4
-    num_stages: int = 3
+    num_stages: int = 2
     tma: bool = True
 
     def queries(self, num_heads: int, num_kv_heads: int) -> int:
@@ -64,14 +64,22 @@ class ChunkSettings:
         return self.rows // group
 
 
-DECODES = DecodeSettings()
+DECODES, FEW_DECODES = DecodeSettings(), DecodeSettings(num_stages=5)
 CHUNKS = ChunkSettings()
-SMALL_CHUNKS = ChunkSettings(rows=32, num_stages=2, tma=False)
-"""For cards before sm_90: their products keep more in registers."""
+SMALL_DECODES, SMALL_CHUNKS = DecodeSettings(tma=False), ChunkSettings(rows=32, tma=False)
+"""For cards before sm_90, which have no tensor copies, and whose products keep more in registers."""
+_FEW_ROWS = 4
+
+
+def decode_settings(rows: int, device: torch.device) -> DecodeSettings:
+    """Return the settings for decodes of so many rows: a few programs need more loads in flight."""
+    if not has_bulk_copies(device):
+        return SMALL_DECODES
+    return FEW_DECODES if rows <= _FEW_ROWS else DECODES
 
 
 def chunk_settings(device: torch.device) -> ChunkSettings:
-    """Return the settings for a device."""
+    """Return the settings for chunks."""
     return CHUNKS if has_bulk_copies(device) else SMALL_CHUNKS
 
 
@@ -280,8 +288,8 @@ def attend_decodes(
     q, out: bfloat16 [rows, heads, head_dim]. `partial` has room for `num_partial` float32 values; rows of one split do
     not use it. `window`: how many positions a query sees, 0 for all.
     """
-    settings = settings or DECODES
     rows, heads, head_dim = q.shape
+    settings = settings or decode_settings(rows, q.device)
     splits = step.num_splits
     tma = settings.tma and pages.block_size % TILE == 0
     sums = rows * heads * splits * head_dim
@@ -390,7 +398,7 @@ def attend_chunks(
 
     q, out: bfloat16 [tokens, heads, head_dim]. `window`: how many positions a query sees, 0 for all.
     """
-    settings = settings or CHUNKS
+    settings = settings or chunk_settings(q.device)
     _, heads, head_dim = q.shape
     tma = settings.tma and pages.block_size % TILE == 0
     launch(

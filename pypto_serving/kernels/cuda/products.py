@@ -223,7 +223,7 @@ class DeviceWeights:
         box = (tile.columns, tile.depth)
         if box not in self._descriptors:
             self._descriptors[box] = _descriptor(self.weights, *box)
-        return _descriptor(_lengthened(x, tile.rows), tile.rows, tile.depth), self._descriptors[box]
+        return _descriptor(x, tile.rows, tile.depth), self._descriptors[box]
 
 
 class SplitMatrix(DeviceWeights):
@@ -288,15 +288,6 @@ class GatedMatrix(DeviceWeights):
 def has_bulk_copies(device: torch.device) -> bool:
     """Say whether a device copies tiles by descriptors. Triton's interpreter does."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def _lengthened(x: Tensor, tile_rows: int) -> Tensor:
-    """View `x` with rows of its memory after it, up to whole tiles. What they become is not stored.
-
-    Tiles that leave a tensor are copied slowly: products of 96 rows in tiles of 128 took longer than those of 128.
-    """
-    room = (x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()) // x.shape[1]
-    return x.as_strided((min(ceil_div(len(x), tile_rows) * tile_rows, room), x.shape[1]), x.stride())
 
 
 def _descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:

@@ -60,8 +60,8 @@ class CudaQwen3:
         blocks = config.cache.num_blocks[0]
         data = torch.zeros(blocks * group.block_bytes // 2, dtype=torch.bfloat16)
         self.pages = KVPages(data, blocks, model.num_layers, model.num_kv_heads, model.head_dim, group.block_size)
-        self._chunks = attention.chunk_settings(head.device)
-        self.tile_queries = self._chunks.queries(model.num_heads, model.num_kv_heads)
+        chunks = attention.chunk_settings(head.device)
+        self.tile_queries = chunks.queries(model.num_heads, model.num_kv_heads)
         rows, splits = max(config.limits.traits.padded_rows), ceil_div(config.limits.max_model_len, attention.SPLIT)
         self._partial = torch.zeros(
             attention.num_partial(rows, model.num_heads, model.head_dim, splits), dtype=torch.float32
@@ -97,7 +97,7 @@ class CudaQwen3:
             if step.num_splits:
                 attention.attend_decodes(q, step, index, self.pages, self._partial, attended)
             else:
-                attention.attend_chunks(q, step, index, self.pages, attended, settings=self._chunks)
+                attention.attend_chunks(q, step, index, self.pages, attended)
             add_norm(x, sums, layer.o.multiply(attended.flatten(1), sums), layer.mlp_norm, eps, h, layer.o_bias)
             layer.gate_up.multiply(h, inner)
             add_norm(x, sums, layer.down.multiply(inner, sums), next_norm, eps, h)

@@ -12,7 +12,7 @@ from pypto_serving.types.arrays import pack_ids
 from pypto_serving.types.sampler import LogitAdjustments
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.worker.sampler import RowAdjustments
-from tests.backend.cuda.test_sampler import SamplerUnderTest, check_choices
+from tests.backend.cuda.sampling_device import SamplerUnderTest, check_choices
 from tests.kernels.adjusting import adjustments, mask_of, random_row
 from tests.kernels.drawing import draws
 

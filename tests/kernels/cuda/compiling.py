@@ -14,7 +14,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import triton
@@ -116,22 +115,16 @@ def row_kernels(_: int) -> None:
 
 
 def attention_kernels(capability: int) -> None:
-    for tile, heads, kv_heads, head_dim, block_size in (
-        (32, 32, 8, 128, 64),
-        (64, 32, 8, 128, 64),
-        (32, 14, 2, 64, 32),
-    ):
-        pages = pages_of(kv_heads, head_dim, block_size)
+    small = capability < 90
+    for heads, kv_heads, head_dim in ((32, 8, 128), (14, 2, 64)):
+        pages = pages_of(kv_heads, head_dim, 64)
         q, inputs = empty(7, heads, head_dim), step(7, 7, pages)
         partial = empty(attention.num_partial(7, heads, head_dim, 4), dtype=torch.float32)
-        with patch.object(attention, "TILE", tile):
-            attention.attend_decodes(q, inputs, 2, pages, partial, q)
-            if tile == 64:
-                attention.attend_decodes(q, inputs, 2, pages, partial, q, settings=attention.DecodeSettings(2, 3, True))
-            if capability >= 90:
-                attention.attend_chunks(q, inputs, 2, pages, q)
-            elif head_dim == 128:  # ptxas spills 32 bytes of the smaller one
-                attention.attend_chunks(q, inputs, 2, pages, q, settings=attention.SMALL_CHUNKS)
+        for settings in [attention.SMALL_DECODES] if small else [attention.DECODES, attention.FEW_DECODES]:
+            attention.attend_decodes(q, inputs, 2, pages, partial, q, settings=settings)
+        if not small or head_dim == 128:  # ptxas spills 32 bytes of the smaller one
+            chunks = attention.SMALL_CHUNKS if small else attention.CHUNKS
+            attention.attend_chunks(q, inputs, 2, pages, q, settings=chunks)
 
 
 def sampling_kernels(_: int) -> None:
