@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import json
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -56,6 +56,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
         "vocab_size": 151936,
+    },
+    "8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
     },
     "14b": {
         "hidden_size": 5120,
@@ -134,7 +144,8 @@ DEEPSEEK_V4_1B: dict[str, Any] = {key: value for key, value in FLASH.items() if 
     "num_nextn_predict_layers": 1,
 }
 """config.json of a small DeepSeek V4, with the keys of the release."""
-QWEN_TOKENS = [AddedToken(token, special=True) for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
+QWEN_END = "<|im_end|>"
+QWEN_TOKENS = [AddedToken(token, special=True) for token in ("<|endoftext|>", "<|im_start|>", QWEN_END)]
 DEEPSEEK_TOKENS = [AddedToken(token, special=token in (BOS, EOS)) for token in NEEDED_TOKENS]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -169,6 +180,12 @@ def make_tokenizer(vocab_size: int, added: Sequence[AddedToken]) -> Tokenizer:
     return tokenizer
 
 
+def visible_tokens(tokenizer: Tokenizer) -> NDArray[np.bool_]:
+    """Return which tokens are visible ASCII text, bool [vocab]."""
+    texts = (tokenizer.decode([i]) for i in range(tokenizer.get_vocab_size()))
+    return np.array([bool(text) and all("!" <= char <= "~" for char in text) for text in texts])
+
+
 def make_config(shape: dict[str, Any], end: int) -> dict[str, Any]:
     """Return config.json with the keys of the released Qwen3 checkpoints."""
     return {
@@ -199,8 +216,13 @@ def quantise(config: dict[str, Any], format: str, group_size: int) -> dict[str, 
     return config | dict(plan_conversion(model, {}, encoding).config)
 
 
-def make_weights(config: dict[str, Any], format: str, visible: NDArray[np.bool_]) -> dict[str, Tensor]:
-    """Draw normal weights with variance 1 / fan-in, or codes of such; norms are ones. `visible`: bool [vocab]."""
+def make_weights(
+    config: dict[str, Any], format: str, visible: NDArray[np.bool_], draw: Callable[..., Tensor] = normal
+) -> dict[str, Tensor]:
+    """Draw normal weights with variance 1 / fan-in, or codes of such; norms are ones. `visible`: bool [vocab].
+
+    `draw` replaces `normal`.
+    """
     inventory = Qwen3Inventory(Qwen3Config.from_json(config, "config.json"))
     tensors: dict[str, Tensor] = {}
     for name, shape in inventory.weights().items():
@@ -209,7 +231,7 @@ def make_weights(config: dict[str, Any], format: str, visible: NDArray[np.bool_]
         if len(shape) == 1:
             tensors[name] = ones("BF16", shape)
         elif scheme == PLAIN:
-            tensors[name] = normal("BF16", shape, shape[1] ** -0.5, seen)
+            tensors[name] = draw("BF16", shape, shape[1] ** -0.5, seen)
         else:
             tensors |= quantised(scheme.expected(module, *shape), shape[1], CODES[format], seen)
     return tensors
@@ -267,6 +289,25 @@ def write_settings(out: Path, config: dict[str, Any], end_token: str, deepseek: 
         (out / name).write_text(json.dumps(content, indent=2) + "\n")
 
 
+def write_qwen(
+    out: Path, shape: str, format: str = "bf16", group_size: int = 32, draw: Callable[..., Tensor] = normal
+) -> None:
+    """Write a checkpoint of Qwen3 in a shape of `SHAPES` to an empty folder. `draw` replaces `normal`."""
+    tokenizer = make_tokenizer(SHAPES[shape]["vocab_size"], QWEN_TOKENS)
+    tokenizer.save(str(out / "tokenizer.json"))
+    config = quantise(make_config(SHAPES[shape], tokenizer.token_to_id(QWEN_END)), format, group_size)
+    write_weights(out, make_weights(config, format, visible_tokens(tokenizer), draw))
+    write_settings(out, config, QWEN_END)
+
+
+def write_deepseek(out: Path, agreeing: bool) -> None:
+    """Write a checkpoint of DeepSeek V4 to an empty folder."""
+    tokenizer = make_tokenizer(DEEPSEEK_V4_1B["vocab_size"], DEEPSEEK_TOKENS)
+    tokenizer.save(str(out / "tokenizer.json"))
+    write_weights(out, make_deepseek_weights(DEEPSEEK_V4_1B, visible_tokens(tokenizer), agreeing))
+    write_settings(out, {**DEEPSEEK_V4_1B, "eos_token_id": tokenizer.token_to_id(EOS)}, EOS, deepseek=True)
+
+
 def main(
     shape: Annotated[str, typer.Argument(help=f"One of {', '.join((*SHAPES, DEEPSEEK, AGREEING))}.")],
     out: Annotated[Path, typer.Argument(help="Folder to write; created if missing.")],
@@ -281,20 +322,11 @@ def main(
     formats = FORMATS[:1] if deepseek else FORMATS
     if format not in formats:
         raise typer.BadParameter(f"{shape} is not made in {format}, but in {', '.join(formats)}")
-    sizes = DEEPSEEK_V4_1B if deepseek else SHAPES[shape]
     make_folder(out, force)
-    tokenizer = make_tokenizer(sizes["vocab_size"], DEEPSEEK_TOKENS if deepseek else QWEN_TOKENS)
-    tokenizer.save(str(out / "tokenizer.json"))
-    end_token = EOS if deepseek else "<|im_end|>"
-    end = tokenizer.token_to_id(end_token)
-    texts = (tokenizer.decode([i]) for i in range(sizes["vocab_size"]))
-    visible = np.array([bool(text) and all("!" <= char <= "~" for char in text) for text in texts])
-    config = {**sizes, "eos_token_id": end} if deepseek else quantise(make_config(sizes, end), format, group_size)
     if deepseek:
-        write_weights(out, make_deepseek_weights(sizes, visible, shape == AGREEING))
+        write_deepseek(out, shape == AGREEING)
     else:
-        write_weights(out, make_weights(config, format, visible))
-    write_settings(out, config, end_token, deepseek)
+        write_qwen(out, shape, format, group_size)
 
 
 if __name__ == "__main__":

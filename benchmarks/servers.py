@@ -18,7 +18,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -207,10 +207,13 @@ def elapsed_s(records: Sequence[RequestRecord]) -> float:
 
 
 @contextlib.contextmanager
-def served(command: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Run one of our `serve` commands on a free port; yield its ready line. The block may end the server."""
-    words = [*command, "--port", "0", "--log-level", "error"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+def served(command: Sequence[str], log: IO[str] | None = None) -> Iterator[dict[str, Any]]:
+    """Run one of our `serve` commands on a free port; yield its ready line. The block may end the server.
+
+    What it logs goes to `log`, if that is given.
+    """
+    words = [*command, "--port", "0", *([] if log else ["--log-level", "error"])]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=log or subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         try:
             line = process.stdout.readline()

@@ -23,6 +23,8 @@ class BackendDefaults(msgspec.Struct, frozen=True, kw_only=True):
     - longest: limit of a sequence's tokens, 0 for none.
     - splits: dimensions of a Topology in which its programs can have ranks, with the CPU kernels if it uses them.
     - devices: ranks are devices that one process drives, not processes.
+    - cards: each replica has an NVIDIA card of its own.
+    - kv_share: share for KV of the memory that weights and workspace leave.
     """
 
     target: str
@@ -38,6 +40,8 @@ class BackendDefaults(msgspec.Struct, frozen=True, kw_only=True):
     longest: int = 0
     splits: tuple[str, ...] = ()
     devices: bool = False
+    cards: bool = False
+    kv_share: float = 0.5
 
     def in_stages(self, stages: int) -> BackendDefaults:
         """Return the defaults for a pipeline, in which each stage computes another step."""
@@ -63,6 +67,20 @@ BACKEND_DEFAULTS: Mapping[str, BackendDefaults] = {
         longest=4096,
         splits=("tensor",),
         devices=True,
+    ),
+    "cuda": BackendDefaults(
+        target="pypto_serving.backend.cuda.backend:CudaBackend",
+        max_num_batched_tokens=2048,
+        depth=2,
+        traits=BackendTraits(
+            mixed_steps=False,
+            padded_rows=(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256),
+            page_tokens=64,
+            samples_on_device=True,
+            prompt_logprobs=False,
+        ),
+        cards=True,
+        kv_share=0.9,
     ),
     "null": BackendDefaults(
         target="pypto_serving.backend.null.program:NullBackend",

@@ -56,6 +56,8 @@ def read_environment(root: Path = Path("/"), variables: Mapping[str, str] = os.e
             "CPUs": f"{host.num_cpus} may be used, on {counted(len(host.nodes), 'NUMA node')}",
             "free memory": format_size(host.available_bytes),
             "Ascend device": "yes" if host.npu else "no",
+            "NVIDIA cards": ", ".join(f"{card.name}, {format_size(card.free_bytes)} free" for card in host.cards)
+            or "none",
         },
         "Packages": _packages(),
         "Variables": {name: _shown(name, variables[name]) for name in sorted(variables) if _SHOWN.fullmatch(name)},

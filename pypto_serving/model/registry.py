@@ -54,6 +54,7 @@ class ModelFamily:
     kv_groups(config, dtype, block_size): list the KV groups of a configuration.
     spec(config, serving, headers): describe a checkpoint to the engine, without its path and names; the dtype is not
         `auto`. Here and in `inventory`, `headers`, if any, decide where the configuration is ambiguous.
+    card_program: "" if no program runs on NVIDIA cards.
     with_drafts: returns a configuration with its draft layers, or raises ModelError; None for a family without any.
     """
 
@@ -64,6 +65,7 @@ class ModelFamily:
     torch_program: str
     kernel_program: str
     conversion: str
+    card_program: str = ""
     with_drafts: Callable[[Any], Any] | None = None
 
     @property
@@ -75,6 +77,11 @@ class ModelFamily:
     def plan_conversion(self) -> Any:
         """Import the function that plans conversions to other formats; see model/convert."""
         return pkgutil.resolve_name(self.conversion)
+
+    @property
+    def program_on_cards(self) -> Any:
+        """Import the class that runs the model on NVIDIA cards, torch and Triton."""
+        return pkgutil.resolve_name(self.card_program)
 
     @property
     def native_program(self) -> Any:

@@ -13,7 +13,7 @@ from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.options import Options, Settings
 from pypto_serving.types.config import DEFAULT_DRAFTS, Speculation
 from pypto_serving.types.model import ModelSpec
-from pypto_serving.util import format_size, install_extra
+from pypto_serving.util import counted, format_size, install_extra
 
 WEIGHT_BYTES_PER_THREAD = 32 << 20
 """If there are fewer bytes of weights per thread, one thread less reads them faster."""
@@ -146,6 +146,8 @@ def _choose_kv_dtype(settings: Settings, model: ModelSpec, kernels: str) -> None
 def _obstacle(model: ModelSpec, kernels: str, name: str) -> str:
     if name not in model.choices:
         return _OBSTACLES[name]
+    if not kernels:
+        return "only the CPU kernels round to int8"
     return "torch computes, and rounds nothing to int8" if kernels == "torch" else ""
 
 
@@ -179,6 +181,19 @@ def choose_platform(
             "device's memory; give what is left beside the weights"
         )
     return platform, msgspec.structs.replace(backend, own_memory=True)
+
+
+def check_cards(settings: Settings, model: ModelSpec, host: HostFacts) -> None:
+    """Raise ConfigError where replicas lack cards, packages that run them are missing, or there is no program."""
+    options = settings.options
+    label = f"{options.label('backend')} is cuda"
+    if len(host.cards) < host.num_replicas:
+        needed, found = (counted(count, "NVIDIA card") for count in (host.num_replicas, len(host.cards)))
+        raise ConfigError(f"{label}, which needs {needed}, one for each replica, but the driver shows {found}")
+    if missing := [name for name in ("torch", "triton") if not getattr(host, name)]:
+        raise ConfigError(f"{label}, but {' and '.join(missing)} is not installed; {install_extra('cuda')}")
+    if model.no_card:
+        raise ConfigError(f"{label}, but {model.no_card}; choose {options.giving('backend', 'cpu')}")
 
 
 def _check_model(settings: Settings, model: ModelSpec) -> None:

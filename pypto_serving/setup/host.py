@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import importlib.util
 import ipaddress
@@ -38,14 +39,21 @@ class DiskFacts(msgspec.Struct, frozen=True, kw_only=True):
     used: bool = False
 
 
+class CardFacts(msgspec.Struct, frozen=True):
+    """An NVIDIA card: its name, and the bytes of its memory that are free."""
+
+    name: str
+    free_bytes: int
+
+
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about this machine, or about the part of it for each of `num_replicas`.
 
     available_bytes: memory that can be allocated now without swapping, within a container's limit.
     num_cpus: number of CPUs that can be used at once; nodes: NUMA nodes of all allowed CPUs.
     kernels: instruction sets that both the CPU kernels and this machine support, best first.
-    torch, mooncake, pypto, otel (OpenTelemetry): whether they are installed.
-    npu: whether Ascend's driver shows a device.
+    torch, triton, mooncake, pypto, otel (OpenTelemetry): whether they are installed.
+    npu: whether Ascend's driver shows a device; cards: those that NVIDIA's driver shows.
     cache_dir: folder for files that may be deleted at any time; "" if the user has none.
     kv_disk: facts about the folder of the disk tier, if configured.
     """
@@ -56,10 +64,12 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[NumaNode, ...] = ()
     kernels: tuple[str, ...] = ()
     torch: bool = True
+    triton: bool = True
     mooncake: bool = True
     otel: bool = True
     pypto: bool = False
     npu: bool = False
+    cards: tuple[CardFacts, ...] = ()
     cache_dir: str = ""
     kv_disk: DiskFacts | None = None
 
@@ -89,10 +99,46 @@ def read_host_facts(root: Path = Path("/"), kv_disk: str | None = None) -> HostF
         kernels=runnable(),
         otel=_has_otel(),
         npu=any((root / "dev").glob("davinci[0-9]*")),
+        cards=read_cards() if (root / "dev/nvidiactl").exists() else (),
         cache_dir=read_cache_dir(),
         kv_disk=read_disk_facts(Path(kv_disk)) if kv_disk else None,
-        **{name: importlib.util.find_spec(name) is not None for name in ("torch", "mooncake", "pypto")},
+        **{name: importlib.util.find_spec(name) is not None for name in ("torch", "triton", "mooncake", "pypto")},
     )
+
+
+class _CardMemory(ctypes.Structure):
+    """`nvmlMemory_t` of NVIDIA's management library."""
+
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+def read_cards() -> tuple[CardFacts, ...]:
+    """Ask NVIDIA's management library for the cards that this process may use, in CUDA's order; none if it fails.
+
+    It opens no card, which would take time and memory. See https://docs.nvidia.com/deploy/nvml-api/.
+    """
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return ()
+    count = ctypes.c_uint()
+    if library.nvmlInit_v2() or library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return ()
+    found = []
+    for index in range(count.value):
+        card, memory, name = ctypes.c_void_p(), _CardMemory(), ctypes.create_string_buffer(96)
+        if not (
+            library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(card))
+            or library.nvmlDeviceGetMemoryInfo(card, ctypes.byref(memory))
+            or library.nvmlDeviceGetName(card, name, len(name))
+        ):
+            found.append(CardFacts(name.value.decode(), memory.free))
+    library.nvmlShutdown()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return tuple(found)
+    numbers = [int(part) for part in visible.split(",") if part.strip().isdigit()]
+    return tuple(found[number] for number in numbers if number < len(found))
 
 
 def _has_otel() -> bool:

@@ -13,6 +13,7 @@ from pypto_serving.errors import ConfigError
 from pypto_serving.model.null_models import NULL_MODELS
 from pypto_serving.parallel.topology import Placement, Topology
 from pypto_serving.setup.compute import (
+    check_cards,
     choose_drafts,
     choose_kernels,
     choose_packed_cache,
@@ -80,6 +81,8 @@ def resolve(
     name = settings.pick_fixed("backend")
     backend = BACKEND_DEFAULTS[name]
     platform, backend = choose_platform(settings, model, host, backend)
+    if backend.cards:
+        check_cards(settings, model, host)
     kernels, model = _as_served(settings, model, host, backend)
     topology, model = _over_ranks(settings, model, host, backend, kernels)
     backend = backend.in_stages(topology.pipeline)

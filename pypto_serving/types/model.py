@@ -85,6 +85,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     position_bytes: bytes per position of the longest sequence, such as tables of angles.
     parts, torch_parts: parts that ranks split, in the CPU kernels and in torch; None if the model cannot be split.
     needs_torch: why the kernels cannot serve the model; "" if they can.
+    no_card: why the kernels for NVIDIA cards cannot serve the model; "" if they can.
     needs_torch_option: the option responsible for that, such as `dtype`; "" if it depends only on the model.
     quantization: the quantization of the weights, or ""; only the kernels support quantized weights.
     choices: options that the weights allow, such as `activations`.
@@ -107,6 +108,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     torch_parts: ModelParts | None = None
     needs_torch: str = "it has no program for the CPU kernels"
     needs_torch_option: str = ""
+    no_card: str = "it has no program for NVIDIA cards"
     quantization: str = ""
     choices: tuple[str, ...] = ()
     own_blocks: bool = False

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.kernels import runnable
-from tests.kernels.drawing import EDGES, draws, native
+from tests.kernels.drawing import EDGES, draws, follows, interval, logits_of, native
 from tests.needs import needs_kernels
 
 VOCABS = (1, 15, 16, 17, 1000, 5000, 151_936)
@@ -34,48 +34,6 @@ SETTINGS: tuple[dict[str, float], ...] = (
     {"temperature": 100, "top_p": 0.99},
 )
 every_set = pytest.mark.parametrize("instruction_set", runnable())
-
-
-def logits_of(kind: str, rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-    normal = rng.standard_normal(shape).astype(np.float32)
-    match kind:
-        case "normal":
-            return normal * 3
-        case "steep":
-            return normal * 30
-        case "narrow":
-            return normal * np.float32(1e-4) + 7
-        case "ties":
-            return normal.round(1)
-        case "equal":
-            return np.zeros(shape, np.float32)
-        case _:
-            return np.where((normal > 0.5) | (np.arange(shape[1]) == 0), normal, np.float32(-np.inf))
-
-
-def interval(logits: np.ndarray, draw: np.void, token: int, top_p: float) -> tuple[float, float]:
-    """The random numbers for which `token` is chosen, by the definition in float64; (1, 0) if for none."""
-    scores = (logits - logits.max()) / draw["temperature"]
-    if draw["min_p"] > 0:
-        scores = np.where(scores >= np.float32(math.log(draw["min_p"])), scores, np.float32(-np.inf))
-    ranked = draw["top_k"] > 0 or draw["top_p"] < 1
-    order = np.argsort(-scores, kind="stable") if ranked else np.arange(len(scores))
-    weights = np.exp(scores[order].astype(np.float64))
-    if draw["top_k"] > 0:
-        weights = weights[: draw["top_k"]]
-    ends = np.cumsum(weights)
-    if draw["top_p"] < 1:
-        ends = ends[: int(np.searchsorted(ends, top_p * ends[-1])) + 1]
-    place = int(np.flatnonzero(order == token)[0])
-    if place >= len(ends) or weights[place] == 0:
-        return 1.0, 0.0
-    return (ends[place] - weights[place]) / ends[-1], ends[place] / ends[-1]
-
-
-def follows(logits: np.ndarray, draw: np.void, token: int) -> bool:
-    """True if the definition chooses `token` for a random number within 1e-5 and a top_p within 1e-12."""
-    nearby = (interval(logits, draw, token, draw["top_p"] * factor) for factor in (1, 1 - 1e-12, 1 + 1e-12))
-    return any(low <= high and low - 1e-5 <= draw["random"] <= high + 1e-5 for low, high in nearby)
 
 
 @needs_kernels

@@ -61,7 +61,7 @@ TORCH_FREE = {
     "worker",
     *FLOOR,
 }
-TORCH_BACKENDS = {"cpu_torch", "npu"}
+TORCH_BACKENDS = {"cpu_torch", "cuda", "npu"}
 TORCH_FREE_MODEL = {
     "checkpoint",
     "config",
@@ -100,8 +100,10 @@ def is_spec(module: str) -> bool:
 
 
 def is_torch_free(module: str) -> bool:
-    """All but torch's own backend and the readable programs of the models."""
+    """All but the backends on torch, their kernels, and the readable programs of the models."""
     layer = layer_of(module)
+    if module.startswith("pypto_serving.kernels.cuda"):
+        return False
     if layer == "backend":
         return TORCH_BACKENDS.isdisjoint(module.split(".")[2:])
     return layer in TORCH_FREE or is_torch_free_model(module)

@@ -73,7 +73,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"port": 65536}, "--port is 65536, but must be a whole number from 0 to 65535"),
     ({"host": ""}, "--host is empty, but must be text on one line"),
     ({"dtype": "int8"}, "--dtype is int8, but must be one of auto, float32, bfloat16"),
-    ({"backend": "tpu"}, "--backend is tpu, but must be one of cpu, npu, null"),
+    ({"backend": "tpu"}, "--backend is tpu, but must be one of cpu, npu, cuda, null"),
     ({"kv_memory": "0"}, "--kv-memory is 0, but must be a size with a unit such as 2GiB"),
     ({"kv_memory": "-1GiB"}, "--kv-memory is -1GiB, but must be a size"),
     (

@@ -166,7 +166,7 @@ def guess(token: int, digest: int, accuracy: float, vocab_size: int) -> int:
     return token if coin < accuracy else (token + 1) % vocab_size
 
 
-class DeviceSampler:
+class SimulatedSampler:
     """Samples the tokens of one dispatch, row by row, from SamplingInputs alone: a reference for devices."""
 
     def __init__(self, inputs: SamplingInputs) -> None:

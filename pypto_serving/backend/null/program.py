@@ -19,7 +19,7 @@ from pypto_serving.backend.base import (
     StepInputs,
     StepOutput,
 )
-from pypto_serving.backend.null.device import DeviceSampler, SimulatedPages, Tokens, guess, logits_of
+from pypto_serving.backend.null.device import SimulatedPages, SimulatedSampler, Tokens, guess, logits_of
 from pypto_serving.types.arrays import BlockBytes, Float32Array, Int32Array
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.sampler import Sampler
@@ -188,7 +188,7 @@ class NullProgram:
         row, position = int(tokens.owners[index]), int(tokens.positions[index])
         return self._pages.digest([table[row] for table in inputs.block_tables], position)
 
-    def _choose(self, sampler: DeviceSampler, n: int, row: int, digest: int, position: int) -> int:
+    def _choose(self, sampler: SimulatedSampler, n: int, row: int, digest: int, position: int) -> int:
         """Sample the token at `position` of the n-th sampling row, which has the worker's index `row`."""
         if sampler.is_greedy[n] and digest % self._vocab_size != self._fails_on:
             return digest % self._vocab_size
@@ -196,7 +196,7 @@ class NullProgram:
 
     def _sample(self, inputs: StepInputs, tokens: Tokens, sampling: SamplingInputs) -> SampledTokens:
         """Write and sample row by row. Write each draft when the token before it is known."""
-        sampler, drafts = DeviceSampler(sampling), inputs.num_drafts
+        sampler, drafts = SimulatedSampler(sampling), inputs.num_drafts
         known = np.ones(len(tokens.ids), bool)
         for i in drafts.nonzero()[0].tolist():
             known[inputs.query_start[i + 1] - drafts[i] : inputs.query_start[i + 1]] = False
@@ -217,7 +217,7 @@ class NullProgram:
         return SampledTokens(counts=np.array(counts, np.int32), token_ids=ids, logprobs=found)
 
     def _row(
-        self, inputs: StepInputs, tokens: Tokens, sampler: DeviceSampler, n: int, i: int, num_drafts: int
+        self, inputs: StepInputs, tokens: Tokens, sampler: SimulatedSampler, n: int, i: int, num_drafts: int
     ) -> list[tuple[int, int]]:
         """Return row i's new tokens with their digests, up to the first that differs from its draft."""
         kept: list[tuple[int, int]] = []

@@ -40,6 +40,7 @@ def model_spec(config: Qwen3Config, serving: Serving, headers: Mapping[str, Stor
         position_bytes=config.rope.position_bytes,
         needs_torch=reason or _needs_torch(config, inventory.inputs_of_codes()),
         needs_torch_option=option,
+        no_card=_no_card(config, serving),
         quantization=inventory.quantization(),
         choices=choices,
         kv_groups=kv_groups(config, "int8" if serving.kv_dtype == "int8" else serving.dtype, serving.block_size),
@@ -101,6 +102,24 @@ def _needs_torch(config: Qwen3Config, inputs_of_codes: Collection[int]) -> str:
     return ""
 
 
+def _no_card(config: Qwen3Config, serving: Serving) -> str:
+    """Say why the kernels for NVIDIA cards cannot serve the model, or nothing if they can."""
+    sizes = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim, config.vocab_size
+    if config.quantization is not None:
+        return "its kernels take no quantised weights yet"
+    if serving.dtype != "bfloat16":
+        return f"it computes in bfloat16, not {serving.dtype} (see dtype)"
+    if serving.kv_dtype == "int8":
+        return "it keeps keys and values in bfloat16, not int8 (see kv-dtype)"
+    if config.experts is not None:
+        return "it has no kernels for experts yet"
+    if config.head_dim not in (16, 32, 64, 128, 256):
+        return f"its kernels need a head_dim of 16, 32, 64, 128 or 256, not {config.head_dim}"
+    if any(size % 16 for size in sizes):
+        return f"its kernels need sizes that are multiples of 16, not {sizes}"
+    return ""
+
+
 FAMILY = ModelFamily(
     parse=Qwen3Config.from_json,
     inventory=Qwen3Inventory,
@@ -109,4 +128,5 @@ FAMILY = ModelFamily(
     torch_program="pypto_serving.model.qwen3.program:Qwen3Program",
     kernel_program="pypto_serving.model.qwen3.native:NativeQwen3",
     conversion="pypto_serving.model.qwen3.convert:plan_conversion",
+    card_program="pypto_serving.model.qwen3.cuda:CudaQwen3",
 )

@@ -1,0 +1,1 @@
+"""The backend for NVIDIA cards. Importing its modules imports torch and Triton."""

@@ -1,0 +1,116 @@
+"""The card as a program sees it: memory, copies, graphs and events, all in the order of one stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pypto_serving.errors import ConfigError
+from pypto_serving.kernels.cuda.launch import Call, run
+
+OLDEST = (8, 0)
+"""The oldest compute capability that the kernels are written for: bfloat16 in its matrix units."""
+
+
+class CardEvent(Protocol):
+    """A point in the order of a device's work."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has reached it."""
+
+
+class Card(Protocol):
+    """What a program needs of a device besides launches, which go through `kernels.cuda.launch`."""
+
+    torch_device: torch.device
+    name: str
+    """Of the kind of device, for fingerprints."""
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        """Allocate host memory that the device copies from and to by itself, uint8 [num_bytes]."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy between the device and pinned memory, after all work before it. Returns at once."""
+
+    def capture(self, work: Callable[[], None]) -> Call:
+        """Make launches into a graph, after they ran once. Return what runs the graph."""
+
+    def record(self) -> CardEvent:
+        """Return an event after all work before it."""
+
+    def exchange(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy each second tensor to the first, beside the device's other work, and wait. Any thread may call it."""
+
+
+class CudaCard:
+    """A card. All work of its program is in one stream of the thread that made it. Implements Card."""
+
+    def __init__(self, index: int) -> None:
+        """Open the card. Raises ConfigError where torch has none of this index, or where it is too old."""
+        if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+            count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            raise ConfigError(
+                f"torch {torch.__version__} sees {count} CUDA cards, and this replica needs number {index}"
+            )
+        self.torch_device = torch.device("cuda", index)
+        capability = torch.cuda.get_device_capability(index)
+        if capability < OLDEST:
+            raise ConfigError(f"{torch.cuda.get_device_name(index)} is older than compute capability 8.0")
+        self.name = "sm_{}{}".format(*capability)
+        torch.cuda.set_device(index)
+        self._stream = torch.cuda.Stream()
+        torch.cuda.set_stream(self._stream)
+        self._copies = torch.cuda.Stream()
+        self._graphs = torch.cuda.graph_pool_handle()
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        run(lambda: target.copy_(source, non_blocking=True))
+
+    def capture(self, work: Callable[[], None]) -> Call:
+        work()
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._graphs, stream=self._stream):
+            work()
+        return graph.replay
+
+    def record(self) -> CardEvent:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def exchange(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        with torch.cuda.stream(self._copies):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        event.synchronize()
+
+
+class NoCard:
+    """Stands for a card where launches are only listed: its tensors have no memory. Implements Card."""
+
+    torch_device = torch.device("meta")
+    name = "none"
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        raise NotImplementedError
+
+    def capture(self, work: Callable[[], None]) -> Call:
+        raise NotImplementedError
+
+    def record(self) -> CardEvent:
+        raise NotImplementedError
+
+    def exchange(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        raise NotImplementedError

@@ -1,0 +1,1 @@
+"""Triton kernels for NVIDIA cards. Importing its modules imports torch and Triton; nothing else of the package does."""
