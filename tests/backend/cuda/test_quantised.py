@@ -26,8 +26,9 @@ from tests.kernels.cuda.multiplying import product, random
 from tests.quantised import FORMATS, Format, awq, gptq, quantise, quantise_parts
 
 SIZES = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "head_dim": 32, "num_key_value_heads": 4}
+ONE_HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 128}
 WIDE = SIZES | {"hidden_size": 256, "intermediate_size": 192}
-PROMPTS = [np.random.default_rng(i).integers(0, 256, length).tolist() for i, length in enumerate((19, 5))]
+PROMPTS = [np.random.default_rng(i).integers(0, 256, length).tolist() for i, length in enumerate((13, 4))]
 TOPS = {CardForm.INT8: 127, CardForm.FP8: 448, CardForm.INT4: 1}
 """Rows of whole numbers with this as their largest magnitude are rounded to themselves."""
 
@@ -88,7 +89,7 @@ MIXED = {".*[qkv]_proj": "fp8_block", ".*o_proj": "int4_channel", ".*(gate|up)_p
 @pytest.mark.parametrize("format", ["w8a8", "blocks_bf16", "int4_g128_f32", "mixed"])
 def test_tokens_are_those_of_the_values_in_any_company(tmp_path: Path, format: str) -> None:
     """Or as good as the best, but for what rounded rows lose."""
-    sizes = SIZES | {"tie_word_embeddings": format != "mixed"}
+    sizes = SIZES | ONE_HEAD | {"tie_word_embeddings": format != "mixed"}
     path, plain = (tiny_checkpoint(tmp_path / name, **sizes) for name in ("quantised", "plain"))
     means = quantise_parts(path, MIXED) if format == "mixed" else quantise(path, format)
     tensors = load_file(plain / "model.safetensors")
@@ -98,7 +99,7 @@ def test_tokens_are_those_of_the_values_in_any_company(tmp_path: Path, format: s
     model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
     for prompt, output in zip(PROMPTS, alone, strict=True):
         assert shortfall(model, prompt, output) < 0.15
-    assert answers(path, PROMPTS, budget=11, together=True) == alone
+    assert answers(path, PROMPTS, budget=7, together=True) == alone
 
 
 def test_launches_are_listed_without_memory(tmp_path: Path) -> None:
@@ -116,6 +117,7 @@ def test_launches_are_listed_without_memory(tmp_path: Path) -> None:
         ("w4a8", torch.tensor(8, dtype=torch.int8), r"o_proj\.weight has codes outside of \[-8, 7\]"),
         ("blocks_bf16", torch.tensor(-float("nan")).to(torch.float8_e4m3fn), "a weight of .*o_proj is not a number"),
     ],
+    ids=["w4a8", "blocks_bf16"],
 )
 def test_odd_weights_are_refused(tmp_path: Path, format: str, code: Tensor, message: str) -> None:
     quantise(path := tiny_checkpoint(tmp_path / "tiny", **SIZES), format)
@@ -155,7 +157,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "format", "message"), REFUSED)
+@pytest.mark.parametrize(("sizes", "format", "message"), REFUSED, ids=[format for _, format, _ in REFUSED])
 def test_what_is_refused(tmp_path: Path, sizes: dict[str, Any], format: str, message: str) -> None:
     path = tiny_checkpoint(tmp_path / "tiny", **(SIZES | sizes))
     quantise_parts(path, {".*v_proj": "w8a8"}) if format == "v8" else quantise(path, format)
