@@ -11,7 +11,14 @@ from torch import Tensor
 
 from pypto_serving.model.checkpoint import Progress, StoredTensors
 
-_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
+_STORED = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
 
 Rows = Sequence[range] | None
 
@@ -31,6 +38,7 @@ class TorchWeights:
         self._tensors = StoredTensors(model_dir, progress)
         self._lent = torch.empty(0, dtype=torch.uint8)
         self.require, self.has, self.finish = self._tensors.require, self._tensors.has, self._tensors.finish
+        self.headers = self._tensors.headers
 
     def read(self, *names: str, dtype: torch.dtype | None = None, rows: Rows = None) -> Tensor:
         """Read the named tensors into a new one, concatenated along dimension 0; `dtype` defaults to the weights'.

@@ -151,6 +151,8 @@ def _as_served(
         model = msgspec.structs.replace(model, parts=model.torch_parts)
     elif kernels:
         model = msgspec.structs.replace(model, weight_bytes=model.packed_bytes)
+    elif backend.cards:
+        model = msgspec.structs.replace(model, weight_bytes=model.card_bytes)
     return kernels, choose_block_size(settings, model, backend)
 
 

@@ -80,7 +80,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Description of a checkpoint for the engine. `dtype`: serving dtype of weights, activations and KV.
 
     max_position_embeddings: longest sequence in tokens, including rope scaling.
-    weight_bytes, packed_bytes: bytes of the weights in torch, and in the CPU kernels.
+    weight_bytes, packed_bytes, card_bytes: bytes of the weights in torch, in the CPU kernels, and on an NVIDIA card.
     token_bytes: bytes of weights that a step of one token reads.
     position_bytes: bytes per position of the longest sequence, such as tables of angles.
     parts, torch_parts: parts that ranks split, in the CPU kernels and in torch; None if the model cannot be split.
@@ -102,6 +102,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_parameters: int
     weight_bytes: int
     packed_bytes: int = 0
+    card_bytes: int = 0
     token_bytes: int = 0
     position_bytes: int = 0
     parts: ModelParts | None = None

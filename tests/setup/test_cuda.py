@@ -15,7 +15,7 @@ from tests.setup.small import HOST, make_model, make_resolved, setting
 
 CARD = CardFacts("NVIDIA H200", 100 * GIB)
 WITH_CARD = msgspec.structs.replace(HOST, cards=(CARD,))
-SERVED: dict[str, Any] = {"no_card": "", "max_position_embeddings": 4096}
+SERVED: dict[str, Any] = {"no_card": "", "card_bytes": 2 * 10**6, "max_position_embeddings": 4096}
 
 
 def resolved(host: HostFacts = WITH_CARD, /, **options: Any) -> Resolved:
@@ -28,6 +28,11 @@ def test_memory_is_that_of_the_card() -> None:
     assert 0.49 * GIB < found.memory.kv_bytes <= 0.5 * GIB
     assert abs(found.engine.cache.tiers[0].size_bytes - 4 * GIB) < GIB  # of the host's 16
     assert setting(found, "kv-memory")[1] == "given by --kv-memory: 0.005 of 100 GiB free on the card"
+
+
+def test_weights_take_what_the_card_holds() -> None:
+    model = make_model(**SERVED | {"card_bytes": 7 * GIB}, quantization="w8a8", weight_bytes=9 * GIB)
+    assert make_resolved(model, WITH_CARD, backend="cuda").memory.weight_bytes == 7 * GIB
 
 
 def test_most_of_a_card_is_kv() -> None:

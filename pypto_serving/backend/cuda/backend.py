@@ -13,8 +13,8 @@ from pypto_serving.backend.cuda.program import CudaProgram
 from pypto_serving.backend.native import check_groups
 from pypto_serving.errors import ConfigError, ModelError
 from pypto_serving.kernels.cuda.launch import Call, Launch, recording
+from pypto_serving.model.card_weights import CardWeights
 from pypto_serving.model.fingerprint import checkpoint_state, program_fingerprint
-from pypto_serving.model.loader import TorchWeights
 from pypto_serving.model.registry import CheckpointConfig, read_config
 
 
@@ -55,7 +55,7 @@ class CudaBackend(Backend):
         numerics = (device.name, kernel_identity().hex())
         identity = program_fingerprint(config, progress, checkpoint.architecture, program.name, *numerics)
         with device.torch_device:
-            weights = TorchWeights(config.model.path, config.model.dtype, progress)
+            weights = CardWeights(config.model.path, config.model.dtype, progress)
             return CudaProgram(program(checkpoint.model, weights, config), config, identity, device)
 
     def _launches(self, checkpoint: CheckpointConfig) -> list[Launch]:

@@ -270,7 +270,11 @@ class GatedMatrix(DeviceWeights):
         super().__init__(weights)
         self.n = weights.shape[0] // 2
 
-    def multiply(self, x: Tensor, out: Tensor) -> None:
+    def num_sums(self, rows: int) -> int:
+        """Return how many float32 values of `sums` multiply() needs: none."""
+        return 0
+
+    def multiply(self, x: Tensor, out: Tensor, sums: Tensor | None = None) -> None:
         """Write silu(x . gate) * (x . up) to `out`, bf16 [m, n], for rows x, bf16 [m, k]. There is one split."""
         rows = len(x)
         many = tiles.gated_many_rows(rows, self.bulk)

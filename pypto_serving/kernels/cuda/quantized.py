@@ -311,11 +311,12 @@ class Fp8Matrix(_RoundedMatrix):
 class GatedSums:
     """A gated product from any matrix [2 * n, k] whose first half is the gate, through sums in memory."""
 
-    def __init__(self, matrix: SplitMatrix, sums: Tensor) -> None:
-        self.matrix, self.n, self._sums = matrix, matrix.n // 2, sums
+    def __init__(self, matrix: SplitMatrix) -> None:
+        self.n, self._matrix = matrix.n // 2, matrix
+        self.num_sums = matrix.num_sums
 
-    def multiply(self, x: Tensor, out: Tensor) -> None:
-        """Write silu(x . gate) * (x . up) to `out`, bf16 [m, n], for rows x, bf16 [m, k]."""
-        splits = self.matrix.multiply(x, self._sums)
+    def multiply(self, x: Tensor, out: Tensor, sums: Tensor) -> None:
+        """Write silu(x . gate) * (x . up) to `out`, bf16 [m, n], for rows x, bf16 [m, k]. `sums` is overwritten."""
+        splits = self._matrix.multiply(x, sums)
         grid = (len(x), ceil_div(self.n, 1024))
-        launch(_gate, grid, self._sums, out, len(x), self.n, SPLITS=splits, BLOCK=1024, enable_fp_fusion=False)
+        launch(_gate, grid, sums, out, len(x), self.n, SPLITS=splits, BLOCK=1024, enable_fp_fusion=False)

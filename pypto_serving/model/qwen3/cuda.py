@@ -7,10 +7,10 @@ from torch import Tensor
 
 from pypto_serving.kernels.cuda import attention
 from pypto_serving.kernels.cuda.pages import KVPages
-from pypto_serving.kernels.cuda.products import Bf16Matrix, GatedMatrix
+from pypto_serving.kernels.cuda.products import Bf16Matrix
 from pypto_serving.kernels.cuda.rows import add_norm, embed, gather, split_heads
 from pypto_serving.kernels.cuda.step import DispatchTensors
-from pypto_serving.model.loader import TorchWeights
+from pypto_serving.model.card_weights import CardWeights
 from pypto_serving.model.qwen3.config import Qwen3Config
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.types.config import EngineConfig
@@ -20,22 +20,22 @@ from pypto_serving.util import ceil_div
 class CudaQwen3Layer:
     """The weights of one layer: h += o(attend(qkv(norm(h)))); h += down(silu(gate(norm(h))) * up(norm(h)))."""
 
-    def __init__(self, model: Qwen3Config, weights: TorchWeights, index: int) -> None:
+    def __init__(self, model: Qwen3Config, weights: CardWeights, index: int) -> None:
         prefix = f"model.layers.{index}."
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
         self.input_norm = weights.read(prefix + "input_layernorm.weight")
         self.mlp_norm = weights.read(prefix + "post_attention_layernorm.weight")
-        projections = [f"{attention}{name}_proj." for name in "qkv"]
-        self.qkv = Bf16Matrix(weights.read(*(f"{name}weight" for name in projections)))
-        self.o = Bf16Matrix(weights.read(attention + "o_proj.weight"))
+        projections = [f"{attention}{name}_proj" for name in "qkv"]
+        self.qkv = weights.matrix(*projections)
+        self.o = weights.matrix(attention + "o_proj")
         self.qkv_bias = self.o_bias = None
         if model.attention_bias:
-            self.qkv_bias = weights.read(*(f"{name}bias" for name in projections))
+            self.qkv_bias = weights.read(*(f"{name}.bias" for name in projections))
             self.o_bias = weights.read(attention + "o_proj.bias")
         norms = weights.read(attention + "q_norm.weight", attention + "k_norm.weight")
         self.head_norms = norms.view(2, model.head_dim)
-        self.gate_up = GatedMatrix(weights.read(mlp + "gate_proj.weight", mlp + "up_proj.weight"))
-        self.down = Bf16Matrix(weights.read(mlp + "down_proj.weight"))
+        self.gate_up = weights.gated(mlp + "gate_proj", mlp + "up_proj")
+        self.down = weights.matrix(mlp + "down_proj")
 
 
 class CudaQwen3:
@@ -43,30 +43,32 @@ class CudaQwen3:
 
     name = "qwen3-cuda-1"
 
-    def __init__(self, model: Qwen3Config, weights: TorchWeights, config: EngineConfig) -> None:
+    def __init__(self, model: Qwen3Config, weights: CardWeights, config: EngineConfig) -> None:
         """Load the model and allocate everything. Raises ModelError."""
-        inventory = Qwen3Inventory(model)
-        weights.require(inventory.expected(), inventory.ignores)
+        rows = max(config.limits.traits.padded_rows)
+        tokens = max(rows, config.limits.max_num_batched_tokens)
+        weights.expect(Qwen3Inventory(model, weights.headers), tokens)
         self.model = model
         self._embedding = weights.read("model.embed_tokens.weight")
         self._layers = [CudaQwen3Layer(model, weights, index) for index in range(model.num_layers)]
         self._norm = weights.read("model.norm.weight")
-        head = self._embedding if model.tied_embeddings else weights.read("lm_head.weight")
-        self._head = Bf16Matrix(head)
+        self._head = Bf16Matrix(self._embedding) if model.tied_embeddings else weights.matrix(model.head)
+        self._head.splits = 1  # nobody adds parts of logits
         weights.finish()
+        device = self._norm.device
         tables = model.rope.tables(config.limits.max_model_len)
-        self._cos, self._sin = (torch.from_numpy(table).to(head.device) for table in tables)
+        self._cos, self._sin = (torch.from_numpy(table).to(device) for table in tables)
         group = config.cache.groups[0]
         blocks = config.cache.num_blocks[0]
         data = torch.zeros(blocks * group.block_bytes // 2, dtype=torch.bfloat16)
         self.pages = KVPages(data, blocks, model.num_layers, model.num_kv_heads, model.head_dim, group.block_size)
-        chunks = attention.chunk_settings(head.device)
+        chunks = attention.chunk_settings(device)
         self.tile_queries = chunks.queries(model.num_heads, model.num_kv_heads)
-        rows, splits = max(config.limits.traits.padded_rows), ceil_div(config.limits.max_model_len, attention.SPLIT)
+        splits = ceil_div(config.limits.max_model_len, attention.SPLIT)
         self._partial = torch.zeros(
             attention.num_partial(rows, model.num_heads, model.head_dim, splits), dtype=torch.float32
         )
-        self._allocate(max(rows, config.limits.max_num_batched_tokens), rows)
+        self._allocate(tokens, rows)
 
     def _allocate(self, num_tokens: int, rows: int) -> None:
         model, half = self.model, torch.bfloat16
@@ -75,7 +77,7 @@ class CudaQwen3:
         self._q = torch.zeros(num_tokens, model.num_heads, model.head_dim, dtype=half)
         self._attended = torch.zeros_like(self._q)
         self._inner = torch.zeros(num_tokens, model.intermediate_size, dtype=half)
-        matrices = (matrix for layer in self._layers for matrix in (layer.qkv, layer.o, layer.down))
+        matrices = (matrix for layer in self._layers for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down))
         self._sums = torch.zeros(max(matrix.num_sums(num_tokens) for matrix in matrices), dtype=torch.float32)
         self._wanted = torch.zeros(rows, model.hidden_size, dtype=half)
         self.logits = torch.zeros(rows, model.vocab_size, dtype=torch.float32)
@@ -99,7 +101,7 @@ class CudaQwen3:
             else:
                 attention.attend_chunks(q, step, index, self.pages, attended)
             add_norm(x, sums, layer.o.multiply(attended.flatten(1), sums), layer.mlp_norm, eps, h, layer.o_bias)
-            layer.gate_up.multiply(h, inner)
+            layer.gate_up.multiply(h, inner, sums)
             add_norm(x, sums, layer.down.multiply(inner, sums), next_norm, eps, h)
 
     def compute_logits(self, rows: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from pypto_serving.kernels.constants import GATE_HALF
@@ -57,6 +57,13 @@ class Qwen3Inventory(Inventory):
         sizes = self.sizes()
         coded = (module for module, scheme in self.schemes.items() if not isinstance(scheme, Plain | Int8 | Fp8))
         return {sizes[module][1] for module in coded}
+
+    def joined(self) -> Iterator[tuple[str, ...]]:
+        """Yield modules of dense layers whose matrices have the same inputs, and may become one."""
+        for layer in range(self.config.num_layers):
+            prefix = f"model.layers.{layer}."
+            yield tuple(f"{prefix}self_attn.{name}_proj" for name in "qkv")
+            yield f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"
 
     def weights(self) -> dict[str, Shape]:
         """Return the shape of every weight, before quantization, by name."""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 
 from pypto_serving.kernels.constants import CODES_INPUTS, ITEM_ROWS, MAX_DIM
 from pypto_serving.model.checkpoint import StoredTensor
+from pypto_serving.model.formats.cards import card_bytes, card_obstacle
 from pypto_serving.model.formats.schemes import PLAIN, Int8
 from pypto_serving.model.inventory import describe_model
 from pypto_serving.model.qwen3.config import Qwen3Config
@@ -40,7 +41,8 @@ def model_spec(config: Qwen3Config, serving: Serving, headers: Mapping[str, Stor
         position_bytes=config.rope.position_bytes,
         needs_torch=reason or _needs_torch(config, inventory.inputs_of_codes()),
         needs_torch_option=option,
-        no_card=_no_card(config, serving),
+        no_card=_no_card(inventory, serving),
+        card_bytes=card_bytes(inventory),
         quantization=inventory.quantization(),
         choices=choices,
         kv_groups=kv_groups(config, "int8" if serving.kv_dtype == "int8" else serving.dtype, serving.block_size),
@@ -102,11 +104,10 @@ def _needs_torch(config: Qwen3Config, inputs_of_codes: Collection[int]) -> str:
     return ""
 
 
-def _no_card(config: Qwen3Config, serving: Serving) -> str:
+def _no_card(inventory: Qwen3Inventory, serving: Serving) -> str:
     """Say why the kernels for NVIDIA cards cannot serve the model, or nothing if they can."""
+    config: Qwen3Config = inventory.config
     sizes = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim, config.vocab_size
-    if config.quantization is not None:
-        return "its kernels take no quantised weights yet"
     if serving.dtype != "bfloat16":
         return f"it computes in bfloat16, not {serving.dtype} (see dtype)"
     if serving.kv_dtype == "int8":
@@ -117,7 +118,7 @@ def _no_card(config: Qwen3Config, serving: Serving) -> str:
         return f"its kernels need a head_dim of 16, 32, 64, 128 or 256, not {config.head_dim}"
     if any(size % 16 for size in sizes):
         return f"its kernels need sizes that are multiples of 16, not {sizes}"
-    return ""
+    return card_obstacle(inventory, inventory.joined())
 
 
 FAMILY = ModelFamily(

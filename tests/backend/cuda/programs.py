@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from pypto_serving.backend.cuda.backend import CudaBackend
 from pypto_serving.backend.cuda.program import CudaProgram
@@ -13,6 +15,7 @@ from pypto_serving.backend.defaults import BACKEND_DEFAULTS
 from pypto_serving.model.registry import Serving, load_spec
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import FullSpec, KVTensorSpec
+from pypto_serving.types.sampling import SamplingParams
 from tests.backend.cuda.fake_device import FakeDevice
 from tests.backend.cuda.hash_model import HashModel
 from tests.checkpoints import make_checkpoint
@@ -105,3 +108,23 @@ def hash_config(**changes: Any) -> EngineConfig:
 
 def simulate(config: EngineConfig, program: type[FakeProgram] = HashProgram) -> Simulation:
     return Simulation(config, make_program=program)
+
+
+def answers(path: Path, prompts: Sequence[list[int]], budget: int = 64, together: bool = False) -> list[list[int]]:
+    """The likeliest three tokens after each prompt, one request after the other or all at once."""
+    config = config_for(path, max_model_len=64, max_num_batched_tokens=budget, max_num_seqs=4, num_blocks=(6,))
+    simulation, names = simulate(config, FakeProgram), []
+    for prompt in prompts:
+        names.append(simulation.add(prompt, params=SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)))
+        if not together:
+            simulation.run()
+    simulation.run()
+    return [simulation.tokens[name] for name in names]
+
+
+def shortfall(model: Any, prompt: list[int], output: list[int]) -> float:
+    """How much less than the best logit of a model of transformers a chosen one is, in deviations of logits."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+    best, chosen = logits.max(-1).values, logits.gather(1, torch.tensor(output)[:, None])[:, 0]
+    return float((best - chosen).max() / logits.std())

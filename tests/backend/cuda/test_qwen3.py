@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,31 +9,13 @@ import pytest
 import torch
 import transformers
 
-from pypto_serving.kernels.cuda import attention
-from pypto_serving.types.sampling import SamplingParams
-from tests.backend.cuda.programs import FakeProgram, config_for, simulate, tiny_checkpoint
+from pypto_serving.backend.cuda.backend import CudaBackend
+from pypto_serving.kernels.cuda.tiles import num_splits
+from pypto_serving.model.registry import read_config
+from tests.backend.cuda.programs import answers, config_for, shortfall, tiny_checkpoint
 
-GREEDY = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+pytestmark = pytest.mark.usefixtures("short_splits")
 PROMPTS = [np.random.default_rng(i).integers(0, 256, length).tolist() for i, length in enumerate((21, 3, 9))]
-
-
-@pytest.fixture(autouse=True)
-def short_splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Contexts of a few tokens have several tiles and splits."""
-    monkeypatch.setattr(attention, "SPLIT", 16)
-    monkeypatch.setattr(attention, "TILE", 16)
-    yield
-
-
-def answers(path: Path, budget: int, together: bool) -> list[list[int]]:
-    config = config_for(path, max_model_len=64, max_num_batched_tokens=budget, max_num_seqs=4, num_blocks=(6,))
-    simulation, names = simulate(config, FakeProgram), []
-    for prompt in PROMPTS:
-        names.append(simulation.add(prompt, params=GREEDY))
-        if not together:
-            simulation.run()
-    simulation.run()
-    return [simulation.tokens[name] for name in names]
 
 
 @pytest.mark.parametrize(
@@ -43,11 +24,16 @@ def answers(path: Path, budget: int, together: bool) -> list[list[int]]:
 def test_tokens_are_those_of_transformers_in_any_company(tmp_path: Path, overrides: dict[str, object]) -> None:
     """Or as good as the best, but for what bfloat16 rounds away."""
     path = tiny_checkpoint(tmp_path / "tiny", **overrides)
-    alone = answers(path, 64, False)
+    alone = answers(path, PROMPTS)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for prompt, output in zip(PROMPTS, alone, strict=True):
-        with torch.inference_mode():
-            logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
-        best, chosen = logits.max(-1).values, logits.gather(1, torch.tensor(output)[:, None])[:, 0]
-        assert (best - chosen).max() < 0.05 * logits.std()
-    assert answers(path, 11, True) == alone
+        assert shortfall(model, prompt, output) < 0.05
+    assert answers(path, PROMPTS, budget=11, together=True) == alone
+
+
+def test_logits_of_a_small_vocabulary_are_one_part(tmp_path: Path) -> None:
+    """Where the sum of another matrix of this shape would have two."""
+    path = tiny_checkpoint(tmp_path / "tiny", hidden_size=512, num_hidden_layers=1)
+    launches = CudaBackend(config_for(path))._launches(read_config(path))
+    of_logits = [each.grid for each in launches if 272 in each.arguments and 512 in each.arguments]
+    assert num_splits(272, 512) == 2 and of_logits and {splits for *_, splits in of_logits} == {1}

@@ -89,6 +89,7 @@ def test_gates_come_from_sums(rows: int) -> None:
     assert matrix.splits == 2
     gate, up = (x.double() @ values.T).chunk(2, dim=1)
     out = torch.full((rows + 1, 48), float("nan"), dtype=torch.bfloat16, device=DEVICE)
-    GatedSums(matrix, torch.full((matrix.num_sums(rows),), float("nan"), device=DEVICE)).multiply(x, out[:-1])
+    gated = GatedSums(matrix)
+    gated.multiply(x, out[:-1], torch.full((gated.num_sums(rows),), float("nan"), device=DEVICE))
     want = torch.nn.functional.silu(gate) * up
     assert ((out[:-1].double() - want).abs() <= 0.05 * want.abs() + 0.3).all() and torch.isnan(out[-1]).all()
