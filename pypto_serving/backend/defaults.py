@@ -9,6 +9,9 @@ import msgspec
 from pypto_serving.types.config import MAX_DRAFTS, default_of
 from pypto_serving.types.step import BackendLimits, BackendTraits
 
+CARD_CAPABILITIES = ((8, 0), (9, 0))
+"""Compute capabilities of the cards that the kernels are compiled for in tests."""
+
 
 class BackendDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """Defaults of one backend, for options that the user does not set.

@@ -41,7 +41,7 @@ def collect_env(json: Annotated[bool, typer.Option("--json", help="Print one JSO
 
 def read_environment(root: Path = Path("/"), variables: Mapping[str, str] = os.environ) -> Sections:
     """Return facts by section and name; `root` and `variables` are for tests."""
-    host = read_host_facts(root)
+    host = read_host_facts(root, cards=True)
     return {
         "Installation": {
             "pypto-serving": _version(DISTRIBUTION),

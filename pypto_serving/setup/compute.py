@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from pypto_serving.backend.defaults import BackendDefaults
+from pypto_serving.backend.defaults import CARD_CAPABILITIES, BackendDefaults
 from pypto_serving.errors import ConfigError
 from pypto_serving.parallel.topology import Topology
 from pypto_serving.setup.host import HostFacts
@@ -190,6 +190,11 @@ def check_cards(settings: Settings, model: ModelSpec, host: HostFacts) -> None:
     if len(host.cards) < host.num_replicas:
         needed, found = (counted(count, "NVIDIA card") for count in (host.num_replicas, len(host.cards)))
         raise ConfigError(f"{label}, which needs {needed}, one for each replica, but the driver shows {found}")
+    for card in host.cards[: host.num_replicas]:
+        if card.capability not in CARD_CAPABILITIES:
+            known = " and ".join(f"{major}.{minor}" for major, minor in CARD_CAPABILITIES)
+            own = "{}.{}".format(*card.capability)
+            raise ConfigError(f"{label}, whose kernels are for compute capability {known}, and {card.name} has {own}")
     if missing := [name for name in ("torch", "triton") if not getattr(host, name)]:
         raise ConfigError(f"{label}, but {' and '.join(missing)} is not installed; {install_extra('cuda')}")
     if model.no_card:

@@ -40,10 +40,11 @@ class DiskFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CardFacts(msgspec.Struct, frozen=True):
-    """An NVIDIA card: its name, and the bytes of its memory that are free."""
+    """An NVIDIA card: its name, the free bytes of its memory, and its compute capability."""
 
     name: str
     free_bytes: int
+    capability: tuple[int, int] = (9, 0)
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +87,7 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def read_host_facts(root: Path = Path("/"), kv_disk: str | None = None) -> HostFacts:
+def read_host_facts(root: Path = Path("/"), kv_disk: str | None = None, cards: bool = False) -> HostFacts:
     """Read all facts: memory and CPUs from /proc and this process's control groups, and installed packages.
 
     `root` is for tests; `kv_disk` is the folder of the disk tier, if configured.
@@ -99,7 +100,7 @@ def read_host_facts(root: Path = Path("/"), kv_disk: str | None = None) -> HostF
         kernels=runnable(),
         otel=_has_otel(),
         npu=any((root / "dev").glob("davinci[0-9]*")),
-        cards=read_cards() if (root / "dev/nvidiactl").exists() else (),
+        cards=read_cards(os.environ.get("CUDA_VISIBLE_DEVICES")) if cards else (),
         cache_dir=read_cache_dir(),
         kv_disk=read_disk_facts(Path(kv_disk)) if kv_disk else None,
         **{name: importlib.util.find_spec(name) is not None for name in ("torch", "triton", "mooncake", "pypto")},
@@ -112,10 +113,11 @@ class _CardMemory(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
-def read_cards() -> tuple[CardFacts, ...]:
-    """Ask NVIDIA's management library for the cards that this process may use, in CUDA's order; none if it fails.
+def read_cards(visible: str | None) -> tuple[CardFacts, ...]:
+    """Ask NVIDIA's management library for the cards that `visible` (CUDA_VISIBLE_DEVICES) leaves; none if it fails.
 
-    It opens no card, which would take time and memory. See https://docs.nvidia.com/deploy/nvml-api/.
+    It opens no card, which would take time and memory. Cards are in the order of the PCI bus. As CUDA does, stop at the
+    first entry that names no card. See https://docs.nvidia.com/deploy/nvml-api/.
     """
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
@@ -124,21 +126,32 @@ def read_cards() -> tuple[CardFacts, ...]:
     count = ctypes.c_uint()
     if library.nvmlInit_v2() or library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
         return ()
-    found = []
-    for index in range(count.value):
-        card, memory, name = ctypes.c_void_p(), _CardMemory(), ctypes.create_string_buffer(96)
-        if not (
-            library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(card))
-            or library.nvmlDeviceGetMemoryInfo(card, ctypes.byref(memory))
-            or library.nvmlDeviceGetName(card, name, len(name))
-        ):
-            found.append(CardFacts(name.value.decode(), memory.free))
+    names = map(str, range(count.value)) if visible is None else map(str.strip, visible.split(","))
+    found: list[CardFacts] = []
+    for name in names:
+        if (card := _read_card(library, name)) is None:
+            break
+        found.append(card)
     library.nvmlShutdown()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return tuple(found)
-    numbers = [int(part) for part in visible.split(",") if part.strip().isdigit()]
-    return tuple(found[number] for number in numbers if number < len(found))
+    return tuple(found)
+
+
+def _read_card(library: ctypes.CDLL, name: str) -> CardFacts | None:
+    """Return facts about the card of this index or UUID, None if there is none."""
+    card, memory, title = ctypes.c_void_p(), _CardMemory(), ctypes.create_string_buffer(96)
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    if name.isdigit():
+        missing = library.nvmlDeviceGetHandleByIndex_v2(int(name), ctypes.byref(card))
+    else:
+        missing = library.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(card))
+    if (
+        missing
+        or library.nvmlDeviceGetMemoryInfo(card, ctypes.byref(memory))
+        or library.nvmlDeviceGetName(card, title, len(title))
+        or library.nvmlDeviceGetCudaComputeCapability(card, ctypes.byref(major), ctypes.byref(minor))
+    ):
+        return None
+    return CardFacts(title.value.decode(), memory.free, (major.value, minor.value))
 
 
 def _has_otel() -> bool:

@@ -67,13 +67,17 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The use of `available_bytes`. `lower` lists the groups in lower tiers; the host tier is part of these bytes."""
+    """The use of `available_bytes`. `lower` lists the groups in lower tiers.
+
+    The host tier is part of these bytes unless they are a card's.
+    """
 
     groups: tuple[GroupPlan, ...]
     lower: tuple[GroupPlan, ...] = ()
     weight_bytes: int
     workspace_bytes: int
     available_bytes: int
+    on_card: bool = False
 
     @property
     def kv_bytes(self) -> int:
@@ -83,7 +87,8 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def total_bytes(self) -> int:
         """Return the bytes used of `available_bytes`."""
-        return self.weight_bytes + self.workspace_bytes + self.kv_bytes + self.host_bytes
+        host_bytes = 0 if self.on_card else self.host_bytes
+        return self.weight_bytes + self.workspace_bytes + self.kv_bytes + host_bytes
 
     @property
     def host_bytes(self) -> int:

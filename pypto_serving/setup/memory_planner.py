@@ -124,6 +124,7 @@ class MemoryPlanner:
             weight_bytes=self.weight_bytes,
             workspace_bytes=self._workspace(model_len),
             available_bytes=self.available_bytes,
+            on_card=self.backend.cards,
         )
         reason = self._kv_reason()
         if plan.num_sequences >= self.max_num_seqs:
@@ -235,9 +236,15 @@ class MemoryPlanner:
 
     def _check_room(self) -> None:
         """Raise ConfigError if not even the shortest sequence has room."""
+        if self.backend.cards and self.host_bytes > self.host_available:
+            given, most = format_size(self.host_bytes), size_option(self.host_available)
+            raise ConfigError(
+                f"{self.options.label('kv_host_memory')} is {given}; this host has {most} free; give less"
+            )
         room = self._room(2)
         weights, workspace = format_size(self.weight_bytes), format_size(self._workspace(2))
-        host = f", the host tier {format_size(self.host_bytes)}" if self.host_bytes else ""
+        tiered = self.host_bytes and not self.backend.cards
+        host = f", the host tier {format_size(self.host_bytes)}" if tiered else ""
         taken = f"weights take {weights}{host} and the workspace {workspace} of {self._free}"
         if room <= 0:
             raise TooLittleMemoryError(f"too little memory: {taken}; {self._how_to_shrink()}")
@@ -249,9 +256,9 @@ class MemoryPlanner:
             )
 
     def _how_to_shrink(self) -> str:
-        if self.num_replicas > 1:
+        if self.num_replicas > 1 and not self.backend.cards:
             return f"lower {self.options.label('data_parallel_size')}, or free memory"
-        if self.host_bytes:
+        if self.host_bytes and not self.backend.cards:
             return f"lower {self.options.label('kv_host_memory')}"
         if self.weight_bytes < self.available_bytes:
             budget, rows = map(self.options.label, ("max_num_batched_tokens", "max_num_seqs"))

@@ -34,8 +34,8 @@ def prepare(
     template = options.chat_template
     if template is not None and not _is_file(template):
         raise ConfigError(f"{options.label('chat_template')} is {template}, which is no file; give a Jinja file")
-    host = read_host_facts(kv_disk=options.kv_disk)
     backend = BACKEND_DEFAULTS[options.backend or defaults["backend"]]
+    host = read_host_facts(kv_disk=options.kv_disk, cards=backend.cards)
     if not host.kernels and host.torch and not model.needs_torch and backend.cpu_kernels:
         logger.warning(
             "this installation has no CPU kernels, because there was no C++ compiler: torch computes, several times "

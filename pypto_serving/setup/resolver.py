@@ -111,7 +111,7 @@ def resolve(
                 ngram=planner.ngram,
                 cache_dir=host.cache_dir,
                 packed_cache=choose_packed_cache(settings, host, kernels),
-                backend_options={"platform": platform} if platform else {},
+                backend_options=_backend_options(platform, host, backend),
             ),
             faults=FaultConfig(**settings.pick_fields(FaultConfig)),
             **settings.pick_fields(EngineConfig),
@@ -139,6 +139,13 @@ def _options_named(options: Options) -> Iterator[None]:
         yield
     except UnmetError as error:
         raise ConfigError(f"{options.label(error.name)} {error.problem}") from None
+
+
+def _backend_options(platform: str, host: HostFacts, backend: BackendDefaults) -> dict[str, Any]:
+    """Return what the backend must know before it opens a device."""
+    if backend.cards:
+        return {"capability": host.cards[0].capability}
+    return {"platform": platform} if platform else {}
 
 
 def _as_served(

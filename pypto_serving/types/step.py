@@ -232,6 +232,12 @@ class BackendLimits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return min(self.max_num_seqs * self.traits.max_drafts, MAX_STEP_DRAFTS)
 
     @property
+    def max_rows(self) -> int:
+        """Max rows of a dispatch, padding included."""
+        padded = self.traits.padded_rows
+        return next((rows for rows in padded if rows >= self.max_num_seqs), self.max_num_seqs)
+
+    @property
     def held_steps(self) -> int:
         """Limit of steps that the program holds at once; if the host samples, which needs logits, one per stage."""
         return self.depth if self.traits.samples_on_device else min(self.depth, self.traits.stages)

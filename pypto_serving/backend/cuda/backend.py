@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pkgutil
+from typing import cast
 
 import torch
 
@@ -13,9 +15,11 @@ from pypto_serving.backend.cuda.program import CudaProgram
 from pypto_serving.backend.native import check_groups
 from pypto_serving.errors import ConfigError, ModelError
 from pypto_serving.kernels.cuda.launch import Call, Launch, recording
+from pypto_serving.kernels.cuda.products import BULK_COPIES
 from pypto_serving.model.card_weights import CardWeights
 from pypto_serving.model.fingerprint import checkpoint_state, program_fingerprint
 from pypto_serving.model.registry import CheckpointConfig, read_config
+from pypto_serving.util import hash128
 
 
 class CudaBackend(Backend):
@@ -27,41 +31,51 @@ class CudaBackend(Backend):
 
     def prepare(self, progress: Progress) -> CudaProgram:
         """Compile, load weights, allocate the KV memory and capture the graphs. Raises ModelError or ConfigError."""
-        config, card = self.config, self.config.parallel.replica
+        config = self.config
         state = checkpoint_state(config.model.path)
         checkpoint = read_config(config.model.path)
         check_groups(config, checkpoint.family, checkpoint.model)
-        device = self._other_device()
-        if device is None:
-            compile_ahead(self._launches(checkpoint), card, config.worker.cache_dir, progress)
-            device = CudaCard(card)
         try:
-            program = self._program(checkpoint, device, progress)
+            program = self._program(
+                checkpoint, self._open(checkpoint, progress), self._fingerprint(checkpoint, progress), progress
+            )
             program.capture(progress)
-        except torch.cuda.OutOfMemoryError as error:
-            needed = str(error).partition(". GPU")[0]
-            raise ConfigError(f"the card has too little memory ({needed}); lower kv-memory") from None
+        except (torch.cuda.OutOfMemoryError, RuntimeError) as error:
+            if "out of memory" not in str(error):
+                raise
+            needed = str(error).splitlines()[0].partition(". GPU")[0]
+            raise ConfigError(f"the card or the host has too little memory ({needed}); lower kv-memory") from None
         if checkpoint_state(config.model.path) != state:
             raise ModelError(f"{config.model.path} was changed while it was loaded; start again when it is complete")
         return program
 
-    def _other_device(self) -> Card | None:
-        """Return the device that stands for a card in tests, None for a real card."""
-        name = self.config.worker.backend_options.get("device")
-        return None if name is None else pkgutil.resolve_name(name)()
+    def _open(self, checkpoint: CheckpointConfig, progress: Progress) -> Card:
+        """Compile the kernels and open the card, or return the device that stands for one in tests."""
+        config, index = self.config, self.config.parallel.replica
+        if (name := config.worker.backend_options.get("device")) is not None:
+            return cast(Card, pkgutil.resolve_name(name)())
+        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as the memory plan counts cards
+        if tuple(config.worker.backend_options.get("capability", ())) >= BULK_COPIES:  # those that `NoCard` lists
+            compile_ahead(self.launches(checkpoint), index, config.worker.cache_dir, progress)
+        return CudaCard(index)
 
-    def _program(self, checkpoint: CheckpointConfig, device: Card, progress: Progress) -> CudaProgram:
+    def _fingerprint(self, checkpoint: CheckpointConfig, progress: Progress) -> bytes:
+        numerics, name = kernel_identity().hex(), checkpoint.family.program_on_cards.name
+        return program_fingerprint(self.config, progress, checkpoint.architecture, name, numerics)
+
+    def _program(
+        self, checkpoint: CheckpointConfig, device: Card, fingerprint: bytes, progress: Progress
+    ) -> CudaProgram:
         config, program = self.config, checkpoint.family.program_on_cards
-        numerics = (device.name, kernel_identity().hex())
-        identity = program_fingerprint(config, progress, checkpoint.architecture, program.name, *numerics)
         with device.torch_device:
             weights = CardWeights(config.model.path, config.model.dtype, progress)
-            return CudaProgram(program(checkpoint.model, weights, config), config, identity, device)
+            model = program(checkpoint.model, weights, config)
+            return CudaProgram(model, config, hash128(fingerprint, device.name.encode()), device)
 
-    def _launches(self, checkpoint: CheckpointConfig) -> list[Launch]:
-        """List the launches of all graphs, with tensors that have no memory."""
+    def launches(self, checkpoint: CheckpointConfig) -> list[Launch]:
+        """List the launches of all graphs and of the sampler, with tensors that have no memory."""
         calls: list[Call] = []
         with recording(calls.append):
-            for work in self._program(checkpoint, NoCard(), lambda *_: None).works():
+            for work in self._program(checkpoint, NoCard(), b"", lambda *_: None).works():
                 work()
         return [call for call in calls if isinstance(call, Launch)]

@@ -11,12 +11,15 @@ from torch import Tensor
 from pypto_serving.backend.cuda.device import Card
 from pypto_serving.types.arrays import BlockBytes
 
+MAX_PINNED_BYTES = 256 << 20
+"""Pinned memory of a thread and group. More blocks at once go through other memory, which is slower."""
+
 
 class CardBlocks:
     """Owns no memory of the card; each thread has pinned memory of its own. Implements BlockMemory.
 
     `arenas[g]` is uint8 [num_blocks, block_bytes] on the device. What `read_blocks` and `staging` return is valid until
-    the same thread calls one of them again.
+    the same thread calls one of them again for the group.
     """
 
     def __init__(self, arenas: Sequence[Tensor], device: Card) -> None:
@@ -40,9 +43,11 @@ class CardBlocks:
         self._device.exchange([(arena[block], content) for block, content in zip(blocks, filled, strict=True)])
 
     def _room(self, group: int, count: int) -> Tensor:
-        """Return pinned memory of this thread for `count` blocks, uint8 [count, block_bytes]."""
+        """Return memory of this thread for `count` blocks, uint8 [count, block_bytes]; pinned unless they are many."""
         size = count * self.block_bytes[group]
-        room: Tensor | None = getattr(self._threads, "room", None)
-        if room is None or len(room) < size:
-            room = self._threads.room = self._device.pinned(size)
-        return room[:size].view(count, -1)
+        if size > MAX_PINNED_BYTES:
+            return torch.empty(count, self.block_bytes[group], dtype=torch.uint8, device="cpu")
+        rooms: dict[int, Tensor] = self._threads.__dict__.setdefault("rooms", {})
+        if group not in rooms or len(rooms[group]) < size:
+            rooms[group] = self._device.pinned(size)
+        return rooms[group][:size].view(count, -1)

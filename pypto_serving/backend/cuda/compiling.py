@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import shutil
+import tempfile
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +17,7 @@ import triton
 from torch import Tensor
 
 from pypto_serving.backend.base import Progress
+from pypto_serving.errors import EXIT_CRASH, EXIT_OK
 from pypto_serving.kernels import cuda
 from pypto_serving.kernels.cuda.launch import Launch
 from pypto_serving.processes import Copy
@@ -39,14 +43,11 @@ def compile_ahead(launches: Iterable[Launch], card: int, cache_dir: str, progres
     compiled by its first launch.
     """
     distinct = {_key(each): each for each in launches}
-    if cache_dir:
-        os.environ.setdefault("TRITON_CACHE_DIR", str(Path(cache_dir, "triton")))
-    stamp = _stamp(distinct)
-    if stamp is not None and stamp.exists():
+    stamp = _stamp(_cache_folder(cache_dir), distinct)
+    if stamp.exists():
         return
-    shares = [
-        list(distinct.values())[i::MAX_COPIES] for i in range(min(MAX_COPIES, os.cpu_count() or 1, len(distinct)))
-    ]
+    count = min(MAX_COPIES, len(os.sched_getaffinity(0)), len(distinct))
+    shares = [list(distinct.values())[i::count] for i in range(count)]
     read, write = os.pipe()
     copies = [Copy(partial(_compile, share, card, write)) for share in shares]
     os.close(write)
@@ -59,25 +60,41 @@ def compile_ahead(launches: Iterable[Launch], card: int, cache_dir: str, progres
     codes = [copy.wait() for copy in copies]
     if any(codes):
         logger.warning("%d of %d processes that compile kernels failed", sum(map(bool, codes)), len(copies))
-    elif stamp is not None:
+    else:
         stamp.touch()
 
 
-def _compile(share: Sequence[Launch], card: int, report: int) -> None:
-    torch.cuda.set_device(card)
-    for each in share:
-        each.kernel.warmup(*each.arguments, grid=each.grid, **each.constants)
-        os.write(report, b".")
+def _compile(share: Sequence[Launch], card: int, report: int) -> int:
+    """Compile, and return an exit code. Whoever opens the card next reports what is wrong with it, once."""
+    try:
+        torch.cuda.set_device(card)
+        for each in share:
+            each.kernel.warmup(*each.arguments, grid=each.grid, **each.constants)
+            os.write(report, b".")
+    except Exception as error:
+        logger.debug("a kernel was not compiled ahead: %r", error)
+        return EXIT_CRASH
+    return EXIT_OK
 
 
-def _stamp(launches: Iterable[tuple[Any, ...]]) -> Path | None:
-    """Return the file that marks kernels as compiled, None without a cache folder."""
-    folder = os.environ.get("TRITON_CACHE_DIR")
-    if not folder:
-        return None
-    Path(folder).mkdir(parents=True, exist_ok=True)
+def _cache_folder(cache_dir: str) -> Path:
+    """Return the folder of Triton's cache: the given one, or one of this process if that cannot be written."""
+    folder = Path(os.environ.setdefault("TRITON_CACHE_DIR", str(Path(cache_dir or tempfile.gettempdir(), "triton"))))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        logger.warning("compiled kernels cannot be kept in %s: %s", folder, error.strerror)
+        folder = Path(tempfile.mkdtemp(prefix="pypto-triton-"))
+        os.environ["TRITON_CACHE_DIR"] = str(folder)
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _stamp(folder: Path, launches: Iterable[tuple[Any, ...]]) -> Path:
+    """Return the file that marks kernels as compiled."""
     words = sorted(map(repr, launches))
-    return Path(folder, f"compiled-{hash128(kernel_identity(), *(word.encode() for word in words)).hex()}")
+    return folder / f"compiled-{hash128(kernel_identity(), *(word.encode() for word in words)).hex()}"
 
 
 def _key(launch: Launch) -> tuple[Any, ...]:

@@ -11,9 +11,6 @@ from torch import Tensor
 from pypto_serving.errors import ConfigError
 from pypto_serving.kernels.cuda.launch import Call, run
 
-OLDEST = (8, 0)
-"""The oldest compute capability that the kernels are written for: bfloat16 in its matrix units."""
-
 
 class CardEvent(Protocol):
     """A point in the order of a device's work."""
@@ -49,7 +46,7 @@ class CudaCard:
     """A card. All work of its program is in one stream of the thread that made it. Implements Card."""
 
     def __init__(self, index: int) -> None:
-        """Open the card. Raises ConfigError where torch has none of this index, or where it is too old."""
+        """Open the card. Raises ConfigError where torch has none of this index."""
         if not torch.cuda.is_available() or index >= torch.cuda.device_count():
             count = torch.cuda.device_count() if torch.cuda.is_available() else 0
             raise ConfigError(
@@ -57,8 +54,6 @@ class CudaCard:
             )
         self.torch_device = torch.device("cuda", index)
         capability = torch.cuda.get_device_capability(index)
-        if capability < OLDEST:
-            raise ConfigError(f"{torch.cuda.get_device_name(index)} is older than compute capability 8.0")
         self.name = "sm_{}{}".format(*capability)
         torch.cuda.set_device(index)
         self._stream = torch.cuda.Stream()

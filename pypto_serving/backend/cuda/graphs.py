@@ -41,16 +41,20 @@ class StepSizes:
     @property
     def num_ints(self) -> int:
         """Return how many int32 a packed dispatch takes at most."""
-        return sum(self._counts)
+        return self._starts[-1]
 
     @property
     def _counts(self) -> tuple[int, ...]:
         tokens, rows = self.tokens, self.rows
         return tokens, tokens, tokens, rows, rows + 1, 2 * self.tiles, rows * self.width
 
+    @property
+    def _starts(self) -> list[int]:
+        """Return where parts begin, and the end. Kernels read those that are aligned in words of 16 bytes."""
+        return [0, *np.cumsum([ceil_div(count, 4) * 4 for count in self._counts]).tolist()]
+
     def _parts(self, data: Packed) -> list[Packed]:
-        ends = np.cumsum(self._counts).tolist()
-        return [data[end - count : end] for end, count in zip(ends, self._counts, strict=True)]
+        return [data[start : start + count] for start, count in zip(self._starts, self._counts, strict=False)]
 
     def tensors(self, data: Tensor) -> DispatchTensors:
         """View a packed dispatch, int32 on the device."""
@@ -88,8 +92,8 @@ class StepSizes:
         if len(pending := inputs.pending):
             token_ids[inputs.query_start[pending]] = -1 - inputs.rows[pending]
         table = inputs.block_tables[0]
-        tables[: rows * self.width].reshape(rows, self.width)[:, : table.shape[1]] = table
-        return self.num_ints - (self.rows - rows) * self.width
+        tables[: rows * self.width].reshape(rows, self.width)[:, : table.shape[1]] = table[:, : self.width]
+        return self._starts[-2] + rows * self.width
 
 
 class StepSizing:
@@ -104,8 +108,7 @@ class StepSizing:
     @cached_property
     def decodes(self) -> tuple[StepSizes, ...]:
         """Return the sizes of decodes that have graphs."""
-        padded = self._limits.traits.padded_rows
-        rows = padded[: sum(count < self._limits.max_num_seqs for count in padded) + 1]
+        rows = [count for count in self._limits.traits.padded_rows if count <= self._limits.max_rows]
         return tuple(self._decode(count, splits) for count in rows for splits in self._splits)
 
     @cached_property

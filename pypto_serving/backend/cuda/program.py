@@ -20,6 +20,7 @@ from pypto_serving.kernels.cuda.pages import KVPages
 from pypto_serving.kernels.cuda.step import DispatchTensors
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.sampler import Sampler
+from pypto_serving.util import ceil_div
 
 
 class CardModel(Protocol):
@@ -63,12 +64,11 @@ class CudaProgram:
         self._model, self._device = model, device
         self._sizing = StepSizing(config.limits, config.cache.groups[0].block_size, model.tile_queries)
         self._rows = config.limits.traits.padded_rows
-        most, slots = (
-            max(self._rows) + max(sizes.num_ints for sizes in self._sizing.largest),
-            config.limits.held_dispatches,
-        )
+        rows, slots = config.limits.max_rows, config.limits.held_dispatches
+        start = ceil_div(rows, 4) * 4  # of the step, in words of 16 bytes
+        most = start + max(sizes.num_ints for sizes in self._sizing.largest)
         packed = torch.zeros(most, dtype=torch.int32, device=device.torch_device)
-        self._packed, self._logits_rows, self._step = packed, packed[: max(self._rows)], packed[max(self._rows) :]
+        self._packed, self._logits_rows, self._step = packed, packed[:start], packed[start:]
         self._free = deque(_InFlight(device.pinned(4 * most).view(torch.int32), i) for i in range(slots))
         self._held: deque[tuple[_InFlight, CardEvent, bool]] = deque()
         self._sampler = DeviceSampler(config.limits, config.model.vocab_size, device, slots)

@@ -289,9 +289,13 @@ class GatedMatrix(DeviceWeights):
             launch(_gated_few_rows, (row_tiles, column_tiles), *shape, BULK=tile.bulk, **constants, **edges)
 
 
+BULK_COPIES = (9, 0)
+"""The oldest compute capability that copies tiles by descriptors."""
+
+
 def has_bulk_copies(device: torch.device) -> bool:
     """Say whether a device copies tiles by descriptors. Triton's interpreter does."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= BULK_COPIES
 
 
 def _descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:

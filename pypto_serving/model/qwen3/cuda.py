@@ -45,7 +45,7 @@ class CudaQwen3:
 
     def __init__(self, model: Qwen3Config, weights: CardWeights, config: EngineConfig) -> None:
         """Load the model and allocate everything. Raises ModelError."""
-        rows = max(config.limits.traits.padded_rows)
+        rows = config.limits.max_rows
         tokens = max(rows, config.limits.max_num_batched_tokens)
         weights.expect(Qwen3Inventory(model, weights.headers), tokens)
         self.model = model

@@ -67,7 +67,7 @@ class FakeProgram:
 
     def _prepare(self, config: EngineConfig) -> CudaProgram:
         backend = CudaBackend(config)
-        backend._other_device = lambda: self.device  # type: ignore[method-assign]
+        backend._open = lambda *_: self.device  # type: ignore[method-assign]
         return backend.prepare(lambda *_: None)
 
     def __getattr__(self, name: str) -> Any:
