@@ -125,7 +125,7 @@ def test_requests_of_batches_are_traced(
     lines = [{"custom_id": f"{i}", "url": COMPLETIONS, "body": asked | {"n": i}} for i in range(3)]
     file = client.files.create(file=("in.jsonl", b"\n".join(map(msgspec.json.encode, lines))), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
-    kept = server.app.state.batches.store(b"")
+    kept = server.app.state.batches.store(server.app.state.clients.name(b""))
     server.wait_for(lambda: kept.batch(batch.id).status == "completed")
     output = client.files.content(str(client.batches.retrieve(batch.id).output_file_id)).content
     answers = [msgspec.json.decode(line)["response"] for line in output.splitlines()]

@@ -54,7 +54,7 @@ def dispatch(*counts: int, **changes: Any) -> StepInputs:
         ({}, dispatch(3, 1, kind="decode"), "more than one token"),
         ({}, dispatch(3, 1, kind="prefill"), "has a decode"),
         ({"padded_rows": (4,)}, dispatch(1, 1, kind="decode"), "2 rows are not padded"),
-        ({"chunk_tokens": 4}, dispatch(6, 3, logits_rows=int32(8)), "no multiple of 4"),
+        ({"chunk_tokens": 4}, dispatch(6, 3, logits_rows=int32(8)), "not a multiple of 4"),
         ({"samples_on_device": True}, dispatch(3), "a device that samples"),
         ({}, dispatch(3, token_ids=int32(1, -1, 2)), "negative"),
         ({}, dispatch(3, token_ids=int32(1, 2)), "too small"),

@@ -289,7 +289,8 @@ class Body(BaseModel):
             elif name not in self.rules.accepted:
                 unknown.append(prefix + name)
         for name, keys in self.rules.inner.items():
-            unknown += unknown_keys(getattr(self, name), keys, prefix + name)
+            if (value := getattr(self, name)) is not None:
+                unknown += unknown_keys(value, keys, prefix + name)
         return unknown
 
 

@@ -7,14 +7,15 @@ import logging
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b, sha256
 from pathlib import Path
-from typing import Any
-
-from starlette.requests import Request
+from typing import TYPE_CHECKING, Any
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.setup.options import read_keys
 from pypto_serving.setup.rules import API_KEYS
 from pypto_serving.util import counted
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
 
 logger = logging.getLogger("pypto_serving.api")
 

@@ -73,7 +73,7 @@ class RequestScope:
                     _log_access(scope, message["status"], time.monotonic() - started_s)
             await send(message)
 
-        asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope  # the connection drops the body
+        asked = {**scope, "method": "GET"} if scope.get("method") == "HEAD" else scope  # the connection drops the body
         try:
             await self.app(asked, receive, send_with_id)
         finally:
