@@ -97,7 +97,17 @@ def test_options_and_formats(server: RunningServer) -> None:
     for wanted in ("json", {"type": "object", "properties": {"a": {"type": "string"}}}):
         ask(server, "/api/chat", messages=[HELLO], format=wanted)
         assert server.engine.requests[-1].params.guide is not None
-    for bad in ({"format": "xml"}, {"think": "hard"}, {"messages": [1]}, {"options": {"temperature": -1}}):
+    huge = 10**400
+    for bad in (
+        {"format": "xml"},
+        {"think": "hard"},
+        {"messages": [1]},
+        {"options": {"temperature": -1}},
+        {"options": {"temperature": huge}},
+        {"options": {"min_p": -huge}},
+        {"options": {"seed": huge}},
+        {"options": {"num_predict": huge}},
+    ):
         answer = server.http.post("/api/chat", json={"messages": [HELLO], **bad})
         assert answer.status_code == 400 and isinstance(answer.json()["error"], str)
 
@@ -109,6 +119,14 @@ def test_a_prompt_is_continued(server: RunningServer, tokenizer: Tokenizer) -> N
     assert (last["done"], last["response"]) == (True, "")
     whole = ask(server, "/api/generate", prompt="hello", raw=True, stream=False).json()
     assert prompt_of(server, tokenizer) == "hello" and whole["response"] == SAID
+    unused = ask(server, "/api/generate", prompt="hello", raw=True, stream=False, system="be brief", think=True, odd=1)
+    assert unused.headers["x-ignored-fields"] == "odd, system, think" and prompt_of(server, tokenizer) == "hello"
+
+
+def test_calls_with_large_integers(server: RunningServer, tokenizer: Tokenizer) -> None:
+    call = {"function": {"name": "now", "arguments": {"zone": 10**400}}}
+    ask(server, "/api/chat", messages=[HELLO, {"role": "assistant", "tool_calls": [call]}, HELLO])
+    assert "1" + "0" * 400 in prompt_of(server, tokenizer)
 
 
 def test_a_body_without_words_loads_the_model(server: RunningServer) -> None:
@@ -121,4 +139,15 @@ def test_a_body_without_words_loads_the_model(server: RunningServer) -> None:
 def test_images_are_refused(server: RunningServer) -> None:
     asked = {"messages": [{**HELLO, "images": ["AAAA"]}]}
     assert "image_url" in server.http.post("/api/chat", json=asked).json()["error"]
-    assert server.http.post("/api/generate", json={"prompt": "x", "images": ["AAAA"]}).status_code == 400
+    for raw in (False, True):
+        asked = {"prompt": "x", "images": ["AAAA"], "raw": raw}
+        assert server.http.post("/api/generate", json=asked).status_code == 400
+
+
+def test_images_of_earlier_messages_become_one_text(server: RunningServer, tokenizer: Tokenizer) -> None:
+    told = {"role": "assistant", "content": "yes"}
+    ask(server, "/api/chat", messages=[{**HELLO, "images": ["AAAA", "BBBB"]}, told, HELLO])
+    assert prompt_of(server, tokenizer).count("image left out") == 1
+    asked = {"messages": [{**HELLO, "images": "AAAA"}, told, HELLO]}
+    answer = server.http.post("/api/chat", json=asked)
+    assert answer.status_code == 400 and "messages[0].images" in answer.json()["error"]

@@ -95,22 +95,36 @@ def read_ollama_generate(
     """Read a prompt, which becomes a chat unless it is `raw`. Raises RequestError."""
     body = parse_json(raw, OllamaGenerateBody)
     if body.raw:
-        return _read(read_completion, prompter, serving, body, {"prompt": body.prompt or "", "max_tokens": INT32_MAX})
+        if body.images:
+            refuse("images", "is given, but this model reads only text; leave it out", "unsupported_content")
+        unused = [name for name in ("system", "think") if getattr(body, name) not in (None, "")]
+        asked = {"prompt": body.prompt or "", "max_tokens": INT32_MAX}
+        return _read(read_completion, prompter, serving, body, asked, unused)
     said = {"role": "user", "content": body.prompt or "", "images": body.images}
     system = [{"role": "system", "content": body.system}] if body.system else []
     asked = {"messages": [*system, _message(said, "prompt")], **_thinking(body.think)}
     return _read(read_chat, prompter, serving, body, asked)
 
 
-def _read(reads: Read, prompter: Prompter, serving: ServingConfig, body: OllamaBody, said: dict[str, Any]) -> ReadBody:
-    """Read what OpenAI's endpoint would get. An output ends with the context, if that is before `num_predict`."""
+def _read(
+    reads: Read,
+    prompter: Prompter,
+    serving: ServingConfig,
+    body: OllamaBody,
+    said: dict[str, Any],
+    unused: Sequence[str] = (),
+) -> ReadBody:
+    """Read what OpenAI's endpoint would get. An output ends with the context, if that is before `num_predict`.
+
+    `unused` are fields without effect.
+    """
     options, ignored = _sampling(body.options or {})
     fields = {"model": without_tag(body.model), "stream": body.stream is not False, **said, **options}
     if body.format not in (None, ""):
         fields["response_format"] = _format(body.format)
     cutting = msgspec.structs.replace(serving, strict_max_tokens=False)
     read = reads(prompter, cutting, msgspec.json.encode(fields))
-    return msgspec.structs.replace(read, ignored=read.ignored.and_also(body.unknown_fields() + ignored))
+    return msgspec.structs.replace(read, ignored=read.ignored.and_also([*body.unknown_fields(), *unused, *ignored]))
 
 
 def _sampling(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -123,10 +137,17 @@ def _sampling(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if name == "num_predict" and type(value) is int:
             fields |= {"max_tokens": value} if value > 0 else {}
         elif name in _OPTIONS:
-            fields[_OPTIONS[name]] = float(value) if name in _FLOATS and type(value) is int else value
+            fields[_OPTIONS[name]] = _float(value, name) if name in _FLOATS and type(value) is int else value
         else:
             ignored.append(f"options.{name}")
     return fields, ignored
+
+
+def _float(value: int, name: str) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        refuse(f"options.{name}", "is an integer out of range; send a smaller number")
 
 
 def _format(wanted: Any) -> dict[str, Any]:
@@ -154,8 +175,9 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         refuse(where, f"is {brief(message)}, but must be a message with role and content")
     made = {"role": message.get("role"), "content": message.get("content") or ""}
     if images := message.get("images"):
-        parts = [{"type": "image_url"} for _ in (images if isinstance(images, Sequence) else (images,))]
-        made["content"] = [{"type": "text", "text": made["content"]}, *parts]
+        if not isinstance(images, list):
+            refuse(f"{where}.images", f"is {brief(images)}, but must be a list")
+        made["content"] = [{"type": "text", "text": made["content"]}, {"type": "image_url"}]
     if message.get("thinking") is not None:
         made["reasoning"] = message["thinking"]
     if message.get("tool_calls"):
