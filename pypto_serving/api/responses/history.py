@@ -15,6 +15,8 @@ from pypto_serving.api.common.body import MAX_MESSAGES
 from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
 
+MAX_RESPONSE_BYTES = 4 << 20
+"""Limit of a kept response's conversation, and of a body that refers to one, since the event loop parses both."""
 _PLACE = re.compile(r"^tools\[(\d+)\]")
 _INPUT = {
     "type": "object",
@@ -153,10 +155,11 @@ def is_reference(kind: Any, role: Any) -> bool:
     return kind == "item_reference" or (kind is None and role is None)
 
 
-def read_items(given: Any, left_out: LeftOut, referred: Mapping[str, Item]) -> list[Item]:
+def read_items(given: Any, left_out: LeftOut, referred: Mapping[str, Item] | None) -> list[Item]:
     """Return the items of `input`, each with its type and an id. Those of hosted tools are left out.
 
-    `referred` are kept items to which others refer. Raises UnknownItemError for a reference to any other.
+    `referred` are kept items to which others refer; None if the body is too long for references. Raises
+    UnknownItemError for a reference to any other.
     """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
@@ -168,6 +171,9 @@ def read_items(given: Any, left_out: LeftOut, referred: Mapping[str, Item]) -> l
     for i, item in enumerate(given or ()):
         kind = item.get("type") if isinstance(item, dict) else None
         if isinstance(item, dict) and is_reference(kind, item.get("role")) and isinstance(item.get("id"), str):
+            if referred is None:
+                most = f"only allowed in bodies of at most {MAX_RESPONSE_BYTES >> 20} MiB; send the item instead"
+                refuse(f"input[{i}].id", f"refers to an item, which is {most}")
             if item["id"] not in referred:
                 why = "it was not stored, was deleted, or had to make room"
                 message = f"input[{i}] refers to the item {item['id'][:128]!r}, but there is none: {why}"
