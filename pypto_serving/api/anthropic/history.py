@@ -167,19 +167,18 @@ def _text(block: Block, where: str, allowed: str, left_out: LeftOut | None) -> s
     if kind == "tool_reference":
         return f"The tool {string_in(block, 'tool_name', where)} can be called now."
     if kind == "search_result":
-        return _titled(block, source, block.get("content"), f"{where}.content")
+        return _titled(block, source, block.get("content"), f"{where}.content", left_out)
     if kind == "document" and isinstance(source, Mapping) and source.get("type") in ("text", "content"):
         field = "data" if source["type"] == "text" else "content"
-        return _titled(block, block.get("context"), source.get(field), f"{where}.source.{field}")
+        return _titled(block, block.get("context"), source.get(field), f"{where}.source.{field}", left_out)
     if left_out is None:
         _refuse_block(block, where, allowed)
     return left_out.stand_in(kind)
 
 
-def _titled(block: Block, below: Any, content: Any, where: str) -> str:
+def _titled(block: Block, below: Any, content: Any, where: str, left_out: LeftOut | None) -> str:
     lines = [line for line in (block.get("title"), below) if isinstance(line, str)]
-    inner = [] if content is None else _blocks(content, where)
-    return "\n".join(lines + [string_in(one, "text", place) for one, place in inner if one["type"] == "text"])
+    return "\n".join(lines + ([] if content is None else _texts(content, where, left_out)))
 
 
 def _refuse_block(block: Block, where: str, allowed: str) -> NoReturn:
