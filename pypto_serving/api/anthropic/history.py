@@ -17,6 +17,7 @@ from pypto_serving.api.chat.tools import (
     list_of_tools,
     refuse,
     string_in,
+    with_joined_texts,
 )
 from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
@@ -41,7 +42,7 @@ def read_history(system: Any, messages: Sequence[Any], left_out: LeftOut) -> lis
         history.add("system", "\n".join(words))
     for i, message in enumerate(messages):
         history.read(message, i)
-    return history.messages
+    return history.finish()
 
 
 def _speaker(message: Any) -> str:
@@ -57,7 +58,7 @@ class _MessageHistory:
     """Collect messages; remember the calls so far. Images in the message at `newest` are refused."""
 
     def __init__(self, left_out: LeftOut, newest: int) -> None:
-        self.messages: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []
         self._names: dict[str, str] = {}
         self._left_out = left_out
         self._newest = newest
@@ -77,13 +78,17 @@ class _MessageHistory:
         else:
             self._read_assistant(content, place)
 
-    def add(self, role: str, content: str) -> None:
-        """Append text to the last message if it has the same role, else add a message."""
-        last = self.messages[-1] if self.messages else {}
-        if last.get("role") == role:
-            last["content"] = "\n".join(filter(None, (last["content"], content)))
-        else:
-            self.messages.append({"role": role, "content": content})
+    def finish(self) -> list[dict[str, Any]]:
+        """Return the messages."""
+        return [with_joined_texts(message) for message in self._messages]
+
+    def add(self, role: str, content: str) -> dict[str, Any]:
+        """Append text to the last message if it has the same role, else add a message; return it."""
+        if not self._messages or self._messages[-1]["role"] != role:
+            self._messages.append({"role": role, "content": []})
+        message = self._messages[-1]
+        message["content"].append(content)
+        return message
 
     def _read_user(self, content: Any, where: str, left_out: LeftOut | None) -> None:
         for block, place in _blocks(content, where):
@@ -103,7 +108,7 @@ class _MessageHistory:
             refuse(f"{where}.is_error", f"is {brief(failed)}, but must be true or false")
         text = "\n".join(_texts(block.get("content") or "", f"{where}.content", self._left_out))
         message = {"role": "tool", "tool_call_id": call_id, "name": self._names[call_id]}
-        self.messages.append({**message, "content": ERROR + text if failed else text})
+        self._messages.append({**message, "content": [ERROR + text if failed else text]})
 
     def _read_assistant(self, content: Any, where: str) -> None:
         texts, thoughts, calls = [], [], []
@@ -116,12 +121,11 @@ class _MessageHistory:
                 self._left_out.add(block["type"])
             elif block["type"] != "redacted_thinking":
                 texts.append(_text(block, place, "text, thinking and tool_use", self._left_out))
-        self.add("assistant", "\n".join(texts))
-        message = self.messages[-1]
+        message = self.add("assistant", "\n".join(texts))
         if calls:
-            message["tool_calls"] = message.get("tool_calls", []) + calls
+            message.setdefault("tool_calls", []).extend(calls)
         if thoughts:
-            message["reasoning_content"] = "\n".join(filter(None, (message.get("reasoning_content"), *thoughts)))
+            message.setdefault("reasoning_content", []).extend(thoughts)
 
     def _call(self, block: Block, where: str) -> dict[str, Any]:
         call_id, name, given = string_in(block, "id", where), string_in(block, "name", where), block.get("input")

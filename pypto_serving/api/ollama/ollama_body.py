@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -84,7 +85,7 @@ def read_ollama_chat(read_chat: Read, prompter: Prompter, serving: ServingConfig
     """Read a chat with `read_chat`. Raises RequestError."""
     body = parse_json(raw, OllamaChatBody)
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages or ())]
-    _answer_calls(messages)
+    answer_calls(messages)
     said = {"messages": messages, "tools": body.tools, **_thinking(body.think)}
     return _read(read_chat, prompter, serving, body, said)
 
@@ -188,21 +189,52 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     return made
 
 
-def _answer_calls(messages: list[dict[str, Any]]) -> None:
+def answer_calls(messages: list[dict[str, Any]]) -> None:
     """Give ids to calls, and to each result that of the earliest call of its tool that has none."""
-    waiting: list[tuple[str, Any]] = []
+    waiting = _Waiting()
     for place, message in enumerate(messages):
         calls = message.get("tool_calls")
         if isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls):
             named = [{"id": f"call{place:04}{i}", "type": "function", **call} for i, call in enumerate(calls)]
             message["tool_calls"] = named
-            waiting += [(call["id"], _name_of(call)) for call in named]
-        if message["role"] == "tool" and waiting:
-            name, known = message.pop("tool_name", None), message.get("tool_call_id")
-            matches = [call for call in waiting if (call[0] == known if known else name in (None, call[1]))]
-            call = (matches or waiting)[0]
-            waiting.remove(call)
-            message |= {"tool_call_id": call[0], "name": call[1]}
+            for call in named:
+                waiting.add(call["id"], _name_of(call))
+        if message["role"] == "tool":
+            found = waiting.take(message.get("tool_call_id"), message.get("tool_name"))
+            if found is not None:
+                message.pop("tool_name", None)
+                message |= {"tool_call_id": found[0], "name": found[1]}
+
+
+class _Waiting:
+    """Calls without results, in their order."""
+
+    def __init__(self) -> None:
+        self._calls: OrderedDict[int, tuple[Any, Any]] = OrderedDict()  # a plain dict looks slowly for its first
+        self._places: dict[str, deque[int]] = {}
+        self._num_added = 0
+
+    def add(self, call_id: Any, name: Any) -> None:
+        place, self._num_added = self._num_added, self._num_added + 1
+        self._calls[place] = (call_id, name)
+        for key in (f"id {call_id}", f"name {name}"):
+            self._places.setdefault(key, deque()).append(place)
+
+    def take(self, call_id: Any, name: Any) -> tuple[Any, Any] | None:
+        """Remove the first call with this id, else with this name, else any; return its id and name."""
+        places: Iterable[int] = ()
+        if call_id:
+            places = self._unanswered(f"id {call_id}")
+        elif name is not None:
+            places = self._unanswered(f"name {name}")
+        place = next(iter(places), next(iter(self._calls), None))
+        return None if place is None else self._calls.pop(place)
+
+    def _unanswered(self, key: str) -> Iterable[int]:
+        places = self._places.get(key, deque())
+        while places and places[0] not in self._calls:
+            places.popleft()
+        return places
 
 
 def _name_of(call: Mapping[str, Any]) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pypto_serving.api.chat.leaving_out import LeftOut, is_hosted, newest_words
-from pypto_serving.api.chat.tools import ToolUse, read_tool_use, refuse, string_in, text_of
+from pypto_serving.api.chat.tools import ToolUse, read_tool_use, refuse, string_in, text_of, with_joined_texts
 from pypto_serving.api.common.body import MAX_MESSAGES
 from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
@@ -201,10 +201,10 @@ def read_history(
     history = _ItemHistory(left_out)
     newest = newest_words([_speaker(item) for item in items]) - num_earlier
     if instructions:
-        history.messages.append({"role": "system", "content": instructions})
+        history.add_message("system", instructions)
     for i, item in enumerate(items, -num_earlier):
         history.add(item, f"input[{i}]" if i >= 0 else "previous_response_id", i == newest)
-    return history.messages
+    return history.finish()
 
 
 def _speaker(item: Item) -> str:
@@ -217,7 +217,7 @@ class _ItemHistory:
     """Collects messages. Remembers the calls so far."""
 
     def __init__(self, left_out: LeftOut) -> None:
-        self.messages: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []
         self._names: dict[str, str] = {}
         self._left_out = left_out
 
@@ -238,20 +238,27 @@ class _ItemHistory:
             if item["role"] == "assistant":
                 self._assistant("content", text)
             else:
-                self._add_message(item["role"], text)
+                self.add_message(item["role"], text)
 
-    def _add_message(self, role: str, text: str) -> None:
+    def finish(self) -> list[dict[str, Any]]:
+        """Return the messages."""
+        return [
+            with_joined_texts(message, "\n\n" if message["role"] == "system" else "\n") for message in self._messages
+        ]
+
+    def add_message(self, role: str, text: str) -> None:
         """Add a message. Merge system and developer messages right after a leading system message into that one."""
-        if role in ("system", "developer") and [message["role"] for message in self.messages] == ["system"]:
-            self.messages[0]["content"] += f"\n\n{text}"
+        leads = len(self._messages) == 1 and self._messages[0]["role"] == "system"
+        if role in ("system", "developer") and leads:
+            self._messages[0]["content"].append(text)
         else:
-            self.messages.append({"role": role, "content": text})
+            self._messages.append({"role": role, "content": [text]})
 
     def _assistant(self, field: str, text: str) -> dict[str, Any]:
-        if not self.messages or self.messages[-1]["role"] != "assistant":
-            self.messages.append({"role": "assistant", "content": ""})
-        last = self.messages[-1]
-        last[field] = "\n".join(filter(None, (last.get(field), text)))
+        if not self._messages or self._messages[-1]["role"] != "assistant":
+            self._messages.append({"role": "assistant", "content": []})
+        last = self._messages[-1]
+        last.setdefault(field, []).append(text)
         return last
 
     def _add_thought(self, item: Item, where: str) -> None:
@@ -273,7 +280,8 @@ class _ItemHistory:
         if call_id not in self._names:
             refuse(f"{where}.call_id", f"is {brief(call_id)}, but no earlier call has this id")
         text = text_of(item.get("output"), f"{where}.output", _TEXTS, self._left_out)
-        self.messages.append({"role": "tool", "tool_call_id": call_id, "name": self._names[call_id], "content": text})
+        told = {"role": "tool", "tool_call_id": call_id, "name": self._names[call_id]}
+        self._messages.append({**told, "content": [text]})
 
 
 def _item(item: Any, where: str) -> Item:
