@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,12 +54,20 @@ def test_the_models_are_listed_and_described(server: RunningServer) -> None:
         assert len({model["digest"] for model in listed}) == 2
     shown = ask(server, "/api/show").json()
     family = shown["details"]["family"]
-    assert shown["model_info"][f"{family}.context_length"] == 4096 and "tools" in shown["capabilities"]
+    assert shown["model_info"][f"{family}.context_length"] == 4096 and shown["capabilities"] == [
+        "completion",
+        "tools",
+        "thinking",
+    ]
     assert ask(server, "/api/show", model=None, name="tiny:latest").json() == shown
     assert ask(server, "/api/pull").text == '{"status":"success"}\n'
     for path in ("/api/show", "/api/pull", "/api/chat", "/api/generate"):
         answer = server.http.post(path, json={"model": "none", "messages": [HELLO], "prompt": "x"})
         assert answer.status_code == 404 and "none" in answer.json()["error"]
+
+
+def test_a_model_without_tools_and_reasoning_is_shown_so(start: Callable[..., RunningServer], tmp_path: Path) -> None:
+    assert ask(start(write_checkpoint(tmp_path)), "/api/show").json()["capabilities"] == ["completion"]
 
 
 def test_a_chat_streams_unless_told_otherwise(server: RunningServer, tokenizer: Tokenizer) -> None:
@@ -133,6 +142,7 @@ def test_a_body_without_words_loads_the_model(server: RunningServer) -> None:
     for path, fields in (("/api/generate", {}), ("/api/chat", {"messages": []}), ("/api/generate", {"prompt": ""})):
         answer = ask(server, path, keep_alive=0, **fields).json()
         assert (answer["done"], answer["done_reason"]) == (True, "load")
+        assert server.http.post(path, json={"model": "none", **fields}).status_code == 404
     assert not server.engine.requests
 
 
