@@ -164,7 +164,7 @@ async def _serve_http(
     engine: AsyncEngine | Replicas,
     progress: LoadProgress,
 ) -> None:
-    """Serve HTTP until stopped, even while the worker loads. Raises the error of an engine that gives up."""
+    """Serve HTTP until stopped, even while the worker loads. Raises the error that ended the engine or a task."""
     from pypto_serving.api.http.listening import pet_watchdog
     from pypto_serving.api.run import serve as listen
     from pypto_serving.api.server import create_app
@@ -175,8 +175,11 @@ async def _serve_http(
     http = asyncio.create_task(listen(app, server, bound.set_result))
     dead = asyncio.create_task(engine.wait_dead())
 
+    lost: list[BaseException] = []
+
     def end(error: BaseException) -> None:
         if not isinstance(error, PyptoError):  # which `dead` has as well
+            lost.append(error)
             signal.raise_signal(signal.SIGTERM)
 
     ready = start_task("the ready line", _announce(server, bound, engine, progress), end)
@@ -193,6 +196,8 @@ async def _serve_http(
         for task in (http, dead, ready, watchdog):
             task.cancel()
         await asyncio.gather(http, dead, ready, watchdog, return_exceptions=True)
+    if lost:
+        raise lost[0]
 
 
 async def _finish_replies(http: asyncio.Task[None], bound: asyncio.Future[int]) -> None:

@@ -170,7 +170,7 @@ class AsyncEngine:
         self.give_up_all()
         self._send(ShutdownCore())
         if self._replacing is not None:
-            await self._replacing
+            await asyncio.wait([self._replacing])  # its error is known already
         await self._close(STOP_PATIENCE_S)
         if self._descendants is not None:
             self._descendants.close()

@@ -58,17 +58,14 @@ class LoopThread:
         try:
             while (item := items.get()) is not None:
                 yield item[0]
+                self._check_process()
             self._result(future)
         finally:
             if not self.is_copied:
                 future.cancel()
 
     def _submit(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
-        if self.is_copied:
-            raise EngineDeadError(
-                f"this LLM works in process {self._pid} only, of which this process is a copy; make an LLM here, or "
-                "start processes by spawn"
-            )
+        self._check_process()
         with self._lock:
             if self._stopped:
                 raise EngineDeadError(ENDED)
@@ -76,6 +73,13 @@ class LoopThread:
             self._calls.add(future)
         future.add_done_callback(self._calls.discard)
         return future
+
+    def _check_process(self) -> None:
+        if self.is_copied:
+            raise EngineDeadError(
+                f"this LLM works in process {self._pid} only, of which this process is a copy; make an LLM here, or "
+                "start processes by spawn"
+            )
 
     def _result(self, future: Future[T]) -> T:
         try:

@@ -99,8 +99,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
 
 def schema_of(form: Mapping[str, Any]) -> Any:
     """Return the JSON schema of a format: OpenAI's, or llama.cpp's, which has it beside the type. None for none."""
-    inner = form.get("json_schema")
-    return form.get("schema", inner.get("schema") if isinstance(inner, Mapping) else None)
+    schema, inner = form.get("schema"), form.get("json_schema")
+    return inner.get("schema") if schema is None and isinstance(inner, Mapping) else schema
 
 
 def structure_of(form: Mapping[str, Any], where: str, param: str) -> dict[str, Any]:

@@ -135,6 +135,19 @@ def test_results_beside_a_document_and_words(ask: Ask, tokenizer: Tokenizer) -> 
     assert "notes\nabc\npage\nhttp://x\ndef<" in text_of(ask, tokenizer)
 
 
+def test_images_in_documents_and_search_results(ask: Ask, tokenizer: Tokenizer) -> None:
+    inner = [{"type": "text", "text": "abc"}, PICTURES[MESSAGES]]
+    document = {"type": "document", "source": {"type": "content", "content": inner}}
+    found = {"type": "search_result", "title": "page", "source": "http://x", "content": inner}
+    for block in (document, found):
+        said = {"role": "user", "content": [block]}
+        answer = ask(MESSAGES, [said, ANSWER, HELLO])
+        assert answer.status_code == 200 and answer.headers[IGNORED] == "messages.image"
+        assert f"abc\n{IMAGE}<" in text_of(ask, tokenizer)
+        answer = ask(MESSAGES, [said])
+        assert answer.status_code == 400 and "content[1] is a block of type 'image'" in answer.text
+
+
 def test_a_tool_that_was_searched_for_is_told(ask: Ask, tokenizer: Tokenizer) -> None:
     """As Claude Code's ToolSearch answers."""
     tool = {"name": "now", "input_schema": {"type": "object"}, "defer_loading": True}
@@ -222,3 +235,4 @@ def test_the_tokens_of_a_chat_with_hosted_tools_are_counted(ask: Ask) -> None:
     said = [HELLO, *called(CHAT, [PICTURES[CHAT]])]
     answer = ask("/tokenize", said, tools=[OWN[CHAT], {"type": "web_search"}])
     assert answer.status_code == 200 and answer.json()["count"] > 10
+    assert answer.headers[IGNORED] == "tools.web_search, messages.image_url"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,12 +54,20 @@ def test_the_models_are_listed_and_described(server: RunningServer) -> None:
         assert len({model["digest"] for model in listed}) == 2
     shown = ask(server, "/api/show").json()
     family = shown["details"]["family"]
-    assert shown["model_info"][f"{family}.context_length"] == 4096 and "tools" in shown["capabilities"]
+    assert shown["model_info"][f"{family}.context_length"] == 4096 and shown["capabilities"] == [
+        "completion",
+        "tools",
+        "thinking",
+    ]
     assert ask(server, "/api/show", model=None, name="tiny:latest").json() == shown
     assert ask(server, "/api/pull").text == '{"status":"success"}\n'
     for path in ("/api/show", "/api/pull", "/api/chat", "/api/generate"):
         answer = server.http.post(path, json={"model": "none", "messages": [HELLO], "prompt": "x"})
         assert answer.status_code == 404 and "none" in answer.json()["error"]
+
+
+def test_a_model_without_tools_and_reasoning_is_shown_so(start: Callable[..., RunningServer], tmp_path: Path) -> None:
+    assert ask(start(write_checkpoint(tmp_path)), "/api/show").json()["capabilities"] == ["completion"]
 
 
 def test_a_chat_streams_unless_told_otherwise(server: RunningServer, tokenizer: Tokenizer) -> None:
@@ -97,7 +106,17 @@ def test_options_and_formats(server: RunningServer) -> None:
     for wanted in ("json", {"type": "object", "properties": {"a": {"type": "string"}}}):
         ask(server, "/api/chat", messages=[HELLO], format=wanted)
         assert server.engine.requests[-1].params.guide is not None
-    for bad in ({"format": "xml"}, {"think": "hard"}, {"messages": [1]}, {"options": {"temperature": -1}}):
+    huge = 10**400
+    for bad in (
+        {"format": "xml"},
+        {"think": "hard"},
+        {"messages": [1]},
+        {"options": {"temperature": -1}},
+        {"options": {"temperature": huge}},
+        {"options": {"min_p": -huge}},
+        {"options": {"seed": huge}},
+        {"options": {"num_predict": huge}},
+    ):
         answer = server.http.post("/api/chat", json={"messages": [HELLO], **bad})
         assert answer.status_code == 400 and isinstance(answer.json()["error"], str)
 
@@ -109,16 +128,36 @@ def test_a_prompt_is_continued(server: RunningServer, tokenizer: Tokenizer) -> N
     assert (last["done"], last["response"]) == (True, "")
     whole = ask(server, "/api/generate", prompt="hello", raw=True, stream=False).json()
     assert prompt_of(server, tokenizer) == "hello" and whole["response"] == SAID
+    unused = ask(server, "/api/generate", prompt="hello", raw=True, stream=False, system="be brief", think=True, odd=1)
+    assert unused.headers["x-ignored-fields"] == "odd, system, think" and prompt_of(server, tokenizer) == "hello"
+
+
+def test_calls_with_large_integers(server: RunningServer, tokenizer: Tokenizer) -> None:
+    call = {"function": {"name": "now", "arguments": {"zone": 10**400}}}
+    ask(server, "/api/chat", messages=[HELLO, {"role": "assistant", "tool_calls": [call]}, HELLO])
+    assert "1" + "0" * 400 in prompt_of(server, tokenizer)
 
 
 def test_a_body_without_words_loads_the_model(server: RunningServer) -> None:
     for path, fields in (("/api/generate", {}), ("/api/chat", {"messages": []}), ("/api/generate", {"prompt": ""})):
         answer = ask(server, path, keep_alive=0, **fields).json()
         assert (answer["done"], answer["done_reason"]) == (True, "load")
+        assert server.http.post(path, json={"model": "none", **fields}).status_code == 404
     assert not server.engine.requests
 
 
 def test_images_are_refused(server: RunningServer) -> None:
     asked = {"messages": [{**HELLO, "images": ["AAAA"]}]}
     assert "image_url" in server.http.post("/api/chat", json=asked).json()["error"]
-    assert server.http.post("/api/generate", json={"prompt": "x", "images": ["AAAA"]}).status_code == 400
+    for raw in (False, True):
+        asked = {"prompt": "x", "images": ["AAAA"], "raw": raw}
+        assert server.http.post("/api/generate", json=asked).status_code == 400
+
+
+def test_images_of_earlier_messages_become_one_text(server: RunningServer, tokenizer: Tokenizer) -> None:
+    told = {"role": "assistant", "content": "yes"}
+    ask(server, "/api/chat", messages=[{**HELLO, "images": ["AAAA", "BBBB"]}, told, HELLO])
+    assert prompt_of(server, tokenizer).count("image left out") == 1
+    asked = {"messages": [{**HELLO, "images": "AAAA"}, told, HELLO]}
+    answer = server.http.post("/api/chat", json=asked)
+    assert answer.status_code == 400 and "messages[0].images" in answer.json()["error"]

@@ -56,6 +56,11 @@ def guide_of(server: RunningServer, path: str, **fields: Any) -> Guide | None:
 FORMS: list[tuple[dict[str, Any], str, Any]] = [
     ({"response_format": RESPONSE_FORMAT}, "json_schema", {"x-guidance": BOUNDED, **SCHEMA}),
     ({"response_format": {"type": "json_object"}}, "json_schema", {"x-guidance": BOUNDED, "type": "object"}),
+    (
+        {"response_format": {"type": "json_object", "schema": None, "json_schema": {"schema": SCHEMA}}},
+        "json_schema",
+        {"x-guidance": BOUNDED, **SCHEMA},
+    ),
     ({"structured_outputs": {"json": SCHEMA}}, "json_schema", {"x-guidance": BOUNDED, **SCHEMA}),
     ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json_schema", {"x-guidance": BOUNDED, **SCHEMA}),
     ({"guided_json": SCHEMA}, "json_schema", {"x-guidance": BOUNDED, **SCHEMA}),

@@ -28,6 +28,23 @@ def test_requests_are_answered_and_everything_ends() -> None:
     run(config(), answers_are_right)
 
 
+def test_an_engine_whose_core_could_not_be_replaced_stops_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("no more cores")
+
+    async def scenario() -> None:
+        engine = AsyncEngine(config())
+        await engine.start()
+        await engine.wait_ready()
+        monkeypatch.setattr(engine, "_spawn", fail)
+        assert engine._child is not None
+        engine._child.process.kill()
+        assert "no more cores" in str(await engine.wait_dead())
+        await engine.stop()
+
+    asyncio.run(scenario())
+
+
 def test_requests_wait_in_the_queue_while_the_worker_loads() -> None:
     async def scenario() -> None:
         engine = AsyncEngine(config())

@@ -17,6 +17,7 @@ from pypto_serving.api.chat.tools import (
     list_of_tools,
     refuse,
     string_in,
+    with_joined_texts,
 )
 from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
@@ -41,7 +42,7 @@ def read_history(system: Any, messages: Sequence[Any], left_out: LeftOut) -> lis
         history.add("system", "\n".join(words))
     for i, message in enumerate(messages):
         history.read(message, i)
-    return history.messages
+    return history.finish()
 
 
 def _speaker(message: Any) -> str:
@@ -57,7 +58,7 @@ class _MessageHistory:
     """Collect messages; remember the calls so far. Images in the message at `newest` are refused."""
 
     def __init__(self, left_out: LeftOut, newest: int) -> None:
-        self.messages: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []
         self._names: dict[str, str] = {}
         self._left_out = left_out
         self._newest = newest
@@ -77,13 +78,17 @@ class _MessageHistory:
         else:
             self._read_assistant(content, place)
 
-    def add(self, role: str, content: str) -> None:
-        """Append text to the last message if it has the same role, else add a message."""
-        last = self.messages[-1] if self.messages else {}
-        if last.get("role") == role:
-            last["content"] = "\n".join(filter(None, (last["content"], content)))
-        else:
-            self.messages.append({"role": role, "content": content})
+    def finish(self) -> list[dict[str, Any]]:
+        """Return the messages."""
+        return [with_joined_texts(message) for message in self._messages]
+
+    def add(self, role: str, content: str) -> dict[str, Any]:
+        """Append text to the last message if it has the same role, else add a message; return it."""
+        if not self._messages or self._messages[-1]["role"] != role:
+            self._messages.append({"role": role, "content": []})
+        message = self._messages[-1]
+        message["content"].append(content)
+        return message
 
     def _read_user(self, content: Any, where: str, left_out: LeftOut | None) -> None:
         for block, place in _blocks(content, where):
@@ -103,7 +108,7 @@ class _MessageHistory:
             refuse(f"{where}.is_error", f"is {brief(failed)}, but must be true or false")
         text = "\n".join(_texts(block.get("content") or "", f"{where}.content", self._left_out))
         message = {"role": "tool", "tool_call_id": call_id, "name": self._names[call_id]}
-        self.messages.append({**message, "content": ERROR + text if failed else text})
+        self._messages.append({**message, "content": [ERROR + text if failed else text]})
 
     def _read_assistant(self, content: Any, where: str) -> None:
         texts, thoughts, calls = [], [], []
@@ -116,12 +121,11 @@ class _MessageHistory:
                 self._left_out.add(block["type"])
             elif block["type"] != "redacted_thinking":
                 texts.append(_text(block, place, "text, thinking and tool_use", self._left_out))
-        self.add("assistant", "\n".join(texts))
-        message = self.messages[-1]
+        message = self.add("assistant", "\n".join(texts))
         if calls:
-            message["tool_calls"] = message.get("tool_calls", []) + calls
+            message.setdefault("tool_calls", []).extend(calls)
         if thoughts:
-            message["reasoning_content"] = "\n".join(filter(None, (message.get("reasoning_content"), *thoughts)))
+            message.setdefault("reasoning_content", []).extend(thoughts)
 
     def _call(self, block: Block, where: str) -> dict[str, Any]:
         call_id, name, given = string_in(block, "id", where), string_in(block, "name", where), block.get("input")
@@ -167,19 +171,18 @@ def _text(block: Block, where: str, allowed: str, left_out: LeftOut | None) -> s
     if kind == "tool_reference":
         return f"The tool {string_in(block, 'tool_name', where)} can be called now."
     if kind == "search_result":
-        return _titled(block, source, block.get("content"), f"{where}.content")
+        return _titled(block, source, block.get("content"), f"{where}.content", left_out)
     if kind == "document" and isinstance(source, Mapping) and source.get("type") in ("text", "content"):
         field = "data" if source["type"] == "text" else "content"
-        return _titled(block, block.get("context"), source.get(field), f"{where}.source.{field}")
+        return _titled(block, block.get("context"), source.get(field), f"{where}.source.{field}", left_out)
     if left_out is None:
         _refuse_block(block, where, allowed)
     return left_out.stand_in(kind)
 
 
-def _titled(block: Block, below: Any, content: Any, where: str) -> str:
+def _titled(block: Block, below: Any, content: Any, where: str, left_out: LeftOut | None) -> str:
     lines = [line for line in (block.get("title"), below) if isinstance(line, str)]
-    inner = [] if content is None else _blocks(content, where)
-    return "\n".join(lines + [string_in(one, "text", place) for one, place in inner if one["type"] == "text"])
+    return "\n".join(lines + ([] if content is None else _texts(content, where, left_out)))
 
 
 def _refuse_block(block: Block, where: str, allowed: str) -> NoReturn:

@@ -230,6 +230,10 @@ class DeepseekV4Encoder:
         self._parses_calls = parses_calls
         self._parses_reasoning = parses_reasoning
 
+    @property
+    def abilities(self) -> tuple[str, ...]:
+        return ("tools",) * self._parses_calls + ("thinking",) * self._parses_reasoning
+
     def encode(self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]) -> EncodedChat:
         """Write the conversation as text that begins with BOS. Raises RequestError that names the field at fault."""
         if not messages:

@@ -90,6 +90,10 @@ class ChatEncoder(Protocol):
         Raises RequestError if the model cannot chat at all.
         """
 
+    @property
+    def abilities(self) -> tuple[str, ...]:
+        """Return what chats may have: "tools", whose calls are parsed, and "thinking"."""
+
     def encode(self, messages: Sequence[Message], kwargs: Mapping[str, Any]) -> EncodedChat:
         """Make the prompt. Raises RequestError if the family cannot express a message.
 

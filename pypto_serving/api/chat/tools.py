@@ -204,6 +204,15 @@ def text_of(content: Any, where: str, fields: Mapping[str, str], left_out: LeftO
     return "\n".join(part_text(part, f"{where}[{i}]", fields, left_out) for i, part in enumerate(content))
 
 
+def with_joined_texts(message: Mapping[str, Any], separator: str = "\n") -> dict[str, Any]:
+    """Return a message whose content and reasoning are lists of texts with those that are not empty joined.
+
+    Readers collect lists, since each join copies what was there.
+    """
+    texts = ("content", "reasoning_content")
+    return {k: separator.join(filter(None, value)) if k in texts else value for k, value in message.items()}
+
+
 def part_text(part: Any, where: str, fields: Mapping[str, str], left_out: LeftOut | None = None) -> str:
     """Return the text of one part; `fields` and `left_out` as in `text_of`. Raises RequestError."""
     kind = part.get("type") if isinstance(part, Mapping) else part

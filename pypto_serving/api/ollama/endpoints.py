@@ -62,7 +62,7 @@ async def show_ollama_model(request: Request) -> Response:
             "general.architecture": family,
             f"{family}.context_length": service.engine.config.limits.max_model_len,
         },
-        "capabilities": ["completion", "tools", "thinking"],
+        "capabilities": ["completion", *service.prompter.chat_encoder.abilities],
         "modified_at": written_time(service.created),
     }
     return answer_json(shown)
@@ -90,13 +90,16 @@ async def _generate(request: Request, endpoint: Literal["ollama_chat", "ollama_g
 
     try:
         return await generate(request, endpoint, "ollama-", new_format, _require_words)
-    except _NoWordsError:
-        name = request.app.state.service.model_name
+    except _NoWordsError as error:
+        name = request.app.state.service.serving.resolve_model(without_tag(error.model))
         return answer_json(LineFormat(name, endpoint == "ollama_chat").loaded())
 
 
 class _NoWordsError(Exception):
     """A body that only asks to load or unload the model, which is loaded as long as the server runs."""
+
+    def __init__(self, model: str | None) -> None:
+        self.model = model
 
 
 def _require_words(raw: bytearray) -> bytearray:
@@ -104,10 +107,10 @@ def _require_words(raw: bytearray) -> bytearray:
     if len(raw) > MAX_NAME_BYTES or _WORDS.search(raw):
         return raw
     try:
-        msgspec.json.decode(raw, type=_Named)
+        named = msgspec.json.decode(raw, type=_Named)
     except (msgspec.DecodeError, RecursionError):
         return raw  # the reader says what is wrong
-    raise _NoWordsError
+    raise _NoWordsError(named.model)
 
 
 async def _named(request: Request) -> str:

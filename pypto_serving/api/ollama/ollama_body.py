@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -84,7 +85,7 @@ def read_ollama_chat(read_chat: Read, prompter: Prompter, serving: ServingConfig
     """Read a chat with `read_chat`. Raises RequestError."""
     body = parse_json(raw, OllamaChatBody)
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages or ())]
-    _answer_calls(messages)
+    answer_calls(messages)
     said = {"messages": messages, "tools": body.tools, **_thinking(body.think)}
     return _read(read_chat, prompter, serving, body, said)
 
@@ -95,22 +96,36 @@ def read_ollama_generate(
     """Read a prompt, which becomes a chat unless it is `raw`. Raises RequestError."""
     body = parse_json(raw, OllamaGenerateBody)
     if body.raw:
-        return _read(read_completion, prompter, serving, body, {"prompt": body.prompt or "", "max_tokens": INT32_MAX})
+        if body.images:
+            refuse("images", "is given, but this model reads only text; leave it out", "unsupported_content")
+        unused = [name for name in ("system", "think") if getattr(body, name) not in (None, "")]
+        asked = {"prompt": body.prompt or "", "max_tokens": INT32_MAX}
+        return _read(read_completion, prompter, serving, body, asked, unused)
     said = {"role": "user", "content": body.prompt or "", "images": body.images}
     system = [{"role": "system", "content": body.system}] if body.system else []
     asked = {"messages": [*system, _message(said, "prompt")], **_thinking(body.think)}
     return _read(read_chat, prompter, serving, body, asked)
 
 
-def _read(reads: Read, prompter: Prompter, serving: ServingConfig, body: OllamaBody, said: dict[str, Any]) -> ReadBody:
-    """Read what OpenAI's endpoint would get. An output ends with the context, if that is before `num_predict`."""
+def _read(
+    reads: Read,
+    prompter: Prompter,
+    serving: ServingConfig,
+    body: OllamaBody,
+    said: dict[str, Any],
+    unused: Sequence[str] = (),
+) -> ReadBody:
+    """Read what OpenAI's endpoint would get. An output ends with the context, if that is before `num_predict`.
+
+    `unused` are fields without effect.
+    """
     options, ignored = _sampling(body.options or {})
     fields = {"model": without_tag(body.model), "stream": body.stream is not False, **said, **options}
     if body.format not in (None, ""):
         fields["response_format"] = _format(body.format)
     cutting = msgspec.structs.replace(serving, strict_max_tokens=False)
     read = reads(prompter, cutting, msgspec.json.encode(fields))
-    return msgspec.structs.replace(read, ignored=read.ignored.and_also(body.unknown_fields() + ignored))
+    return msgspec.structs.replace(read, ignored=read.ignored.and_also([*body.unknown_fields(), *unused, *ignored]))
 
 
 def _sampling(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -123,10 +138,17 @@ def _sampling(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if name == "num_predict" and type(value) is int:
             fields |= {"max_tokens": value} if value > 0 else {}
         elif name in _OPTIONS:
-            fields[_OPTIONS[name]] = float(value) if name in _FLOATS and type(value) is int else value
+            fields[_OPTIONS[name]] = _float(value, name) if name in _FLOATS and type(value) is int else value
         else:
             ignored.append(f"options.{name}")
     return fields, ignored
+
+
+def _float(value: int, name: str) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        refuse(f"options.{name}", "is an integer out of range; send a smaller number")
 
 
 def _format(wanted: Any) -> dict[str, Any]:
@@ -154,8 +176,9 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         refuse(where, f"is {brief(message)}, but must be a message with role and content")
     made = {"role": message.get("role"), "content": message.get("content") or ""}
     if images := message.get("images"):
-        parts = [{"type": "image_url"} for _ in (images if isinstance(images, Sequence) else (images,))]
-        made["content"] = [{"type": "text", "text": made["content"]}, *parts]
+        if not isinstance(images, list):
+            refuse(f"{where}.images", f"is {brief(images)}, but must be a list")
+        made["content"] = [{"type": "text", "text": made["content"]}, {"type": "image_url"}]
     if message.get("thinking") is not None:
         made["reasoning"] = message["thinking"]
     if message.get("tool_calls"):
@@ -166,21 +189,52 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     return made
 
 
-def _answer_calls(messages: list[dict[str, Any]]) -> None:
+def answer_calls(messages: list[dict[str, Any]]) -> None:
     """Give ids to calls, and to each result that of the earliest call of its tool that has none."""
-    waiting: list[tuple[str, Any]] = []
+    waiting = _Waiting()
     for place, message in enumerate(messages):
         calls = message.get("tool_calls")
         if isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls):
             named = [{"id": f"call{place:04}{i}", "type": "function", **call} for i, call in enumerate(calls)]
             message["tool_calls"] = named
-            waiting += [(call["id"], _name_of(call)) for call in named]
-        if message["role"] == "tool" and waiting:
-            name, known = message.pop("tool_name", None), message.get("tool_call_id")
-            matches = [call for call in waiting if (call[0] == known if known else name in (None, call[1]))]
-            call = (matches or waiting)[0]
-            waiting.remove(call)
-            message |= {"tool_call_id": call[0], "name": call[1]}
+            for call in named:
+                waiting.add(call["id"], _name_of(call))
+        if message["role"] == "tool":
+            found = waiting.take(message.get("tool_call_id"), message.get("tool_name"))
+            if found is not None:
+                message.pop("tool_name", None)
+                message |= {"tool_call_id": found[0], "name": found[1]}
+
+
+class _Waiting:
+    """Calls without results, in their order."""
+
+    def __init__(self) -> None:
+        self._calls: OrderedDict[int, tuple[Any, Any]] = OrderedDict()  # a plain dict looks slowly for its first
+        self._places: dict[str, deque[int]] = {}
+        self._num_added = 0
+
+    def add(self, call_id: Any, name: Any) -> None:
+        place, self._num_added = self._num_added, self._num_added + 1
+        self._calls[place] = (call_id, name)
+        for key in (f"id {call_id}", f"name {name}"):
+            self._places.setdefault(key, deque()).append(place)
+
+    def take(self, call_id: Any, name: Any) -> tuple[Any, Any] | None:
+        """Remove the first call with this id, else with this name, else any; return its id and name."""
+        places: Iterable[int] = ()
+        if call_id:
+            places = self._unanswered(f"id {call_id}")
+        elif name is not None:
+            places = self._unanswered(f"name {name}")
+        place = next(iter(places), next(iter(self._calls), None))
+        return None if place is None else self._calls.pop(place)
+
+    def _unanswered(self, key: str) -> Iterable[int]:
+        places = self._places.get(key, deque())
+        while places and places[0] not in self._calls:
+            places.popleft()
+        return places
 
 
 def _name_of(call: Mapping[str, Any]) -> Any:

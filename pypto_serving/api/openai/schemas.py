@@ -51,6 +51,9 @@ PROMPT = WithJsonSchema(
 )
 STOP = or_null(_STOP_TEXT, list_of(_STOP_TEXT, 0, sampling.MAX_STOPS))
 STOP_IDS = or_null(list_of(_TOKEN_ID, 0, sampling.MAX_STOP_IDS))
+MAX_LOGPROB_IDS = 128
+"""Limit of ids whose log-probabilities each token of a stream has."""
+LOGPROB_IDS = or_null(list_of(_TOKEN_ID, 0, MAX_LOGPROB_IDS))
 ALLOWED_IDS = or_null(list_of(_TOKEN_ID, 1, sampling.MAX_BIASES))
 BIASES = or_null(
     {
@@ -176,8 +179,8 @@ class GenerationBody(PromptBody, StreamBody):
         None, fail_fast=True, max_length=sampling.MAX_BIASES
     )
     bad_words: Annotated[list[str] | None, BAD_WORDS] = Field(None, fail_fast=True, max_length=sampling.MAX_BAD_WORDS)
-    logprob_token_ids: Annotated[list[int] | None, STOP_IDS] = Field(
-        None, fail_fast=True, max_length=sampling.MAX_BIASES
+    logprob_token_ids: Annotated[list[int] | None, LOGPROB_IDS] = Field(
+        None, fail_fast=True, max_length=MAX_LOGPROB_IDS
     )
     prompt_logprobs: Annotated[int | None, whole(0, sampling.MAX_LOGPROBS)] = None
     skip_special_tokens: bool | None = None

@@ -67,14 +67,15 @@ def read_tokenize(prompter: Prompter, serving: ServingConfig, raw: bytes | bytea
     """Encode a text, or the prompt of a chat; both may be longer than the context."""
     body = parse_json(raw, TokenizeBody)
     serving.resolve_model(body.model)
-    tokenizer, known = _tokenizer(prompter), frozenset[str]()
+    tokenizer, known, left_out = _tokenizer(prompter), frozenset[str](), list[str]()
     if body.prompt is not None and body.messages is None:
         prompter.check_length(len(body.prompt), "prompt")
         ids = tokenizer.encode(body.prompt, body.add_special_tokens is not False)
     elif body.messages is not None and body.prompt is None:
         known = prompter.chat_encoder.request_fields
-        history, _ = read_history(body.messages)
-        tools, _ = read_tools(body.tools, body.tool_choice, None)
+        history, left_out_parts = read_history(body.messages)
+        tools, left_out_tools = read_tools(body.tools, body.tool_choice, None)
+        left_out = [*left_out_tools, *left_out_parts]
         chat = ChatRequest(
             messages=history,
             kwargs=encoder_kwargs(body, known, serving.trust_request_chat_template),
@@ -88,7 +89,7 @@ def read_tokenize(prompter: Prompter, serving: ServingConfig, raw: bytes | bytea
     check_num_answered(len(ids), "messages" if body.prompt is None else "prompt")
     texts = [tokenizer.raw.id_to_token(i) or "" for i in ids] if body.return_token_strs else None
     answer = Tokenized(len(ids), prompter.config.limits.max_model_len, ids, texts)
-    return _answered(answer, body.unknown_fields(known))
+    return _answered(answer, body.unknown_fields(known) + left_out)
 
 
 def read_detokenize(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray) -> Answered:

@@ -88,10 +88,31 @@ class Manners:
         return fitted
 
 
-def _joined(first: Message, second: Message) -> Message:
-    """Return `first` with the text of `second` appended."""
-    texts = [message["content"] for message in (first, second) if message.get("content")]
-    return {**first, "content": "\n\n".join(texts)}
+class _Joining:
+    """Collects messages. Joins all texts of one at the end, since each join copies what was there."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self._texts: list[list[Any]] = []
+
+    @property
+    def last(self) -> Message:
+        return self.messages[-1] if self.messages else {}
+
+    def add(self, message: Message, before: Sequence[Any] = ()) -> None:
+        """Add a message that begins with the texts `before`."""
+        self.messages.append(dict(message))
+        self._texts.append([*before, message.get("content")])
+
+    def append(self, message: Message) -> None:
+        """Append the text of a message to the last one."""
+        self._texts[-1].append(message.get("content"))
+
+    def finish(self) -> list[Message]:
+        for message, texts in zip(self.messages, self._texts, strict=True):
+            if len(texts) > 1:
+                message["content"] = "\n\n".join(filter(None, texts))
+        return self.messages
 
 
 def _join_first(messages: Sequence[Message]) -> list[Message]:
@@ -105,32 +126,38 @@ def _join_first(messages: Sequence[Message]) -> list[Message]:
 
 def _join(messages: Sequence[Message], roles: Collection[str], others: Collection[str] = ()) -> list[Message]:
     """Merge each message into the preceding one if that has one of `roles`, and the same role or one of `others`."""
-    joined: list[Message] = []
+    joined = _Joining()
     for message in messages:
-        last = joined[-1] if joined else {}
+        last = joined.last
         same = message["role"] in others if others else message["role"] == last.get("role")
         if last.get("role") in roles and same and not last.get("tool_calls"):
-            calls = {"tool_calls": message["tool_calls"]} if "tool_calls" in message else {}
-            joined[-1] = _joined(last, message) | calls
-        else:
             joined.append(message)
-    return joined
+            if "tool_calls" in message:
+                last["tool_calls"] = message["tool_calls"]
+        else:
+            joined.add(message)
+    return joined.finish()
 
 
 def _move(messages: Sequence[Message], start: int) -> list[Message]:
     """Move the texts of system messages from `start` on into neighbouring turns."""
-    moved, waiting = list(messages[:start]), list[Message]()
+    moved, waiting = _Joining(), list[Any]()
+    for message in messages[:start]:
+        moved.add(message)
     for message in messages[start:]:
         if message["role"] not in INSTRUCTING:
-            if waiting and message["role"] in _HEARD:
-                message = {**message, "content": _joined(waiting.pop(), message)["content"]}
-            moved += [*waiting, message]
+            if waiting and message["role"] not in _HEARD:
+                moved.add(_says("user", ""), waiting)
+                waiting = []
+            moved.add(message, waiting)
             waiting = []
-        elif moved and moved[-1]["role"] in _HEARD:
-            moved[-1] = _joined(moved[-1], message)
+        elif moved.last.get("role") in _HEARD:
+            moved.append(message)
         else:
-            waiting = [_joined(_says("user", waiting[0]["content"] if waiting else ""), message)]
-    return moved + waiting
+            waiting.append(message.get("content"))
+    if waiting:
+        moved.add(_says("user", ""), waiting)
+    return moved.finish()
 
 
 _HEARD = ("user", "tool")

@@ -29,6 +29,8 @@ ENCODER_OF_ARCHITECTURE = {"DeepseekV4ForCausalLM": "deepseek_v4"}
 class UnavailableEncoder:
     """Refuse every chat with the reason why the model cannot chat."""
 
+    abilities: tuple[str, ...] = ()
+
     def __init__(self, reason: str) -> None:
         self._reason = reason
 

@@ -91,6 +91,13 @@ class TemplateEncoder:
         self._template = None if source is None else self._make(source)
         self._is_special = is_special
 
+    @property
+    def abilities(self) -> tuple[str, ...]:
+        if self._template is None:
+            return ()
+        calls = self._template.takes_tools and self._template.family != "none"
+        return ("tools",) * calls + ("thinking",) * (self._template.habit is not None)
+
     def _make(self, source: str) -> ChatTemplate:
         return ChatTemplate.make(source, self._special_tokens, *self._parsers)
 

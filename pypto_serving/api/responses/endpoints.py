@@ -12,13 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pypto_serving.api.chat.tools import refuse
-from pypto_serving.api.common.body import ReadBody, Repeated, answer_read, read_page
+from pypto_serving.api.common.body import MAX_MESSAGES, ReadBody, Repeated, answer_read, read_page
 from pypto_serving.api.common.respond import AnswerFormat, answer_json, generate
 from pypto_serving.api.generation.request import GenerationRequest
 from pypto_serving.api.http.keys import client_of
 from pypto_serving.api.responses.answers import DeletedResponse, ResponseObject
 from pypto_serving.api.responses.format import ResponseFormat
-from pypto_serving.api.responses.history import is_reference
+from pypto_serving.api.responses.history import MAX_RESPONSE_BYTES, is_reference
 from pypto_serving.api.responses.response_body import MAX_ID_CHARS, with_earlier
 from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
@@ -26,8 +26,6 @@ from pypto_serving.util import brief
 MAX_RESPONSES, MAX_BYTES = 4096, 256 << 20
 ENTRY_BYTES = 256
 """What the place of an item takes, beside its JSON and its id."""
-MAX_RESPONSE_BYTES = 4 << 20
-"""Limit of a kept response's conversation, and of a body that continues one, since the event loop parses both."""
 
 
 class UnknownResponseError(RequestError):
@@ -63,14 +61,15 @@ class ResponseStore:
         self._most = most
         self._most_bytes = most_bytes
         self._kept: OrderedDict[tuple[str, str], Kept] = OrderedDict()
-        self._items: dict[tuple[str, str], bytes] = {}
+        self._items: dict[tuple[str, str], dict[str, bytes]] = {}
 
     def add(self, client: str, response_id: str, kept: Kept) -> None:
         """Keep a response, and evict others until all fit."""
         if kept.num_bytes > min(MAX_RESPONSE_BYTES, self._most_bytes):
             return
         self._kept[(client, response_id)] = kept
-        self._items |= {(client, name): item for name, item in kept.items.items()}
+        for name, item in kept.items.items():
+            self._items.setdefault((client, name), {})[response_id] = item
         self.num_bytes += kept.num_bytes
         while len(self._kept) > self._most or self.num_bytes > self._most_bytes:
             self._drop(next(iter(self._kept)))
@@ -78,13 +77,17 @@ class ResponseStore:
     def _drop(self, place: tuple[str, str]) -> None:
         dropped = self._kept.pop(place)
         self.num_bytes -= dropped.num_bytes
-        for name, item in dropped.items.items():
-            if self._items.get((place[0], name)) is item:  # not of a later response
-                del self._items[place[0], name]
+        client, response_id = place
+        for name in dropped.items:
+            by_response = self._items[client, name]
+            del by_response[response_id]
+            if not by_response:
+                del self._items[client, name]
 
     def find_item(self, client: str, item_id: str) -> bytes | None:
-        """Return an item of a response that is kept, as JSON; None if there is none with this id."""
-        return self._items.get((client, item_id))
+        """Return an item of the newest response that has one with this id, as JSON; None if no kept one has."""
+        by_response = self._items.get((client, item_id))
+        return by_response[next(reversed(by_response))] if by_response else None
 
     def get(self, client: str, response_id: str, param: str | None = None) -> Kept:
         """Return a response. Raises UnknownResponseError about the field `param`."""
@@ -187,14 +190,21 @@ def _with_kept(store: ResponseStore, client: str, raw: bytearray) -> bytearray:
     return with_earlier(raw, _earlier(store, client, raw), _referred(store, client, raw))
 
 
-def _referred(store: ResponseStore, client: str, raw: bytearray) -> dict[str, msgspec.Raw]:
-    """Return the kept items that the input refers to, by id. The reader refuses references to others."""
-    if len(raw) > MAX_RESPONSE_BYTES or _HAS_ID.search(raw) is None:
+def _referred(store: ResponseStore, client: str, raw: bytearray) -> dict[str, msgspec.Raw] | None:
+    """Return the kept items that the input refers to, by id; None if `raw` is too long to look.
+
+    The reader refuses references to others.
+    """
+    if len(raw) > MAX_RESPONSE_BYTES:
+        return None
+    if _HAS_ID.search(raw) is None:
         return {}
     try:
         items = msgspec.json.decode(raw, type=_Items).input
     except (msgspec.DecodeError, RecursionError):
         return {}  # text, or no items: the reader says what is wrong
+    if len(items) > MAX_MESSAGES:
+        return {}  # likewise
     found, num_bytes = dict[str, msgspec.Raw](), 0
     for item in items:
         if isinstance(item.id, str) and is_reference(item.type, item.role):

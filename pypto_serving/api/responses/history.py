@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pypto_serving.api.chat.leaving_out import LeftOut, is_hosted, newest_words
-from pypto_serving.api.chat.tools import ToolUse, read_tool_use, refuse, string_in, text_of
+from pypto_serving.api.chat.tools import ToolUse, read_tool_use, refuse, string_in, text_of, with_joined_texts
 from pypto_serving.api.common.body import MAX_MESSAGES
 from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
 
+MAX_RESPONSE_BYTES = 4 << 20
+"""Limit of a kept response's conversation, and of a body that refers to one, since the event loop parses both."""
 _PLACE = re.compile(r"^tools\[(\d+)\]")
 _INPUT = {
     "type": "object",
@@ -153,10 +155,11 @@ def is_reference(kind: Any, role: Any) -> bool:
     return kind == "item_reference" or (kind is None and role is None)
 
 
-def read_items(given: Any, left_out: LeftOut, referred: Mapping[str, Item]) -> list[Item]:
+def read_items(given: Any, left_out: LeftOut, referred: Mapping[str, Item] | None) -> list[Item]:
     """Return the items of `input`, each with its type and an id. Those of hosted tools are left out.
 
-    `referred` are kept items to which others refer. Raises UnknownItemError for a reference to any other.
+    `referred` are kept items to which others refer; None if the body is too long for references. Raises
+    UnknownItemError for a reference to any other.
     """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
@@ -168,6 +171,9 @@ def read_items(given: Any, left_out: LeftOut, referred: Mapping[str, Item]) -> l
     for i, item in enumerate(given or ()):
         kind = item.get("type") if isinstance(item, dict) else None
         if isinstance(item, dict) and is_reference(kind, item.get("role")) and isinstance(item.get("id"), str):
+            if referred is None:
+                most = f"only allowed in bodies of at most {MAX_RESPONSE_BYTES >> 20} MiB; send the item instead"
+                refuse(f"input[{i}].id", f"refers to an item, which is {most}")
             if item["id"] not in referred:
                 why = "it was not stored, was deleted, or had to make room"
                 message = f"input[{i}] refers to the item {item['id'][:128]!r}, but there is none: {why}"
@@ -195,10 +201,10 @@ def read_history(
     history = _ItemHistory(left_out)
     newest = newest_words([_speaker(item) for item in items]) - num_earlier
     if instructions:
-        history.messages.append({"role": "system", "content": instructions})
+        history.add_message("system", instructions)
     for i, item in enumerate(items, -num_earlier):
         history.add(item, f"input[{i}]" if i >= 0 else "previous_response_id", i == newest)
-    return history.messages
+    return history.finish()
 
 
 def _speaker(item: Item) -> str:
@@ -211,7 +217,7 @@ class _ItemHistory:
     """Collects messages. Remembers the calls so far."""
 
     def __init__(self, left_out: LeftOut) -> None:
-        self.messages: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []
         self._names: dict[str, str] = {}
         self._left_out = left_out
 
@@ -232,20 +238,27 @@ class _ItemHistory:
             if item["role"] == "assistant":
                 self._assistant("content", text)
             else:
-                self._add_message(item["role"], text)
+                self.add_message(item["role"], text)
 
-    def _add_message(self, role: str, text: str) -> None:
+    def finish(self) -> list[dict[str, Any]]:
+        """Return the messages."""
+        return [
+            with_joined_texts(message, "\n\n" if message["role"] == "system" else "\n") for message in self._messages
+        ]
+
+    def add_message(self, role: str, text: str) -> None:
         """Add a message. Merge system and developer messages right after a leading system message into that one."""
-        if role in ("system", "developer") and [message["role"] for message in self.messages] == ["system"]:
-            self.messages[0]["content"] += f"\n\n{text}"
+        leads = len(self._messages) == 1 and self._messages[0]["role"] == "system"
+        if role in ("system", "developer") and leads:
+            self._messages[0]["content"].append(text)
         else:
-            self.messages.append({"role": role, "content": text})
+            self._messages.append({"role": role, "content": [text]})
 
     def _assistant(self, field: str, text: str) -> dict[str, Any]:
-        if not self.messages or self.messages[-1]["role"] != "assistant":
-            self.messages.append({"role": "assistant", "content": ""})
-        last = self.messages[-1]
-        last[field] = "\n".join(filter(None, (last.get(field), text)))
+        if not self._messages or self._messages[-1]["role"] != "assistant":
+            self._messages.append({"role": "assistant", "content": []})
+        last = self._messages[-1]
+        last.setdefault(field, []).append(text)
         return last
 
     def _add_thought(self, item: Item, where: str) -> None:
@@ -267,7 +280,8 @@ class _ItemHistory:
         if call_id not in self._names:
             refuse(f"{where}.call_id", f"is {brief(call_id)}, but no earlier call has this id")
         text = text_of(item.get("output"), f"{where}.output", _TEXTS, self._left_out)
-        self.messages.append({"role": "tool", "tool_call_id": call_id, "name": self._names[call_id], "content": text})
+        told = {"role": "tool", "tool_call_id": call_id, "name": self._names[call_id]}
+        self._messages.append({**told, "content": [text]})
 
 
 def _item(item: Any, where: str) -> Item:

@@ -116,11 +116,14 @@ class _Kept(msgspec.Struct):
     """What stands before a body: the items of earlier responses, and those that it refers to, by id."""
 
     earlier: msgspec.Raw
-    referred: dict[str, msgspec.Raw]
+    referred: dict[str, msgspec.Raw] | None
 
 
-def with_earlier(raw: bytearray, earlier: bytes, referred: dict[str, msgspec.Raw]) -> bytearray:
-    """Put the items of earlier responses, and those that the body refers to, before it, for `read_response`."""
+def with_earlier(raw: bytearray, earlier: bytes, referred: dict[str, msgspec.Raw] | None) -> bytearray:
+    """Put the items of earlier responses, and those that the body refers to, before it, for `read_response`.
+
+    `referred` is None if the body is too long for references.
+    """
     kept = msgspec.json.encode(_Kept(msgspec.Raw(earlier or b"[]"), referred))
     raw[:0] = b"%d\n%b" % (len(kept), kept)
     return raw
@@ -143,8 +146,9 @@ def read_response(prompter: Prompter, serving: ServingConfig, framed: bytes | by
     prompt, fitted, parser = fit_chat(prompter, chat)
     model = serving.resolve_model(body.model)
     echo = msgspec.json.encode(_echo(body, fitted, form))
-    own = {item["id"]: msgspec.json.encode(item) for item in items}
-    repeated = Repeated(echo, msgspec.json.encode(earlier + items), body.store is not False, own)
+    kept = body.store is not False
+    own = {item["id"]: msgspec.json.encode(item) for item in items} if kept else {}
+    repeated = Repeated(echo, msgspec.json.encode(earlier + items), kept, own)
     return ReadBody(
         model=model,
         stream=bool(body.stream),

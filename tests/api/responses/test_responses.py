@@ -11,8 +11,10 @@ import pytest
 from pydantic import BaseModel
 
 from pypto_serving.api.chat.leaving_out import LeftOut
-from pypto_serving.api.responses.endpoints import MAX_RESPONSE_BYTES, Kept, ResponseStore, UnknownResponseError
-from pypto_serving.api.responses.history import read_history, read_items
+from pypto_serving.api.common.body import MAX_MESSAGES
+from pypto_serving.api.responses.endpoints import Kept, ResponseStore, UnknownResponseError
+from pypto_serving.api.responses.history import MAX_RESPONSE_BYTES, read_history, read_items
+from pypto_serving.api.responses.response_body import read_response, with_earlier
 from pypto_serving.api.text.tokenizer import Tokenizer
 from tests.api.anthropic.talking import CITY, SAID
 from tests.api.chat_events import prompt_of
@@ -231,6 +233,11 @@ def test_items_are_found_as_long_as_their_response_is_kept() -> None:
     assert store.find_item("k", "x") is None and store.num_bytes == 0
     store.add("k", "d", Kept(b"", b"", b"", {str(i): b"" for i in range(8)}))
     assert store.find_item("k", "1") is None, "entries count"
+    for name in ("a", "b"):
+        store.add("k", name, Kept(b"", b"", b"", {"x": name.encode()}))
+    assert store.find_item("k", "x") == b"b"
+    store.delete("k", "b")
+    assert store.find_item("k", "x") == b"a", "an earlier response has it still"
 
 
 def test_stored_items_can_be_referred_to(thinks: Thinks, tokenizer: Tokenizer) -> None:
@@ -272,6 +279,30 @@ def test_references_cannot_make_a_small_body_large(thinks: Thinks) -> None:
     assert made["status"] == "completed"
     answer = server.http.post(PATH, json={"input": [{"id": "msg_long"}] * 300})
     assert answer.status_code == 400 and "refers to items of more than 4 MiB" in answer.json()["error"]["message"]
+
+
+def test_references_in_a_body_that_is_too_long(thinks: Thinks) -> None:
+    server = thinks("x")
+    made = create(server)["output"][0]["id"]
+    long = {"role": "user", "content": "x" * MAX_RESPONSE_BYTES}
+    answer = server.http.post(PATH, json={"input": [{"id": made}, long]})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "input[0].id") and "at most 4 MiB" in error["message"]
+
+
+def test_more_references_than_items_are_allowed_are_not_looked_up(thinks: Thinks) -> None:
+    server = thinks("x")
+    create(server, input=[{"role": "user", "id": "msg_long", "content": "x" * 20_000}])
+    answer = server.http.post(PATH, json={"input": [{"id": "msg_long"}] * (MAX_MESSAGES + 1)})
+    assert answer.status_code == 400 and f"at most {MAX_MESSAGES}" in answer.json()["error"]["message"]
+
+
+def test_only_responses_that_are_kept_have_items_of_their_own(thinks: Thinks) -> None:
+    service = thinks("x").service
+    for store in (True, False):
+        raw = msgspec.json.encode({"input": "hello", "store": store})
+        read = read_response(service.prompter, service.serving, with_earlier(bytearray(raw), b"", {}))
+        assert read.repeated is not None and bool(read.repeated.own) is store
 
 
 @pytest.mark.parametrize("streams", [False, True])
