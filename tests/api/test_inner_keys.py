@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pypto_serving.api.common.inner_keys import ANY, by_type, keys, unknown_keys
+from pypto_serving.api.common.body import ANY, by_type, keys, unknown_keys
 from tests.api.checkpoint import write_checkpoint
 from tests.api.running import CHAT, RunningServer
 from tests.api.templates import HERMES

@@ -167,7 +167,7 @@ MISTAKES: list[tuple[list[str], int, str]] = [
         "Invalid value for '--format': 'x' is not one of 'w8a8', 'w4a16', 'mxfp4'.",
     ),
     (["bench", "serve", "--backend", "x"], 2, "Invalid value for '--backend': 'x' is not one of 'openai', 'openai-"),
-    (["check", "--backend", "gpu"], 2, "--backend is gpu, but must be one of cpu, npu, null"),
+    (["check", "--backend", "gpu"], 2, "--backend is gpu, but must be one of cpu, npu, cuda, null"),
     (
         [*NULL, "--kv-disk", "/dev/null"],
         2,

@@ -19,8 +19,11 @@ from pypto_serving.api.common.body import (
     Body,
     FieldRules,
     IgnoredFields,
+    Keys,
     ReadBody,
     Shown,
+    by_type,
+    keys,
     parse_json,
 )
 from pypto_serving.api.common.described import (
@@ -36,7 +39,6 @@ from pypto_serving.api.common.described import (
     typed,
     whole,
 )
-from pypto_serving.api.common.inner_keys import Keys, by_type, keys
 from pypto_serving.api.generation.request import ChatRequest, encode_chat, fit_chat
 from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.settings import ServingConfig

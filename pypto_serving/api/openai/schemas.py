@@ -7,7 +7,18 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, WithJsonSchema
 
 from pypto_serving.api.chat.tools import EFFORTS, MAX_NAME_CHARS, MAX_TOOLS, MODES, NAME
-from pypto_serving.api.common.body import MAX_MESSAGES, MAX_SALT_CHARS, Body, FieldRules, StreamBody
+from pypto_serving.api.common.body import (
+    ANY,
+    MAX_MESSAGES,
+    MAX_SALT_CHARS,
+    PARTS,
+    Body,
+    FieldRules,
+    StreamBody,
+    by_type,
+    keys,
+)
+from pypto_serving.api.common.body import RESPONSE_FORMAT as FORMAT_KEYS
 from pypto_serving.api.common.described import (
     ABOVE_0_TO_1,
     FLAG,
@@ -22,8 +33,6 @@ from pypto_serving.api.common.described import (
     typed,
     whole,
 )
-from pypto_serving.api.common.inner_keys import ANY, PARTS, by_type, keys
-from pypto_serving.api.common.inner_keys import RESPONSE_FORMAT as FORMAT_KEYS
 from pypto_serving.api.generation.request import MAX_TIMEOUT_S, MAY_LACK_CONTENT
 from pypto_serving.types import sampling
 

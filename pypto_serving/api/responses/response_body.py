@@ -10,6 +10,8 @@ from pydantic import Field
 from pypto_serving.api.chat.leaving_out import LeftOut, is_hosted
 from pypto_serving.api.chat.tools import check_effort, refuse
 from pypto_serving.api.common.body import (
+    PARTS,
+    RESPONSE_FORMAT,
     Answered,
     FieldRules,
     IgnoredFields,
@@ -17,10 +19,11 @@ from pypto_serving.api.common.body import (
     Repeated,
     Shown,
     StreamBody,
+    by_type,
+    keys,
     parse_json,
 )
 from pypto_serving.api.common.described import ABOVE_0_TO_1, number, whole
-from pypto_serving.api.common.inner_keys import PARTS, RESPONSE_FORMAT, by_type, keys
 from pypto_serving.api.generation.request import ChatRequest, encode_chat, fit_chat
 from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.responses.answers import ResponseInputTokens
