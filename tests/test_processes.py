@@ -163,6 +163,7 @@ def test_what_a_parent_left_is_undone(left: str) -> None:
     program = f"""
 import os, signal, sys
 for number in signal.valid_signals() - {{signal.SIGKILL, signal.SIGSTOP}}:
+    signal.signal(number, signal.SIG_DFL)  # whatever this run's own parent ignored
     {left}
 code = "from pypto_serving.processes import reset_inherited; reset_inherited(); import signal; print("
 code += "[each.name for each in signal.Signals if signal.getsignal(each) is signal.SIG_IGN],"
