@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from pypto_serving.backend.null.program import NullProgram
-from pypto_serving.kernels import zeros
 from pypto_serving.parallel.topology import Placement
 from pypto_serving.types.arrays import BlockBytes
 from pypto_serving.types.kv import FullSpec, KVTensorSpec
@@ -33,7 +32,8 @@ GROUP = FullSpec(
 
 class Blocks:
     def __init__(self) -> None:
-        self.arena: BlockBytes = zeros(np.uint8, BLOCKS, BLOCK_BYTES)
+        memory = mmap.mmap(-1, BLOCKS * BLOCK_BYTES)  # begins at a page, whatever malloc was told in this process
+        self.arena: BlockBytes = np.frombuffer(memory, np.uint8).reshape(BLOCKS, BLOCK_BYTES)
         self.table = RowTables(4, [PackedTable(np.zeros((4, BLOCKS), np.int32))])
         self.ahead = Prefault([self.arena], [GROUP], [self.table])
 

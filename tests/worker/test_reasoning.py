@@ -48,8 +48,9 @@ def test_guide_and_parser_agree(pieces: list[str], opened: bool, seed: int) -> N
         state.push(i)
         scanner.text += decoder.decode(token)
         done = done or next(reader, scanner) is scanner
-        assert done == (state.stage == "content"), tokens[: i + 1]
-        if not opened and not done:
+        only_breaks = not scanner.text.strip("\r\n")  # which the parser drops at the beginning of the content
+        assert done == (state.stage == "content") or (not done and only_breaks), tokens[: i + 1]
+        if not opened and not done and not only_breaks:
             assert scanner.inside == (state.stage == "reasoning"), tokens[: i + 1]
         if done:
             content = b"".join(tokens[j] for j in state.content_ids).decode(errors="replace")
