@@ -200,7 +200,7 @@ def test_what_goes_wrong_on_a_chip(
     fault = tmp_path / "fault"
     fault.write_text(f"{kind} {dispatch}")
     monkeypatch.setenv("PYPTO_DOUBLE_FAULTS", str(fault))
-    faults = FaultConfig(respawn_delay_s=0.01, step_timeout_s=3.0 if kind == "hang" else NEVER_S)
+    faults = FaultConfig(respawn_delay_s=0.01, step_timeout_s=8.0 if kind == "hang" else NEVER_S)
 
     async def scenario(engine: AsyncEngine) -> list[list[int]]:
         found = await answers(engine, disturbed_prompts(), PARAMS)
