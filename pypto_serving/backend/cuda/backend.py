@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import pkgutil
-from typing import cast
 
 import torch
 
@@ -50,10 +48,8 @@ class CudaBackend(Backend):
         return program
 
     def _open(self, checkpoint: CheckpointConfig, progress: Progress) -> Card:
-        """Compile the kernels and open the card, or return the device that stands for one in tests."""
+        """Compile the kernels and open the card."""
         config, index = self.config, self.config.parallel.replica
-        if (name := config.worker.backend_options.get("device")) is not None:
-            return cast(Card, pkgutil.resolve_name(name)())
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as the memory plan counts cards
         if tuple(config.worker.backend_options.get("capability", ())) >= BULK_COPIES:  # those that `NoCard` lists
             compile_ahead(self.launches(checkpoint), index, config.worker.cache_dir, progress)
