@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from pypto_serving.backend.cuda.backend import CudaBackend
+from pypto_serving.kernels.cuda.products import _few_rows, _many_rows
 from pypto_serving.kernels.cuda.tiles import num_splits
 from pypto_serving.model.registry import read_config
 from tests.backend.cuda.programs import answers, config_for, shortfall, tiny_checkpoint
@@ -35,6 +36,7 @@ def test_logits_of_a_small_vocabulary_are_one_part(tmp_path: Path) -> None:
     """Where the sum of another matrix of this shape would have two."""
     path = tiny_checkpoint(tmp_path / "tiny", hidden_size=512, num_hidden_layers=1)
     launches = CudaBackend(config_for(path)).launches(read_config(path))
-    numbers = [(each.grid, [value for value in each.arguments if isinstance(value, int)]) for each in launches]
-    of_logits = [grid for grid, values in numbers if 272 in values and 512 in values]
-    assert num_splits(272, 512) == 2 and of_logits and {splits for *_, splits in of_logits} == {1}
+    products = [each for each in launches if each.kernel in (_few_rows, _many_rows)]
+    of_logits = [each for each in products if {272, 512} <= {n for n in each.arguments if isinstance(n, int)}]
+    splits = {each.grid[2] if each.kernel is _few_rows else each.arguments[-1] for each in of_logits}
+    assert num_splits(272, 512) == 2 and splits == {1}
