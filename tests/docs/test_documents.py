@@ -15,7 +15,13 @@ from pypto_serving.cli.app import app
 from tests.docs.documents import PATH, ROOT, exists, files_of, named_paths, text_of
 
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")))
-FLAG_NAMERS = ("README.md", "docs/guide.md", "docs/tools.md", "docs/reasoning.md")
+GUIDE = [f"docs/{page}" for page in re.findall(r"\]\((\w+\.md)\)", text_of("docs/guide.md"))]
+"""The pages for users."""
+
+OTHER_PROGRAMS = {"docs/agents.md", "docs/cuda.md", "docs/deploy.md", "docs/migrating.md"}
+"""Pages that name flags of other programs."""
+
+FLAG_NAMERS = ("README.md", *(name for name in GUIDE if name not in OTHER_PROGRAMS))
 FOREIGN_PATHS = {"dist/", "encoding/encoding_dsv4.py"}
 """Paths that are made by a build, or are in a checkpoint."""
 
