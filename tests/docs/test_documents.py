@@ -25,7 +25,7 @@ FLAG_NAMERS = ("README.md", *(name for name in GUIDE if name not in OTHER_PROGRA
 FOREIGN_PATHS = {"dist/", "encoding/encoding_dsv4.py"}
 """Paths that are made by a build, or are in a checkpoint."""
 
-OTHER_FLAGS = {"--help", "--protocol"}
+OTHER_FLAGS = {"--help", "--protocol", "--unix-socket"}
 """Flags that every program has, and those of other programs; so are all with an underscore."""
 
 SOURCES = {".py", ".h", ".cpp"}
