@@ -68,10 +68,10 @@ def create_app(engine: EngineClient, serving: ServingConfig, memory: MemoryPlan 
             allow_headers=("*",),
             expose_headers=("x-request-id", IGNORED_HEADER, TRUNCATED_HEADER),
         )
-    paths = Paths(route.path_format for route in (*ROUTES, *BATCH_ROUTES))
+    paths = Paths(route.path for route in (*ROUTES, *BATCH_ROUTES))
     app.add_middleware(
         RequestScope,
-        count=service.metrics.count_response,
+        metrics=service.metrics,
         paths=paths,
         access_log=serving.access_log,
         tracing=service.tracing,

@@ -21,13 +21,15 @@ class OutputStream:
     """Owns the undelivered outputs of some requests, for the one consumer that calls `deliver_to`.
 
     While the consumer keeps up, the engine's reader calls it directly, without waking a task. Outputs that arrive while
-    it is busy, or before it exists, wait here and are delivered together.
+    it is busy, or before it exists, wait here and are delivered together. `replicas`: the replica of each request,
+    where there are several.
     """
 
-    __slots__ = ("_abort", "_arrived", "_pause", "_take", "_unfinished", "_waiter")
+    __slots__ = ("_abort", "_arrived", "_pause", "_take", "_unfinished", "_waiter", "replicas")
 
     def __init__(self, request_ids: Sequence[str], abort: Callable[[Sequence[str]], None]) -> None:
         self._unfinished = set(request_ids)
+        self.replicas: dict[str, int] = {}
         self._abort = abort
         self._arrived: list[RequestOutput] = []
         self._take: Take

@@ -66,7 +66,7 @@ class History:
     def __init__(self, engine: EngineClient, metrics: ServerMetrics) -> None:
         self._engine = engine
         self._histograms = (metrics.first_token, metrics.next_token)
-        self._counts = [list(histogram.counts) for histogram in self._histograms]
+        self._counts = self._count()
         self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
         self._finished: deque[Finished] = deque(maxlen=MAX_FINISHED)
         self._due_s = 0.0
@@ -78,11 +78,15 @@ class History:
         if now_s < self._due_s:
             return
         self._due_s = now_s + INTERVAL_S
-        before, self._counts = self._counts, [list(histogram.counts) for histogram in self._histograms]
+        before, self._counts = self._counts, self._count()
         first, following = (tuple(map(sub, *pair)) for pair in zip(self._counts, before, strict=True))
         stats = [engine.stats for engine in self._engine.engines]
         self._samples.append(sample_of(stats, now_s, first, following))
         self.num_samples += 1
+
+    def _count(self) -> list[list[int]]:
+        """Return the observations of all engines in each bucket, for both histograms."""
+        return [list(map(sum, zip(*(one.counts for one in each), strict=True))) for each in self._histograms]
 
     def finish(self, request: Finished) -> None:
         """Remember a request that ended."""

@@ -19,10 +19,36 @@ from pypto_serving.engine.client import EngineClient
 from pypto_serving.types.request import StepStats, TierStats, Timeline
 from pypto_serving.types.tier import TIERS
 
-_SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10, 30)
-_LONG_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, *(10 * 2**i for i in range(9)))
+_SHORT_S = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.02,
+    0.025,
+    0.03,
+    0.04,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    0.75,
+    1,
+    2,
+    5,
+    10,
+    30,
+)
+_LONG_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, *(10 * 2**i for i in range(9)))
 _CHOICES = (1, 2, 5, 10, 20, 50, 100)
 _PREEMPTIONS = (0, 1, 2, 5, 10, 20)
+_HTTP_S = (0.1, 0.5, 1, 5, 10, 60)
+METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
+UNCOUNTED = frozenset({"/health", "/load", "/metrics", "/ping", "/ready", "/server_info", "/version"})
+"""Paths of machines that watch the server, left out of HTTP metrics as in vLLM."""
 
 HISTOGRAMS: dict[str, tuple[str, Sequence[float] | None]] = {
     "vllm:time_to_first_token_seconds": ("From arrival to the first output token.", _LONG_S),
@@ -102,6 +128,11 @@ def _device_hits(stats: StepStats) -> int:
     return max(0, stats.prefix_hits - _lower_hits(stats))
 
 
+def _sleep_states(stats: StepStats) -> Mapping[str, float]:
+    """Return vLLM's states of an engine; one of this server never sleeps."""
+    return {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
+
+
 def _waiting_by_reason(stats: StepStats) -> Mapping[str, float]:
     return {"capacity": stats.num_waiting - stats.num_deferred, "deferred": stats.num_deferred}
 
@@ -131,6 +162,7 @@ _GAUGES: dict[str, tuple[str, Callable[[StepStats], Values]]] = {
         "Requests waiting for room (capacity), or for a load or another's prefix (deferred).",
         _waiting_by_reason,
     ),
+    "vllm:engine_sleep_state": ("1 for the state that the engine is in: always awake.", _sleep_states),
 }
 _COUNTERS: dict[str, tuple[str, Callable[[StepStats], Values]]] = {
     "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", attrgetter("prefix_queries")),
@@ -159,6 +191,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[StepStats], Values]]] = {
 }
 _LABELS = {
     "vllm:num_requests_waiting_by_reason": "reason",
+    "vllm:engine_sleep_state": "sleep_state",
     "vllm:prompt_tokens_by_source": "source",
     "vllm:prompt_tokens_cached_by_source": "source",
     "pypto:step_part_seconds": "part",
@@ -191,17 +224,23 @@ _TIER_COUNTERS = {
 
 
 class ServerMetrics(Collector):
-    """All metrics of /metrics. Owned by the server; used in the event loop's thread only."""
+    """All metrics of /metrics. Owned by the server; used in the event loop's thread only.
+
+    `first_token` and `next_token` have the histogram of each engine.
+    """
 
     def __init__(self, engine: EngineClient, model_name: str) -> None:
         self._engine = engine
         self._labels = [model_name]
         bounds_of_tokens = token_bounds(engine.config.limits.max_model_len)
-        self._histograms = {name: Histogram(bounds or bounds_of_tokens) for name, (_, bounds) in HISTOGRAMS.items()}
+        self._histograms = {
+            name: [Histogram(bounds or bounds_of_tokens) for _ in engine.engines]
+            for name, (_, bounds) in HISTOGRAMS.items()
+        }
         self.first_token = self._histograms["vllm:time_to_first_token_seconds"]
-        self._step_tokens = self._histograms["vllm:iteration_tokens_total"]
         self.next_token = self._histograms["vllm:inter_token_latency_seconds"]
-        self._finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
+        self._finished = [Counter(dict.fromkeys(FINISH_REASONS, 0)) for _ in engine.engines]
+        self._http: dict[tuple[str, str, str], Histogram] = {}
         self._responses: Counter[int] = Counter()
         self._rejections: Counter[str] = Counter(dict.fromkeys(REJECTIONS, 0))
         self._num_corrupted = 0
@@ -213,8 +252,9 @@ class ServerMetrics(Collector):
 
     def observe_step(self, stats: StepStats) -> None:
         """Record the steps of a new snapshot."""
+        replica = next((i for i, engine in enumerate(self._engine.engines) if engine.stats is stats), 0)
         for num_tokens in stats.step_tokens:
-            self._step_tokens.observe(num_tokens)
+            self._observe("vllm:iteration_tokens_total", num_tokens, replica)
 
     def observe_finish(
         self,
@@ -224,12 +264,13 @@ class ServerMetrics(Collector):
         e2e_s: float,
         timeline: Timeline | None,
         num_cached: int = 0,
+        replica: int = 0,
     ) -> None:
-        """Record a request that ended for `reason`, `e2e_s` seconds after its arrival."""
-        self._finished[reason] += 1
+        """Record a request that ended for `reason` in a replica, `e2e_s` seconds after its arrival."""
+        self._finished[replica][reason] += 1
         if reason not in ("stop", "length"):
             return
-        observe = self._observe
+        observe = partial(self._observe, replica=replica)
         observe("vllm:e2e_request_latency_seconds", e2e_s)
         observe("vllm:request_prompt_tokens", num_prompt)
         observe("vllm:request_generation_tokens", num_output)
@@ -245,11 +286,20 @@ class ServerMetrics(Collector):
         if num_output > 1:
             observe("vllm:request_time_per_output_token_seconds", decode_s / (num_output - 1))
 
-    def observe_answer(self, num_choices: int, max_tokens: int, num_longest: int) -> None:
+    def observe_answer(self, num_choices: int, max_tokens: int, num_longest: int, replica: int = 0) -> None:
         """Record a finished HTTP request: its parameters, and the output tokens of its longest choice."""
-        self._observe("vllm:request_params_n", num_choices)
-        self._observe("vllm:request_params_max_tokens", max_tokens)
-        self._observe("vllm:request_max_num_generation_tokens", num_longest)
+        self._observe("vllm:request_params_n", num_choices, replica)
+        self._observe("vllm:request_params_max_tokens", max_tokens, replica)
+        self._observe("vllm:request_max_num_generation_tokens", num_longest, replica)
+
+    def observe_http(self, handler: str, method: str, status: int, elapsed_s: float) -> None:
+        """Record an HTTP request, from its arrival to the last byte of the answer. `handler`: template of its path."""
+        if handler in UNCOUNTED:
+            return
+        key = (handler, method if method in METHODS else "other", f"{status // 100}xx")
+        if key not in self._http:
+            self._http[key] = Histogram(_HTTP_S)
+        self._http[key].observe(elapsed_s)
 
     def count_rejection(self, reason: str) -> None:
         """Count a request that was refused because of one of REJECTIONS."""
@@ -284,13 +334,12 @@ class ServerMetrics(Collector):
         yield from self._of_server()
 
     def _of_server(self) -> Iterator[Metric]:
-        """Yield counters and histograms of the API process, for all engines together."""
-        rejections, finished = self._rejections, self._finished
+        """Yield what the API process counts: requests by engine, the others for all engines together."""
+        yield self._counter("vllm:request_success", "Finished requests.", self._finished, "finished_reason")
         statuses = {str(status): count for status, count in sorted(self._responses.items())}
         for name, help_text, label, values in (
-            ("vllm:admission_rejections", "Requests that a full queue refused.", "reason", rejections),
+            ("vllm:admission_rejections", "Requests that a full queue refused.", "reason", self._rejections),
             ("vllm:corrupted_requests", "Requests whose logits were not finite.", "", {"": self._num_corrupted}),
-            ("vllm:request_success", "Finished requests.", "finished_reason", finished),
             ("pypto:http_responses", "HTTP responses by status.", "status", statuses),
         ):
             counter = CounterMetricFamily(name, help_text, labels=["model_name", *[label] * bool(label)])
@@ -298,13 +347,26 @@ class ServerMetrics(Collector):
                 counter.add_metric([*self._labels, *[key] * bool(label)], count)
             yield counter
         for name, (help_text, _) in HISTOGRAMS.items():
-            family = HistogramMetricFamily(name, help_text, labels=["model_name"])
-            histogram = self._histograms[name]
-            family.add_metric(self._labels, histogram.buckets(), histogram.sum)
+            family = HistogramMetricFamily(name, help_text, labels=["model_name", "engine"])
+            for index, histogram in enumerate(self._histograms[name]):
+                family.add_metric([*self._labels, str(index)], histogram.buckets(), histogram.sum)
             yield family
+        yield from self._of_http()
 
-    def _observe(self, name: str, value: float) -> None:
-        self._histograms[name].observe(value)
+    def _of_http(self) -> Iterator[Metric]:
+        """Yield the metrics of HTTP requests, with the names and labels that vLLM's FastAPI has."""
+        labels = ("handler", "method", "status")
+        counter = CounterMetricFamily("http_requests", "HTTP requests by path, method and status.", labels=labels)
+        help_text = "From the arrival of an HTTP request to the last byte of its answer."
+        family = HistogramMetricFamily("http_request_duration_seconds", help_text, labels=labels)
+        for key, histogram in sorted(self._http.items()):
+            counter.add_metric(key, sum(histogram.counts))
+            family.add_metric(key, histogram.buckets(), histogram.sum)
+        yield counter
+        yield family
+
+    def _observe(self, name: str, value: float, replica: int) -> None:
+        self._histograms[name][replica].observe(value)
 
     def _configured(self, stats: Sequence[StepStats]) -> Iterator[Metric]:
         """Yield metrics that need the configuration or the health of engines."""

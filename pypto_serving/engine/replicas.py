@@ -90,9 +90,10 @@ class Replicas:
         """Admit all of `requests` or none. Requests that continue the same prompt go to the same replica."""
         shares = self._route(requests)
         stream = OutputStream([request.request_id for request in requests], self.abort)
-        for engine, share in zip(self.engines, shares, strict=True):
+        for index, share in enumerate(shares):
             if share:
-                engine.submit_to(stream, share)
+                self.engines[index].submit_to(stream, share)
+                stream.replicas |= {request.request_id: index for request in share}
         return stream
 
     def _route(self, requests: Sequence[EngineRequest]) -> list[list[EngineRequest]]:

@@ -36,6 +36,7 @@ def test_a_plain_chat_passes_few_files(start: Callable[..., RunningServer]) -> N
         threading.setprofile(None)
     body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
     assert server.post(CHAT, body).status_code == 200  # what happens once has happened
+    assert server.http.get("/version").status_code == 200  # and the end of that request
     submit = server.engine.submit
 
     def submit_and_stop(requests: Any) -> Any:

@@ -119,10 +119,10 @@ def test_metrics(start: Callable[..., RunningServer]) -> None:
     server.post(PATH, {"prompt": ""})
     text = server.http.get("/metrics").text
     for line in (
-        'vllm:request_success_total{finished_reason="length",model_name="tiny"} 1.0',
-        'vllm:request_generation_tokens_sum{model_name="tiny"} 5.0',
-        'vllm:time_to_first_token_seconds_count{model_name="tiny"} 1.0',
-        'vllm:iteration_tokens_total_count{model_name="tiny"} 1.0',
+        'vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"} 1.0',
+        'vllm:request_generation_tokens_sum{engine="0",model_name="tiny"} 5.0',
+        'vllm:time_to_first_token_seconds_count{engine="0",model_name="tiny"} 1.0',
+        'vllm:iteration_tokens_total_count{engine="0",model_name="tiny"} 1.0',
         'pypto:http_responses_total{model_name="tiny",status="200"} 1.0',
         'pypto:http_responses_total{model_name="tiny",status="400"} 1.0',
     ):

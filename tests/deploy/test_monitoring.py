@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from tests.deploy.files import DEPLOY, alert_rules, dashboard_queries, metric_names, read_yaml
+from tests.deploy.vllm_dashboards import expressions
 from tests.e2e.server import Server
 
 WAIT_S = 60.0
@@ -49,6 +50,9 @@ class Scraped:
         """Have the model answer something long enough for drafts."""
         chat = {"messages": [{"role": "user", "content": "Count from 1 to 30."}], "seed": time.monotonic_ns()}
         assert self.server.http.post("/v1/chat/completions", json=chat, headers=KEY).status_code == 200
+        prompt = {"prompt": "Once", "max_tokens": 2}
+        assert self.server.http.post("/v1/completions", json=prompt, headers=KEY).status_code == 200
+        assert self.server.http.get("/none", headers=KEY).status_code == 404
 
 
 KEY = {"Authorization": "Bearer secret"}
@@ -102,9 +106,17 @@ def is_ready(url: str, prometheus: subprocess.Popen[bytes], log: Path) -> bool:
 @pytest.mark.e2e
 @needs_prometheus
 def test_every_query_of_the_dashboard_has_a_value(scraped: Scraped) -> None:
-    unanswered = dashboard_queries()
-    assert len(unanswered) > 50
+    assert len(dashboard_queries()) > 50
+    assert_answered(scraped, dashboard_queries())
 
+
+@pytest.mark.e2e
+@needs_prometheus
+def test_every_query_of_vllms_dashboards_has_a_value(scraped: Scraped) -> None:
+    assert_answered(scraped, expressions())
+
+
+def assert_answered(scraped: Scraped, unanswered: list[str]) -> None:
     def answered() -> bool:
         scraped.ask()
         unanswered[:] = [query for query in unanswered if math.isnan(scraped.value(query))]

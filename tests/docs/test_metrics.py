@@ -27,6 +27,7 @@ def families() -> list[Metric]:
     engine.stats = StepStats(tiers=(TierStats(**values),), kv_usage=(0.5,))
     metrics = ServerMetrics(engine, "tiny")
     metrics.count_response(200)
+    metrics.observe_http("/v1/models", "GET", 200, 0.5)
     return list(metrics.collect())
 
 
@@ -37,7 +38,7 @@ def row(family: Metric) -> str:
 
 
 def test_the_page_lists_every_metric() -> None:
-    rows = [line for line in PAGE.read_text().splitlines() if line.startswith(("| `vllm:", "| `pypto:"))]
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith(("| `vllm:", "| `pypto:", "| `http_"))]
     assert sorted(rows) == sorted(map(row, families()))
 
 
@@ -49,5 +50,5 @@ def test_metrics_that_need_an_option_say_so() -> None:
     text = PAGE.read_text()
     section = text[text.index("## With tiers or drafts") :]
     assert optional
-    for name in optional - {"pypto:http_responses"}:
+    for name in optional - {"pypto:http_responses", "http_requests", "http_request_duration_seconds"}:
         assert f"`{name}" in section, name

@@ -11,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pypto_serving.setup.locate import BUNDLED
+from tests.deploy.vllm_dashboards import ABSENT, selectors, selects
 from tests.e2e.server import Server
 from tests.store.pool import wait_until
 
@@ -81,3 +82,51 @@ def test_metrics_say_what_happened(server: Server) -> None:
     assert found["vllm:iteration_tokens_total_sum"] >= computed + output - 13
     assert found["vllm:generation_tokens_total"] >= output
     assert found["pypto:http_responses_total 200"] >= len(answers) + 1
+
+
+def test_vllms_dashboards_have_data(server: Server) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        text = {"prompt": "a"} if path.endswith("/completions") else {"messages": [{"role": "user", "content": "a"}]}
+        server.http.post(path, json=text | {"max_tokens": 3})
+    server.http.get("/none")
+    samples = [
+        sample
+        for family in text_string_to_metric_families(server.http.get("/metrics").text)
+        for sample in family.samples
+    ]
+    for selector in selectors():
+        assert any(selects(selector, sample.name, sample.labels) for sample in samples), selector
+    assert not [sample.name for sample in samples if sample.name.startswith(tuple(f"vllm:{name}" for name in ABSENT))]
+
+
+def test_http_requests_have_bounded_labels(server: Server) -> None:
+    """Whatever clients ask for; machines that only watch the server are left out."""
+    for name in ("a", "b", "c"):
+        server.http.get(f"/v1/models/{name}")
+        server.http.get(f"/{name}/{name}")
+        server.http.request(f"TRACE{name}" if name == "c" else "TRACE", "/v1/models")
+    for path in ("/health", "/ready", "/version", "/load"):
+        server.http.get(path)
+    found = {name: count for name, count in scraped(server).items() if name.startswith("http_requests_total ")}
+    assert found["http_requests_total /v1/models/{model_id} GET 4xx"] == 3
+    assert found["http_requests_total none GET 4xx"] >= 3
+    assert not [name for name in found if any(path in name for path in ("/health", "/ready", "/version", "/load"))]
+    durations = [name for name in scraped(server) if name.startswith("http_request_duration_seconds_count ")]
+    assert len(durations) == len(found)
+
+
+def test_each_replica_counts_its_own_requests() -> None:
+    options = ("--backend", "null", "--max-model-len", "512", "--dp", "2", "--log-level", "warning")
+    with Server(BUNDLED, *options, "--kv-memory", "8MiB") as server:
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(lambda i: complete(server, prompt=[i] * 50, max_tokens=100, n=2), range(16)))
+        counts: dict[str, dict[str, float]] = {}
+        for family in text_string_to_metric_families(server.http.get("/metrics").text):
+            for sample in family.samples:
+                if sample.labels.get("finished_reason", "length") == "length":
+                    counts.setdefault(sample.name, {})[sample.labels.get("engine", "")] = sample.value
+        finished = counts["vllm:request_success_total"]
+        assert finished.keys() == {"0", "1"} and sum(finished.values()) == 32 and min(finished.values()) > 0
+        for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_prompt_tokens"):
+            assert counts[f"vllm:{name}_count"] == finished, name
+        assert counts["vllm:iteration_tokens_total_count"] == counts["pypto:engine_steps_total"]

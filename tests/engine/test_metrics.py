@@ -89,8 +89,8 @@ def test_no_series_ends_with_a_core() -> None:
 
 def test_a_request_leaves_its_times() -> None:
     _, metrics = new_metrics()
-    metrics.first_token.observe(0.3)
-    metrics.next_token.observe(0.02)
+    metrics.first_token[0].observe(0.3)
+    metrics.next_token[0].observe(0.02)
     metrics.observe_finish("length", 10, 5, 4.5, Timeline(1.0, 1.5, 2.0, 4.0, num_preemptions=2), num_cached=4)
     metrics.observe_finish("abort", 10, 1, 9.0, None)
     found = scraped(metrics)

@@ -117,7 +117,8 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 class Choice:
     """Detokenizes one sequence, finds its stop strings and counts its tokens. Owned by its Generation.
 
-    `prompt` is the index of its prompt in the request. `last_s` is the arrival of the last output; Generation sets it.
+    `prompt` is the index of its prompt in the request. `last_s` is the arrival of the last output, and `replica` the
+    index of the engine; Generation sets them.
     `timeline` has the engine's times so far.
     With `keep_token_ids`, deltas have the output tokens and a stop token. With `tokens_as_ids`, log-probabilities have
     no texts of tokens. `num_reasoning` counts the tokens of the reasoning that `thinking` describes, `num_drafts` the
@@ -147,6 +148,7 @@ class Choice:
         "num_reasoning",
         "num_tokens",
         "prompt",
+        "replica",
         "request_id",
         "timeline",
     )
@@ -166,6 +168,7 @@ class Choice:
         self.request_id = made.request_id
         self.num_prompt = len(prompt_ids)
         self.last_s = made.arrival_s
+        self.replica = 0
         self.num_tokens = 0
         self.num_cached = 0
         self.num_drafts = 0

@@ -38,9 +38,9 @@ class Generation:
         "_arrival_s",
         "_choices",
         "_closed",
+        "_first_token",
         "_given_up",
-        "_observe_first",
-        "_observe_next",
+        "_next_token",
         "_open",
         "_outputs",
         "_request",
@@ -54,8 +54,8 @@ class Generation:
         self._request = request
         self._service = service
         self._arrival_s = time.monotonic()
-        self._observe_first = service.metrics.first_token.observe
-        self._observe_next = service.metrics.next_token.observe
+        self._first_token = service.metrics.first_token
+        self._next_token = service.metrics.next_token
         check_num_choices(request.num_choices, len(request.prompts), service.engine.config)
         requests = engine_requests(request, service.seeds, service.eos_token_ids, self._arrival_s)
         params = request.params
@@ -70,6 +70,8 @@ class Generation:
         except BaseException:
             service.admission.leave()
             raise
+        for request_id, replica in self._outputs.replicas.items():
+            self._choices[request_id].replica = replica
         self._open = len(requests)
         self._given_up: list[Choice] = []
         self._closed = False
@@ -110,9 +112,9 @@ class Generation:
                 continue
             if output.token_ids:
                 if choice.num_tokens:
-                    self._observe_next(now_s - choice.last_s)
+                    self._next_token[choice.replica].observe(now_s - choice.last_s)
                 else:
-                    self._observe_first(now_s - choice.last_s)
+                    self._first_token[choice.replica].observe(now_s - choice.last_s)
                     choice.begin(output)
                 choice.last_s = now_s
             elif output.prompt_logprobs is not None:
@@ -139,7 +141,8 @@ class Generation:
         if not (unfinished or self._given_up):
             longest = max(choice.num_tokens for choice in self._choices.values())
             params, prompts = self._request.params, self._request.prompts
-            self._service.metrics.observe_answer(params.n, max(prompt.max_tokens for prompt in prompts), longest)
+            max_tokens, replica = max(prompt.max_tokens for prompt in prompts), self.choices[0].replica
+            self._service.metrics.observe_answer(params.n, max_tokens, longest, replica)
         self._outputs.close()
         self._service.admission.leave()
         self._tell_end()
@@ -166,7 +169,7 @@ class Generation:
         if timeline is not None and output.finish_reason is None:  # a stop string ended it here
             timeline = choice.timeline = msgspec.structs.replace(timeline, finished_s=now_s)
         count, cached = choice.num_tokens, choice.num_cached
-        service.metrics.observe_finish(reason, choice.num_prompt, count, e2e_s, timeline, cached)
+        service.metrics.observe_finish(reason, choice.num_prompt, count, e2e_s, timeline, cached, choice.replica)
         self._remember(choice, reason, timeline)
         if output.fault is not None:
             if self._request.trace is not None:
@@ -198,7 +201,8 @@ class Generation:
     def _count_aborted(self, unfinished: list[Choice]) -> None:
         """Count `unfinished` choices, and log them with those that the engine gave up."""
         for choice in unfinished:
-            self._service.metrics.observe_finish(ABORTED, choice.num_prompt, choice.num_tokens, 0.0, None)
+            num_prompt, count, replica = choice.num_prompt, choice.num_tokens, choice.replica
+            self._service.metrics.observe_finish(ABORTED, num_prompt, count, 0.0, None, replica=replica)
             if choice.timeline is not None:
                 ended = choice.timeline = msgspec.structs.replace(choice.timeline, finished_s=time.monotonic())
                 self._remember(choice, ABORTED, ended)

@@ -10,11 +10,13 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable
 
+from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pypto_serving.api.http.errors import ANTHROPIC_PATH, AuthenticationError, OriginError, describe, internal_error
 from pypto_serving.api.http.keys import ApiKeys, sent_key
 from pypto_serving.api.http.tracing import Tracing
+from pypto_serving.engine.metrics import ServerMetrics
 from pypto_serving.errors import SHUTTING_DOWN, UnavailableError
 from pypto_serving.logs import REQUEST_ID, with_fields
 from pypto_serving.util import brief
@@ -41,12 +43,12 @@ class RequestScope:
     """
 
     def __init__(
-        self, app: ASGIApp, count: Callable[[int], None], paths: Paths, access_log: bool, tracing: Tracing | None
+        self, app: ASGIApp, metrics: ServerMetrics, paths: Paths, access_log: bool, tracing: Tracing | None
     ) -> None:
         self.app = app
         self._paths = paths
         self._tracing = tracing
-        self._count = count
+        self._metrics = metrics
         self._logs = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,16 +63,19 @@ class RequestScope:
         state = {"request_id": name, "arrival_s": started_s, "trace": trace}
         scope["state"] = dict(scope.get("state") or {}) | state
         REQUEST_ID.set(name)
+        status = 0
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
+                nonlocal status
+                status = message["status"]
                 message["headers"] = [*message.get("headers", ()), *ids]
                 if ANSWERED not in scope:
-                    self._count(message["status"])
+                    self._metrics.count_response(status)
                 if trace is not None:
-                    trace.answer(message["status"])
+                    trace.answer(status)
                 if self._logs:
-                    _log_access(scope, message["status"], time.monotonic() - started_s)
+                    _log_access(scope, status, time.monotonic() - started_s)
             await send(message)
 
         asked = {**scope, "method": "GET"} if scope.get("method") == "HEAD" else scope  # the connection drops the body
@@ -79,6 +84,9 @@ class RequestScope:
         finally:
             if trace is not None:
                 trace.end()
+            if status:
+                elapsed_s, handler = time.monotonic() - started_s, self._paths.template(scope["path"])
+                self._metrics.observe_http(handler, scope["method"], status, elapsed_s)
 
 
 class FaultHandler:
@@ -225,6 +233,8 @@ class Paths:
         paths = [*known]
         self._versioned = {_first(path.removeprefix(VERSION)) for path in paths if path.startswith(VERSION + "/")}
         self._plain = {_first(path) for path in paths if not path.startswith(VERSION + "/")} - {""}
+        self._fixed = {path for path in paths if "{" not in path}
+        self._templates = [compile_path(path) for path in paths if "{" in path]
 
     def find(self, path: str) -> str:
         """Return the application's form of `path`; for an unknown path, its shortest form."""
@@ -234,6 +244,12 @@ class Paths:
         if first in self._versioned:
             return VERSION + bare
         return bare if first in self._plain else path
+
+    def template(self, path: str) -> str:
+        """Return the template that `path` follows, such as `/v1/models/{model_id}`, or "none"."""
+        if path in self._fixed:
+            return path
+        return next((template for regex, template, _ in self._templates if regex.match(path)), "none")
 
 
 def _first(path: str) -> str:
