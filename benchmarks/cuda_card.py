@@ -47,8 +47,8 @@ from make_checkpoint import SHAPES, make_config, write_qwen
 from rounds import head, row
 from servers import PROGRAM, Request, ask_all, elapsed_s, served
 
-from pypto_serving.model.qwen3.config import Qwen3Config
-from pypto_serving.model.qwen3.inventory import EMBEDDING, Qwen3Inventory
+from pypto_serving.model.decoder.inventory import EMBEDDING, DecoderInventory
+from pypto_serving.model.families import qwen3
 
 REPOSITORY = Path(__file__).parents[1]
 TESTS = "tests/kernels/cuda"
@@ -222,7 +222,7 @@ def survive(url: str, pid: int) -> dict[str, Any]:
 def work_of(shape: str) -> tuple[int, int, int]:
     """Return bytes of weights that a step reads, bytes of KV a token, and operations of all layers a token."""
     config = make_config(SHAPES[shape], 0)
-    shapes = Qwen3Inventory(Qwen3Config.from_json(config, "config.json")).weights()
+    shapes = DecoderInventory(qwen3.parse(config, "config.json")).weights()
     sizes = {name: math.prod(each) for name, each in shapes.items()}
     read = sum(sizes.values()) - (0 if config["tie_word_embeddings"] else sizes[EMBEDDING])
     kv = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]

@@ -30,13 +30,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from pypto_serving.api.chat.deepseek_v4 import BOS, EOS, NEEDED_TOKENS
 from pypto_serving.model.convert.rounding import mxfp4, w4a16, w8a8
+from pypto_serving.model.decoder.convert import plan_conversion
+from pypto_serving.model.decoder.inventory import EMBEDDING, DecoderInventory
 from pypto_serving.model.deepseek_v4.config import FLASH, DeepseekV4Config
 from pypto_serving.model.deepseek_v4.inventory import draft_tensors, model_tensors
+from pypto_serving.model.families import qwen3
 from pypto_serving.model.formats.quantization import SECTION
 from pypto_serving.model.formats.schemes import PLAIN
-from pypto_serving.model.qwen3.config import Qwen3Config
-from pypto_serving.model.qwen3.convert import plan_conversion
-from pypto_serving.model.qwen3.inventory import EMBEDDING, Qwen3Inventory
 
 MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -208,9 +208,9 @@ def quantise(config: dict[str, Any], format: str, group_size: int) -> dict[str, 
     """Return config.json of the format, as `convert` writes it, or Qwen for FP8."""
     if format == "bf16":
         return config
-    model = Qwen3Config.from_json(config, "config.json")
+    model = qwen3.parse(config, "config.json")
     if format == "fp8":
-        routers = [module for module in Qwen3Inventory(model).schemes if module.endswith(".mlp.gate")]
+        routers = [module for module in DecoderInventory(model).schemes if module.endswith(".mlp.gate")]
         return config | {SECTION: {**FP8_SECTION, "modules_to_not_convert": ["lm_head", *routers]}}
     encoding = {"w8a8": w8a8(), "mxfp4": mxfp4()}.get(format, w4a16(group_size))
     return config | dict(plan_conversion(model, {}, encoding).config)
@@ -223,7 +223,7 @@ def make_weights(
 
     `draw` replaces `normal`.
     """
-    inventory = Qwen3Inventory(Qwen3Config.from_json(config, "config.json"))
+    inventory = DecoderInventory(qwen3.parse(config, "config.json"))
     tensors: dict[str, Tensor] = {}
     for name, shape in inventory.weights().items():
         module = name.removesuffix(".weight")

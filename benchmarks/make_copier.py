@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from random_weights import Tensor, write_weights
 
 from pypto_serving.model.checkpoint import bfloat16
-from pypto_serving.model.qwen3.inventory import EMBEDDING
+from pypto_serving.model.decoder.inventory import EMBEDDING
 
 PROMPT = 1500
 RENAMED = {"bad": "fix", "cab": "hut", "dim": "log", "egg": "net", "fan": "pot"}

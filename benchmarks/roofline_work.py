@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from pypto_serving.backend.base import StepInputs
+from pypto_serving.model.decoder.inventory import DecoderInventory
+from pypto_serving.model.decoder.recipe import DecoderConfig, ExpertsRecipe
 from pypto_serving.model.formats.schemes import PLAIN, Fp8, Int8, Plain
-from pypto_serving.model.qwen3.config import Qwen3Config, Qwen3Experts
-from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.types.config import Head
 from pypto_serving.util import ceil_div
 
@@ -191,8 +191,8 @@ class Operation:
 class Matrices:
     """The matrices of a model as kernels read them. `head`: what the output layer is served in, as an engine has it."""
 
-    def __init__(self, model: Qwen3Config, head: Head = "auto") -> None:
-        inventory = Qwen3Inventory(model)
+    def __init__(self, model: DecoderConfig, head: Head = "auto") -> None:
+        inventory = DecoderInventory(model)
         self._schemes, self._sizes = dict(inventory.schemes), inventory.sizes()
         self._sizes[model.head] = (model.vocab_size, model.hidden_size)
         if head == "int8":
@@ -217,8 +217,8 @@ class Matrices:
             yield Operation("quantize", "quantize", quantize(rows, self._sizes[module][1]))
 
 
-def operations(model: Qwen3Config, batch: Batch, head: Head = "auto") -> Iterator[Operation]:
-    """The operations of a step, in the order in which NativeQwen3 records them."""
+def operations(model: DecoderConfig, batch: Batch, head: Head = "auto") -> Iterator[Operation]:
+    """The operations of a step, in the order in which NativeDecoder records them."""
     tokens, width, rows = batch.tokens, model.hidden_size, len(batch.queries)
     split = (model.num_heads, model.num_kv_heads, model.head_dim)
     matrices = Matrices(model, head)
@@ -232,8 +232,8 @@ def operations(model: Qwen3Config, batch: Batch, head: Head = "auto") -> Iterato
         yield Operation("attend", "paged_attention", attend(batch, *split))
         yield from matrices.quantized(o, tokens)
         yield Operation("o", "linear", matrices.linear([o], tokens, "add"))
-        if model.experts is not None and layer in model.experts.layers:
-            yield from _experts(model.experts, tokens, width, mlp, matrices)
+        if isinstance(recipe := model.layers[layer].mlp, ExpertsRecipe):
+            yield from _experts(recipe, tokens, width, mlp, matrices)
             continue
         gate_up, down = [f"{mlp}gate_proj", f"{mlp}up_proj"], f"{mlp}down_proj"
         yield Operation("norm", "rms_norm", norm(tokens, width, matrices.int8(gate_up[0])))
@@ -244,7 +244,7 @@ def operations(model: Qwen3Config, batch: Batch, head: Head = "auto") -> Iterato
     yield Operation("lm_head", "linear", matrices.linear([model.head], rows))
 
 
-def _experts(experts: Qwen3Experts, tokens: int, width: int, prefix: str, matrices: Matrices) -> Iterator[Operation]:
+def _experts(experts: ExpertsRecipe, tokens: int, width: int, prefix: str, matrices: Matrices) -> Iterator[Operation]:
     per_token, entries = experts.per_token, tokens * experts.per_token
     active, router = expected_active(experts.count, per_token, tokens), f"{prefix}gate"
     gate, up, down = (f"{prefix}experts.0.{name}_proj" for name in ("gate", "up", "down"))

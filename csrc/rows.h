@@ -114,11 +114,11 @@ static void embed(const Embed& op, const Step& step, Member& member) {
   }
 }
 
-// RMSNorm of one head, then RoPE in NeoX style (Su et al. 2021, arXiv:2104.09864): the pair (i, i + dim / 2) is rotated
+// RMSNorm of one head (none where eps < 0), then RoPE in NeoX style (Su et al. 2021, arXiv:2104.09864): the pair (i, i + dim / 2) is rotated
 // by the i-th angle of the position.
 INLINE void norm_rope_neox(const float* x, const float* weight, const float* cos, const float* sin, int64_t dim,
                            float eps, float* out) {
-  const float scale = inverse_rms(x, dim, eps);
+  const float scale = eps < 0 ? 1.0f : inverse_rms(x, dim, eps);
   const int64_t half = dim / 2;
   for (int64_t i = 0; i < half; i += kLanes) {
     const Floats a = load(x + i) * set1(scale) * load(weight + i);

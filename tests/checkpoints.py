@@ -48,8 +48,31 @@ QWEN3_MOE: dict[str, Any] = QWEN3 | {
     "mlp_only_layers": [1],
     "tie_word_embeddings": False,
 }
+LLAMA: dict[str, Any] = QWEN3 | {
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "rms_norm_eps": 1e-5,
+}
+QWEN2: dict[str, Any] = QWEN3 | {"num_attention_heads": 2, "num_key_value_heads": 1}
+"""Heads of hidden_size / num_attention_heads."""
+MISTRAL: dict[str, Any] = QWEN3 | {"tie_word_embeddings": False, "sliding_window": None, "rms_norm_eps": 1e-5}
+MIXTRAL: dict[str, Any] = MISTRAL | {"num_local_experts": 8, "num_experts_per_tok": 2}
 DEEPSEEK_V4 = {"deepseek_v4": deepseek_v4.TINY, "deepseek_v4_fast": deepseek_v4.FAST}
-KINDS = ("qwen3", "qwen3_moe", *DEEPSEEK_V4)
+DECODERS: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    "qwen3": (QWEN3, transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "qwen3_moe": (QWEN3_MOE, transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "llama": (LLAMA, transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "qwen2": (QWEN2, transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "mistral": (MISTRAL, transformers.MistralConfig, transformers.MistralForCausalLM),
+    "mixtral": (MIXTRAL, transformers.MixtralConfig, transformers.MixtralForCausalLM),
+}
+KINDS = (*DECODERS, *DEEPSEEK_V4)
 
 
 def make_checkpoint(
@@ -82,10 +105,7 @@ def random_model(kind: str = "qwen3", seed: int = 0, **overrides: Any) -> transf
     """The `transformers` model, float32, that `make_checkpoint` writes."""
     if kind in DEEPSEEK_V4:
         return deepseek_v4.random_model(seed, **(DEEPSEEK_V4[kind] | overrides))
-    defaults, config_class, model_class = {
-        "qwen3": (QWEN3, transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-        "qwen3_moe": (QWEN3_MOE, transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
-    }[kind]
+    defaults, config_class, model_class = DECODERS[kind]
     config = config_class(**json.loads(json.dumps(defaults | overrides)))
     with torch.device("meta"):
         model = model_class(config)

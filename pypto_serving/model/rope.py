@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pypto_serving.model.fields import Fields
 
-RopeKind = Literal["default", "linear", "dynamic", "yarn"]
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 Tables = tuple[NDArray[np.float32], NDArray[np.float32]]
 """Cosines and sines."""
 
@@ -43,6 +43,8 @@ class Rope:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
 
     @classmethod
     def from_config(cls, config: Fields, head_dim: int, max_position_embeddings: int) -> Self:
@@ -60,6 +62,8 @@ class Rope:
             return base
         if kind == "yarn":
             return cls._yarn(scaling, config, base)
+        if kind == "llama3":
+            return cls._llama3(scaling, base)
         return cls(
             kind=cast(RopeKind, kind),
             head_dim=head_dim,
@@ -86,10 +90,24 @@ class Rope:
             truncate=scaling.flag("truncate", True),
         )
 
+    @classmethod
+    def _llama3(cls, scaling: Fields, base: Rope) -> Self:
+        low, high = scaling.positive_float("low_freq_factor"), scaling.positive_float("high_freq_factor")
+        scaling.require(low < high, "high_freq_factor", high, f"above low_freq_factor, {low}")
+        return cls(
+            kind="llama3",
+            head_dim=base.head_dim,
+            theta=base.theta,
+            trained_len=scaling.positive_int("original_max_position_embeddings"),
+            factor=_factor(scaling),
+            low_freq_factor=low,
+            high_freq_factor=high,
+        )
+
     @property
     def max_len(self) -> int:
-        """Return the longest sequence for which the frequencies were extended."""
-        return int(self.trained_len * self.factor)
+        """Return the longest sequence for which the frequencies were extended, unless config.json does."""
+        return self.trained_len if self.kind == "llama3" else int(self.trained_len * self.factor)
 
     def frequencies(self, max_model_len: int) -> NDArray[np.float32]:
         """Compute the inverse frequencies, float32 [head_dim / 2].
@@ -110,10 +128,23 @@ class Rope:
         one, factor = np.float32(1), np.float32(self.factor)
         if self.kind == "linear":
             return one / periods / factor
+        if self.kind == "llama3":
+            return self._llama3_frequencies(one / periods)
         if self.kind == "yarn":
             kept = self._yarn_extrapolated()
             return one / (factor * periods) * (one - kept) + one / periods * kept
         return one / periods
+
+    def _llama3_frequencies(self, frequencies: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Divide slow rotations by `factor`, keep fast ones, and interpolate between them: Llama 3.1's extension."""
+        one, factor = np.float32(1), np.float32(self.factor)
+        wavelengths = np.float32(2 * math.pi) / frequencies
+        low, high = (np.float32(each) for each in (self.low_freq_factor, self.high_freq_factor))
+        trained = np.float32(self.trained_len)
+        kept = (trained / wavelengths - low) / np.float32(self.high_freq_factor - self.low_freq_factor)
+        between = (one - kept) * (frequencies / factor) + kept * frequencies
+        slow, fast = wavelengths > trained / low, wavelengths < trained / high
+        return np.where(slow, frequencies / factor, np.where(fast, frequencies, between)).astype(np.float32)
 
     def _yarn_extrapolated(self) -> NDArray[np.float32]:
         """Return the YaRN ramp: how much of each frequency is kept, 1 for fast rotations, 0 for slow."""

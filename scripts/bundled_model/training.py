@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 from tqdm import tqdm
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import DecoderConfig, Qwen3ForCausalLM
 
 from .chats import Chat
 from .practice import Practice, Turn
@@ -102,7 +102,7 @@ STAGES = (
 def new_model(vocabulary: dict[str, int], seed: int) -> Qwen3ForCausalLM:
     """Create the untrained model."""
     torch.manual_seed(seed)
-    config = Qwen3Config(
+    config = DecoderConfig(
         vocab_size=len(vocabulary),
         hidden_size=256,
         intermediate_size=512,

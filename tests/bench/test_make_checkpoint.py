@@ -12,8 +12,8 @@ import random_weights
 import typer
 
 from pypto_serving.model.checkpoint import StoredTensors
+from pypto_serving.model.decoder.inventory import DecoderInventory
 from pypto_serving.model.formats.values import MatrixTensors, dequantised
-from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.model.registry import read_config
 
 SMALL = {"hidden_size": 64, "num_attention_heads": 8, "head_dim": 64, "q_lora_rank": 32, "o_lora_rank": 32}
@@ -62,7 +62,7 @@ def test_a_qwen3_moe_checkpoint(format: str, tmp_path: Path, monkeypatch: pytest
     assert contents.verdicts == ("index: its total_size is what these tensors take",)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     stored = StoredTensors(tmp_path, lambda phase, done, total: None)
-    inventory = Qwen3Inventory(config.model, stored.headers)
+    inventory = DecoderInventory(config.model, stored.headers)
     module = "model.layers.1.mlp.experts.3.up_proj"
     scheme = inventory.schemes[module]
     if hasattr(scheme, "read"):
@@ -109,7 +109,7 @@ def test_gptq_has_the_weights_it_was_made_of(tmp_path: Path, monkeypatch: pytest
     values = []
     for folder in (source, made):
         config, stored = read_config(str(folder)), StoredTensors(folder, lambda phase, done, total: None)
-        inventory = Qwen3Inventory(config.model, stored.headers)
+        inventory = DecoderInventory(config.model, stored.headers)
         stored.require(inventory.expected(), inventory.ignores)
         module = "model.layers.0.mlp.down_proj"
         values.append(dequantised(inventory.schemes[module].read(MatrixTensors(stored, module), 128, 256), 0, 128))

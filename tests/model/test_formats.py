@@ -18,13 +18,13 @@ from safetensors.torch import load_file, save_file
 from pypto_serving.errors import ModelError
 from pypto_serving.kernels import Engine
 from pypto_serving.model.checkpoint import Checkpoint, StoredTensors
+from pypto_serving.model.decoder.inventory import DecoderInventory
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.fields import Fields
 from pypto_serving.model.formats.schemes import Coded
 from pypto_serving.model.formats.section import read_quantization
 from pypto_serving.model.formats.values import MatrixTensors, dequantised
 from pypto_serving.model.packed_weights import PackedWeights
-from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.model.registry import load_config, load_spec, read_config
 from tests.checkpoints import make_checkpoint
 from tests.model.configs import MOE, write
@@ -41,14 +41,14 @@ def made(path: Path, format: str, kind: str = "qwen3") -> tuple[Path, Tensors]:
     return path, quantise(path, format)
 
 
-def inventory_of(path: Path) -> tuple[Qwen3Inventory, StoredTensors]:
+def inventory_of(path: Path) -> tuple[DecoderInventory, StoredTensors]:
     tensors = StoredTensors(path, lambda *_: None)
-    inventory = Qwen3Inventory(load_config(path)[1], tensors.headers)
+    inventory = DecoderInventory(load_config(path)[1], tensors.headers)
     tensors.require(inventory.expected(), inventory.ignores)
     return inventory, tensors
 
 
-def read(inventory: Qwen3Inventory, tensors: StoredTensors, module: str) -> Any:
+def read(inventory: DecoderInventory, tensors: StoredTensors, module: str) -> Any:
     scheme: Coded = inventory.schemes[module]  # type: ignore[assignment]
     n, k = inventory.weights()[f"{module}.weight"]
     return scheme.read(MatrixTensors(tensors, module), n, k)
@@ -157,7 +157,7 @@ def test_a_spec_and_what_files_hold(tmp_path: Path, format: str) -> None:
 def test_a_token_reads_its_experts(tmp_path: Path) -> None:
     path, _ = made(tmp_path, "int4_g32", "qwen3_moe")
     _, config = load_config(path)
-    inventory = Qwen3Inventory(config)
+    inventory = DecoderInventory(config)
     sizes = inventory.packed_bytes(2)
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     unread = sizes["model.embed_tokens.weight"] + experts * 6 // 8
@@ -407,7 +407,7 @@ def test_values_of_any_type_are_read_or_refused(format: str) -> None:
 
 def schemes(path: Path, section: dict[str, Any]) -> dict[str, str]:
     """Names of schemes by module of a model with experts."""
-    inventory = Qwen3Inventory(load_config(write(path, MOE, quantization_config=section))[1])
+    inventory = DecoderInventory(load_config(write(path, MOE, quantization_config=section))[1])
     return {module: scheme.name for module, scheme in inventory.schemes.items()}
 
 

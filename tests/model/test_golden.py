@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoints import random_model, with_dtype
+from tests.checkpoints import DECODERS, random_model, with_dtype
 from tests.model.conftest import MakeCheckpoint
 from tests.model.sequences import Array, Sequences, load_program
 from tests.model.variants import EXPERT_VARIANTS, VARIANTS
@@ -35,7 +35,7 @@ def worst(logits: dict[int, Array], wanted: Array) -> float:
     return float(np.max([np.abs(row - wanted[position]).max() for position, row in logits.items()]))
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", DECODERS)
 def test_prefill_chunks_and_steps(checkpoint: MakeCheckpoint, kind: str) -> None:
     tokens = random_tokens()
     wanted = golden(tokens, kind)
@@ -77,6 +77,22 @@ def test_a_long_sequence(checkpoint: MakeCheckpoint, theta: float) -> None:
     sequence = (sequences := Sequences(program)).add(tokens)
     sequences.run(sequence, [700, *[100] * 12, 90, *[1] * 10])
     assert worst(sequence.logits, golden(tokens, "qwen3", **overrides)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False, "head_dim": 16}),
+        ("qwen2", {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": False}),
+        ("mistral", {"sliding_window": 512, "head_dim": 48}),
+        ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3}),
+    ],
+)
+def test_switches_of_families(checkpoint: MakeCheckpoint, kind: str, overrides: dict[str, Any]) -> None:
+    tokens = random_tokens()
+    sequence = (sequences := Sequences(load_program(checkpoint(kind, **overrides), threads=1))).add(tokens)
+    sequences.run(sequence, [100, 37, 128, *[1] * 35])
+    assert worst(sequence.logits, golden(tokens, kind, **overrides)) < TOLERANCE
 
 
 @pytest.mark.parametrize("overrides", EXPERT_VARIANTS)

@@ -58,6 +58,11 @@ def test_every_instruction_set(checkpoint: MakeCheckpoint, kind: str, kernels: s
     check(checkpoint, kernels, kind, seeds=3)
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "mixtral"])
+def test_every_family(checkpoint: MakeCheckpoint, kind: str) -> None:
+    check(checkpoint, runnable()[0], kind, seeds=2)
+
+
 def test_a_wide_model(checkpoint: MakeCheckpoint) -> None:
     check(checkpoint, runnable()[0], "qwen3", seeds=2, **WIDE)
 

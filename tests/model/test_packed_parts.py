@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from pypto_serving.backend.native import NativeLoader
 from pypto_serving.errors import ModelError
 from pypto_serving.kernels import Engine, Matrix, NativeCollectives, SharedMemory, hashes, runnable
+from pypto_serving.model.decoder.inventory import DecoderInventory
 from pypto_serving.model.packed_weights import PackedWeights
 from pypto_serving.model.packed_weights_file import PackedFile
 from pypto_serving.model.products import cut
-from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.model.registry import load_config
 from pypto_serving.parallel.topology import Placement, Rank, Topology
 from tests.checkpoints import make_checkpoint
@@ -35,7 +35,7 @@ PANEL = 32
 
 def open_weights(path: Path, file: PackedFile | None = None) -> PackedWeights:
     weights = PackedWeights(path, Engine(), lambda *_: None, file)
-    inventory = Qwen3Inventory(load_config(path)[1], weights.headers)
+    inventory = DecoderInventory(load_config(path)[1], weights.headers)
     weights.require(inventory.expected(), inventory.ignores, inventory.schemes, inventory.sizes())
     return weights
 

@@ -41,7 +41,13 @@ READING = ("vector", "exact", "ids", "table", "matrix", "rounded", "gate_up", "s
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Checkpoints that are not quantised, by kind."""
     folder = tmp_path_factory.mktemp("plain")
-    sizes = {"qwen3": NARROW | {"attention_bias": True}, "qwen3_moe": MOE, "deepseek_v4_fast": LATENT}
+    sizes = {
+        "qwen3": NARROW | {"attention_bias": True},
+        "qwen3_moe": MOE,
+        "qwen2": NARROW,
+        "mixtral": NARROW | {"num_local_experts": 3},
+        "deepseek_v4_fast": LATENT,
+    }
 
     def made(kind: str) -> Path:
         return folder / kind if (folder / kind).exists() else make_checkpoint(folder / kind, kind, **sizes[kind])
@@ -135,7 +141,7 @@ def arrays_in(held: Any) -> Iterable[tuple[str, np.ndarray]]:
         yield from ((name, each) for each in values if isinstance(each, np.ndarray))
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "deepseek_v4_fast"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen2", "mixtral", "deepseek_v4_fast"])
 def test_activations_of_a_token(plain: Callable[[str], Path], kind: str) -> None:
     """All buffers grow by the planned bytes with each token of a step but the logits, and the indexer's scratch."""
     sizes = {}

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from pypto_serving.errors import ConfigError, ModelError
 from pypto_serving.kernels import runnable
+from pypto_serving.model.decoder.inventory import DecoderInventory
 from pypto_serving.model.formats.schemes import Int8
 from pypto_serving.model.packed_weights import PackedWeights
-from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.model.registry import Serving, load_config, load_spec
 from pypto_serving.setup.host import read_host_facts
 from pypto_serving.setup.options import make_options
@@ -47,7 +47,7 @@ def with_section(path: Path, model: dict[str, Any], keys: str, value: Any, ignor
 def test_what_llm_compressor_writes(tmp_path: Path) -> None:
     path = write(tmp_path, RELEASED, quantization_config=quantization_config(IGNORED))
     _, config = load_config(path)
-    int8, tensors = Qwen3Inventory(config).int8_weights(), Qwen3Inventory(config).tensors()
+    int8, tensors = DecoderInventory(config).int8_weights(), DecoderInventory(config).tensors()
     assert len(int8) == 28 * 7 and all(name.endswith("_proj.weight") for name in int8)
     assert tensors["model.layers.3.mlp.down_proj.weight_scale"] == (1024, 1)
     assert "lm_head.weight_scale" not in tensors
@@ -62,7 +62,7 @@ def test_what_llm_compressor_writes(tmp_path: Path) -> None:
 def test_patterns_and_names_are_ignored(tmp_path: Path) -> None:
     ignore = ["lm_head", "re:.*mlp.gate$", "model.layers.0.self_attn.o_proj", r"re:model\.layers\.1\.mlp\.experts"]
     _, config = load_config(write(tmp_path, MOE, quantization_config=quantization_config(ignore)))
-    int8 = Qwen3Inventory(config).int8_weights()
+    int8 = DecoderInventory(config).int8_weights()
     assert "model.layers.5.mlp.experts.7.down_proj.weight" in int8
     assert "model.layers.0.mlp.gate_proj.weight" in int8 and "model.layers.1.self_attn.o_proj.weight" in int8
     assert not {"model.layers.5.mlp.gate.weight", "model.layers.0.self_attn.o_proj.weight"} & int8
@@ -163,7 +163,7 @@ def test_patterns_as_quantisers_write_them(tmp_path: Path) -> None:
         *(rf"re:model\.layers\.{layer}\..*(q|k|v)_proj.*" for layer in range(200)),
     ]
     _, config = load_config(write(tmp_path, MOE, quantization_config=quantization_config(some)))
-    int8 = Qwen3Inventory(config).int8_weights()
+    int8 = DecoderInventory(config).int8_weights()
     assert "model.layers.5.mlp.experts.7.down_proj.weight" in int8
     assert not any("layers.7.self_attn" in name or "experts.7.up_proj" in name for name in int8)
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from pypto_serving.model.contract import StageName
+from pypto_serving.model.decoder.recipe import DecoderConfig
 from pypto_serving.model.qwen3 import programs
-from pypto_serving.model.qwen3.config import Qwen3Config
 from pypto_serving.model.qwen3.pypto import Qwen3Contract
 from pypto_serving.model.registry import read_config
 from tests.checkpoints import make_checkpoint
@@ -57,7 +57,7 @@ def test_host_functions_take_what_the_contract_says(stage: StageName, devices: i
     (function,) = ast.parse(programs._host_text(stage, devices)).body
     assert isinstance(function, ast.FunctionDef) and function.name == f"qwen3_{stage}_host"
     model = read_config(make_checkpoint(tmp_path)).model
-    assert isinstance(model, Qwen3Config)
+    assert isinstance(model, DecoderConfig)
     arguments = Qwen3Contract(model, "2026-08", 512, 64, devices).stages[stage]
     assert [each.arg for each in function.args.args] == [each.name for each in arguments]
 

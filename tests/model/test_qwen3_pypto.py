@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from pypto_serving.backend.base import StepInputs
 from pypto_serving.model.checkpoint import StoredTensors
 from pypto_serving.model.contract import Argument, bind, of_role, same_arguments
-from pypto_serving.model.qwen3.config import Qwen3Config
+from pypto_serving.model.families import qwen3
 from pypto_serving.model.qwen3.pypto import Qwen3Contract
 from pypto_serving.model.registry import load_config
 from pypto_serving.types.step import BackendTraits
@@ -85,7 +85,7 @@ COUNTS = {("2026-06", "prefill"): 24, ("2026-06", "decode"): 22, ("2026-08", "pr
 @pytest.mark.parametrize(("revision", "stage"), ORDERS)
 def test_arguments_of_qwen3_14b(revision: Any, stage: Any) -> None:
     """Names, order, dtypes and shapes, as pypto-lib documents them."""
-    contract = Qwen3Contract(Qwen3Config.from_json(QWEN3_14B, "config.json"), revision, 4096, 512)
+    contract = Qwen3Contract(qwen3.parse(QWEN3_14B, "config.json"), revision, 4096, 512)
     arguments = contract.stages[stage]
     assert [each.name for each in arguments] == ORDERS[revision, stage].split()
     assert len(arguments) == COUNTS[revision, stage]
@@ -98,7 +98,7 @@ def test_arguments_of_qwen3_14b(revision: Any, stage: Any) -> None:
 
 def test_bytes_of_qwen3_14b() -> None:
     """The weights take 29.5 GB."""
-    contract = Qwen3Contract(Qwen3Config.from_json(QWEN3_14B, "config.json"), "2026-08", 4096, 512)
+    contract = Qwen3Contract(qwen3.parse(QWEN3_14B, "config.json"), "2026-08", 4096, 512)
     weights = of_role(same_arguments(contract.stages).values(), "weight")
     assert round(sum(each.num_bytes({}) for each in weights) / 1e9, 1) == 29.5
 
@@ -263,7 +263,7 @@ def expected_weights(stored: Any, model: Any, revision: str) -> dict[str, Any]:
         wanted["embed_weight"] = np.concatenate([table, np.zeros((padding, table.shape[1]), np.uint16)])
     frequencies = 1e6 ** -(np.arange(0, model.head_dim, 2) / model.head_dim)
     angles = np.arange(4096)[:, None] * np.tile(frequencies, 2)
-    cos, sin = model.rope.tables(4096)
+    cos, sin = model.attention.rope.tables(4096)
     wanted["rope_cos"], wanted["rope_sin"] = np.tile(cos, 2), np.tile(sin, 2)
     np.testing.assert_allclose(wanted["rope_cos"], np.cos(angles), atol=2e-3)
     np.testing.assert_allclose(wanted["rope_sin"], np.sin(angles), atol=2e-3)
@@ -306,7 +306,7 @@ def test_bytes_of_pages(checkpoint: Path, revision: Any) -> None:
     ],
 )
 def test_what_the_programs_cannot_serve(changes: dict[str, Any], reason: str) -> None:
-    assert Qwen3Contract.obstacle(Qwen3Config.from_json(QWEN3_14B | changes, "config.json")) == reason
+    assert Qwen3Contract.obstacle(qwen3.parse(QWEN3_14B | changes, "config.json")) == reason
 
 
 ARGUMENTS = (Argument("x", "int32", ("T",), "input"), Argument("w", "float32", (4, 2)), Argument("y", "int32", ("T",)))

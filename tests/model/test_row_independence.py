@@ -38,7 +38,7 @@ def subjects(checkpoint: MakeCheckpoint) -> Iterator[Subjects]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=["qwen3", "qwen3_moe", "wide", "bundled"])
+@pytest.fixture(params=["qwen3", "qwen3_moe", "llama", "qwen2", "wide", "bundled"])
 def model(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from pypto_serving.errors import ModelError
-from pypto_serving.model.qwen3.inventory import Qwen3Inventory
+from pypto_serving.model.decoder.inventory import DecoderInventory
+from pypto_serving.model.decoder.recipe import ExpertsRecipe
 from pypto_serving.model.registry import Serving, load_config, load_spec, model_family
 from tests.model.configs import MOE, RELEASED, write
 
@@ -46,10 +47,29 @@ def test_both_spellings_mean_the_same(tmp_path: Path) -> None:
     assert load_spec(old).max_position_embeddings == 131072
 
 
+@pytest.mark.parametrize(
+    ("changes", "length"),
+    [
+        ({"use_sliding_window": True}, 512),
+        ({"layer_types": ["sliding_attention"]}, 512),
+        ({"use_sliding_window": True, "layer_types": ["full_attention"]}, 40960),
+        ({}, 40960),
+        ({"architectures": ["MistralForCausalLM"]}, 512),
+        ({"architectures": ["LlamaForCausalLM"]}, 40960),
+    ],
+)
+def test_models_with_a_window_are_served_up_to_its_length(
+    tmp_path: Path, changes: dict[str, Any], length: int
+) -> None:
+    spec = load_spec(write(tmp_path, RELEASED, sliding_window=512, **changes))
+    assert spec.max_position_embeddings == length
+
+
 def test_expert_layers(tmp_path: Path) -> None:
     _, config = load_config(write(tmp_path, MOE, num_hidden_layers=6))
-    assert config.experts.layers == (1, 5), "every second layer, but not layer 3"
-    tensors = Qwen3Inventory(config).tensors()
+    experts = [isinstance(layer.mlp, ExpertsRecipe) for layer in config.layers]
+    assert experts == [False, True, False, False, False, True], "every second layer, but not layer 3"
+    tensors = DecoderInventory(config).tensors()
     assert tensors["model.layers.1.mlp.gate.weight"] == (8, 1024)
     assert tensors["model.layers.1.mlp.experts.7.down_proj.weight"] == (1024, 768)
     assert tensors["model.layers.0.mlp.gate_proj.weight"] == (3072, 1024)
@@ -107,8 +127,9 @@ def test_longest_sequence(tmp_path: Path, scaling: Any, longest: int) -> None:
         ({"rms_norm_eps": 0}, ["rms_norm_eps", "0"]),
         ({"rms_norm_eps": 10**400}, ["rms_norm_eps", "float32"]),
         ({"rms_norm_eps": float("nan")}, ["rms_norm_eps", "NaN"]),
-        ({"use_sliding_window": True, "sliding_window": 512}, ["use_sliding_window", "true"]),
-        ({"layer_types": ["sliding_attention"]}, ["layer_types", "sliding_attention"]),
+        ({"use_sliding_window": True, "sliding_window": -1}, ["sliding_window", "-1"]),
+        ({"layer_types": ["sliding_attention"]}, ["sliding_window", "missing"]),
+        ({"layer_types": ["linear_attention"]}, ["layer_types", "linear_attention"]),
         ({"layer_types": True}, ["layer_types", "true"]),
         ({"layer_types": [["full_attention"]]}, ["layer_types", '[["full_attention"]]']),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
@@ -126,7 +147,7 @@ def test_longest_sequence(tmp_path: Path, scaling: Any, longest: int) -> None:
         ({"rope_theta": -1}, ["rope_theta", "-1"]),
         ({"torch_dtype": "int8"}, ["dtype", "int8"]),
         ({"architectures": []}, ["architectures"]),
-        ({"architectures": ["LlamaForCausalLM"]}, ["LlamaForCausalLM", "DeepseekV4ForCausalLM, Qwen3ForCausalLM"]),
+        ({"architectures": ["BertModel"]}, ["BertModel", "DeepseekV4ForCausalLM, LlamaForCausalLM"]),
     ],
 )
 def test_errors_name_key_and_value(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:

@@ -38,7 +38,7 @@ def test_ranks_compute_what_one_does(
         assert np.array_equal(logits_of(program, AT_ONCE), found), topology
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "deepseek_v4_fast"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen2", "deepseek_v4_fast"])
 def test_ranks_read_the_weights_that_are_planned_for_them(checkpoint: MakeCheckpoint, kind: str) -> None:
     path = checkpoint(kind, **SMALL | {"tie_word_embeddings": False})
     parts = load_spec(path, Serving("float32")).torch_parts

@@ -14,12 +14,12 @@ import pytest
 from pypto_serving.backend.npu.programs import _find_contract, _require_limits
 from pypto_serving.errors import ConfigError
 from pypto_serving.model.contract import StageName
-from pypto_serving.model.qwen3.config import Qwen3Config
+from pypto_serving.model.families import qwen3
 from pypto_serving.model.qwen3.pypto import Qwen3Contract
 from tests.model.configs import QWEN3_14B
 
 LIBRARY = importlib.util.find_spec("contract")
-CONTRACT = Qwen3Contract(Qwen3Config.from_json(QWEN3_14B, "config.json"), "2026-08", 4096, 512)
+CONTRACT = Qwen3Contract(qwen3.parse(QWEN3_14B, "config.json"), "2026-08", 4096, 512)
 LIMITS = {
     "batch": 16,
     "max_seq": 4096,

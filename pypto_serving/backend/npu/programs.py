@@ -21,8 +21,8 @@ from typing import Any
 from pypto_serving.backend.npu.runtime import META_FILE, Runtime
 from pypto_serving.errors import ConfigError
 from pypto_serving.model.contract import Argument, Contract, Sizes, StageName
+from pypto_serving.model.decoder.recipe import DecoderConfig
 from pypto_serving.model.qwen3 import programs
-from pypto_serving.model.qwen3.config import Qwen3Config
 from pypto_serving.model.qwen3.pypto import BATCH_ROWS, MAX_TOKENS, PAGE_TOKENS, Qwen3Contract, Revision
 from pypto_serving.model.registry import CheckpointConfig
 from pypto_serving.types.config import EngineConfig
@@ -43,7 +43,7 @@ class ProgramLibrary:
 def find_library(config: EngineConfig, checkpoint: CheckpointConfig) -> ProgramLibrary:
     """Find the programs. Raise ConfigError if the model has none, or their revision is unknown."""
     model = checkpoint.model
-    if not isinstance(model, Qwen3Config):
+    if not isinstance(model, DecoderConfig):
         raise ConfigError(f"the npu backend has no program for {checkpoint.architecture}")
     if obstacle := Qwen3Contract.obstacle(model):
         raise ConfigError(f"the programs of the npu backend cannot serve {config.model.path}: {obstacle}")
@@ -58,7 +58,7 @@ def find_library(config: EngineConfig, checkpoint: CheckpointConfig) -> ProgramL
     return ProgramLibrary(ours, {stage: _host(folder, stage) for stage in _STAGES}, sources)
 
 
-def _small(config: EngineConfig, model: Qwen3Config) -> ProgramLibrary:
+def _small(config: EngineConfig, model: DecoderConfig) -> ProgramLibrary:
     """Take our own programs if pypto-lib has none for the model, or none for this number of devices."""
     devices = config.parallel.topology.tensor
     contract = Qwen3Contract(
@@ -70,7 +70,7 @@ def _small(config: EngineConfig, model: Qwen3Config) -> ProgramLibrary:
         heads=model.num_heads,
         kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
-        intermediate=model.intermediate_size,
+        intermediate=model.mlp_widths[0],
         padded_vocab=contract.vocabulary,
         tokens=contract.most["T"],
         pages=contract.table_width,

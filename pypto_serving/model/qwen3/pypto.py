@@ -22,7 +22,7 @@ import numpy as np
 
 from pypto_serving.model.checkpoint import StoredTensors, bfloat16
 from pypto_serving.model.contract import Argument, Sizes, StageName, StepArrays, of_role
-from pypto_serving.model.qwen3.config import Qwen3Config
+from pypto_serving.model.decoder.recipe import DecoderConfig
 from pypto_serving.parallel.topology import part
 from pypto_serving.types.arrays import Array, BFloat16Array, Int32Array
 from pypto_serving.types.kv import Spans
@@ -58,7 +58,7 @@ class Qwen3Contract:
     """
 
     def __init__(
-        self, model: Qwen3Config, revision: Revision, max_model_len: int, max_step_tokens: int, devices: int = 1
+        self, model: DecoderConfig, revision: Revision, max_model_len: int, max_step_tokens: int, devices: int = 1
     ) -> None:
         self.model, self.revision, self.devices = model, str(revision), devices
         self.table_width = ceil_div(max_model_len, PAGE_TOKENS)
@@ -77,11 +77,13 @@ class Qwen3Contract:
         self.logits = self._each("out")
 
     @staticmethod
-    def obstacle(model: Qwen3Config) -> str:
+    def obstacle(model: DecoderConfig) -> str:
         """Return why the programs cannot serve a model, or ""."""
         if model.experts is not None:
             return "they have no experts"
-        if model.attention_bias:
+        if not model.attention.head_norms:
+            return "they need norms of query and key heads, as Qwen3 has them"
+        if model.attention.qkv_bias or model.attention.o_bias:
             return "their projections have no bias"
         if model.rms_norm_eps != RMS_NORM_EPS:
             return f"their norms have the epsilon {RMS_NORM_EPS}, not {model.rms_norm_eps}"
@@ -108,7 +110,7 @@ class Qwen3Contract:
         """Return weights and caches of a device by name."""
         model, layers, hidden = self.model, self.model.num_layers, self.model.hidden_size
         queries, keys = model.num_heads // self.devices * model.head_dim, self.kv_heads * model.head_dim
-        inner, vocabulary = model.intermediate_size // self.devices, self.vocabulary // self.devices
+        inner, vocabulary = model.mlp_widths[0] // self.devices, self.vocabulary // self.devices
         arguments = [
             Argument("input_rms_weight", "float32", (layers, hidden)),
             Argument("wq", "bfloat16", (layers * hidden, queries)),
@@ -216,7 +218,7 @@ class Qwen3Contract:
             modules = [f"model.layers.{i}.{module}" for i in range(model.num_layers)]
             yield name, (self._transposed(tensors, each, device, name in _SPLIT_BY_INPUTS) for each in modules)
         yield "final_norm_weight", (self._vector(tensors, "model.norm"),)
-        cos, sin = model.rope.tables(MAX_TOKENS)
+        cos, sin = model.attention.rope.tables(MAX_TOKENS)
         yield "rope_cos", (np.concatenate([cos, cos], axis=1),)
         yield "rope_sin", (np.concatenate([sin, sin], axis=1),)
         head, mine = self._rows(tensors, f"{model.head}.weight"), part(self.vocabulary, self.devices, device)

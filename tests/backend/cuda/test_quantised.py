@@ -17,9 +17,9 @@ from pypto_serving.backend.cuda.backend import CudaBackend
 from pypto_serving.errors import ModelError
 from pypto_serving.kernels.cuda.quantized import GatedSums
 from pypto_serving.model.card_weights import CardWeights
+from pypto_serving.model.decoder.cuda import CudaDecoder
+from pypto_serving.model.decoder.inventory import DecoderInventory
 from pypto_serving.model.formats.cards import CardForm, card_form
-from pypto_serving.model.qwen3.cuda import CudaQwen3
-from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.model.registry import Serving, load_config, load_spec, read_config
 from tests.backend.cuda.programs import answers, config_for, shortfall, tiny_checkpoint
 from tests.kernels.cuda.multiplying import product, random
@@ -48,7 +48,7 @@ def formats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def weights_of(path: Path) -> CardWeights:
     weights, config = CardWeights(path, "bfloat16", lambda *_: None), load_config(path)[1]
-    weights.expect(Qwen3Inventory(config, weights.headers), 32)
+    weights.expect(DecoderInventory(config, weights.headers), 32)
     return weights
 
 
@@ -128,7 +128,7 @@ def test_odd_weights_are_refused(tmp_path: Path, format: str, code: Tensor, mess
         weights_of(path).matrix("model.layers.0.self_attn.o_proj")
 
 
-def held_bytes(model: CudaQwen3) -> int:
+def held_bytes(model: CudaDecoder) -> int:
     """The bytes of weights and their scales."""
     owners = [model._norm, model._embedding, model._head]
     for layer in model._layers:
@@ -144,7 +144,7 @@ def test_planned_bytes_are_held(tmp_path: Path, format: str) -> None:
     if format:
         quantise_parts(path, MIXED) if format == "mixed" else quantise(path, format)
     model, weights = load_config(path)[1], CardWeights(path, "bfloat16", lambda *_: None)
-    assert held_bytes(CudaQwen3(model, weights, config_for(path))) == load_spec(path, Serving("bfloat16")).card_bytes
+    assert held_bytes(CudaDecoder(model, weights, config_for(path))) == load_spec(path, Serving("bfloat16")).card_bytes
 
 
 REFUSED = [

@@ -1,23 +1,24 @@
-"""Description of Qwen3 for the engine: KV groups, bytes of weights, programs, and family object. Torch-free."""
+"""Description of decoders for the engine: KV groups, bytes of weights, programs, and family object. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from pypto_serving.kernels.constants import CODES_INPUTS, ITEM_ROWS, MAX_DIM
 from pypto_serving.model.checkpoint import StoredTensor
+from pypto_serving.model.decoder.inventory import DecoderInventory
+from pypto_serving.model.decoder.recipe import DecoderConfig, MlpRecipe
 from pypto_serving.model.formats.cards import card_bytes, card_obstacle
 from pypto_serving.model.formats.schemes import PLAIN, Int8
 from pypto_serving.model.inventory import describe_model
-from pypto_serving.model.qwen3.config import Qwen3Config
-from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.model.registry import ModelFamily, Serving, refused_dtype
 from pypto_serving.parallel.topology import TokenBytes
 from pypto_serving.types.kv import DTYPE_BYTES, FullSpec, KVCacheGroupSpec, KVTensorSpec
 from pypto_serving.types.model import ModelSpec
 
 
-def kv_groups(config: Qwen3Config, dtype: str, block_size: int) -> tuple[KVCacheGroupSpec, ...]:
+def kv_groups(config: DecoderConfig, dtype: str, block_size: int) -> tuple[KVCacheGroupSpec, ...]:
     """Describe one full-history group: keys after QK-norm and RoPE, and values. int8 has a scale per token and head."""
     layers, heads, row = tuple(range(config.num_layers)), (config.num_kv_heads,), (config.num_kv_heads, config.head_dim)
     tensors = [KVTensorSpec(name=name, layers=layers, dtype=dtype, row_shape=row) for name in ("k", "v")]
@@ -27,9 +28,9 @@ def kv_groups(config: Qwen3Config, dtype: str, block_size: int) -> tuple[KVCache
     return (FullSpec(name="kv", tensors=tuple(tensors), block_size=block_size),)
 
 
-def model_spec(config: Qwen3Config, serving: Serving, headers: Mapping[str, StoredTensor]) -> ModelSpec:
+def model_spec(config: DecoderConfig, serving: Serving, headers: Mapping[str, StoredTensor]) -> ModelSpec:
     """Describe the checkpoint to the engine."""
-    inventory = Qwen3Inventory(config, headers)
+    inventory = DecoderInventory(config, headers)
     choices, (option, reason) = _choices(inventory), _refused_option(serving)
     rounded = Int8() if serving.head == "int8" and "head" in choices else None
     return describe_model(
@@ -38,8 +39,8 @@ def model_spec(config: Qwen3Config, serving: Serving, headers: Mapping[str, Stor
         serving.dtype,
         inventory.packed_bytes(DTYPE_BYTES[serving.dtype], rounded),
         _token_bytes(config),
-        position_bytes=config.rope.position_bytes,
-        needs_torch=reason or _needs_torch(config, inventory.inputs_of_codes()),
+        position_bytes=config.attention.rope.position_bytes,
+        needs_torch=reason or _needs_torch(inventory),
         needs_torch_option=option,
         no_card=_no_card(inventory, serving),
         card_bytes=card_bytes(inventory),
@@ -49,18 +50,18 @@ def model_spec(config: Qwen3Config, serving: Serving, headers: Mapping[str, Stor
     )
 
 
-def _token_bytes(config: Qwen3Config) -> TokenBytes:
+def _token_bytes(config: DecoderConfig) -> TokenBytes:
     """Count the bytes of a token in the buffers of `native.py`."""
     hidden, experts = config.hidden_size, config.experts
     width, rotated = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    whole, split = 2 * hidden, 4 * hidden + 2 * config.intermediate_size
+    whole, split = 2 * hidden, 4 * hidden + 2 * max(config.mlp_widths, default=0)
     if experts is not None:
         whole += 4 * experts.count + 2 * hidden * experts.per_token
-        split += (2 * experts.intermediate_size + 4 * hidden) * experts.per_token
+        split += (2 * experts.width + 4 * hidden) * experts.per_token
     return TokenBytes(whole=whole, split=split, attention=8 * width + 8 * rotated, passed=4 * hidden)
 
 
-def _choices(inventory: Qwen3Inventory) -> tuple[str, ...]:
+def _choices(inventory: DecoderInventory) -> tuple[str, ...]:
     """List the options that the model leaves open."""
     config, choices = inventory.config, ["kv_dtype"]
     if inventory.inputs_of_codes():
@@ -78,42 +79,44 @@ def _refused_option(serving: Serving) -> tuple[str, str]:
     return option, reason
 
 
-def _needs_torch(config: Qwen3Config, inputs_of_codes: Collection[int]) -> str:
+def _needs_torch(inventory: DecoderInventory) -> str:
     """Return why the CPU kernels cannot serve the model, or "".
 
     The bounds follow from the layouts in csrc/ops.h.
     """
-    experts = config.experts
-    sparse = () if experts is None else (experts.intermediate_size,)
-    has_dense = experts is None or len(experts.layers) < config.num_layers
-    widths = (*sparse, config.intermediate_size) if has_dense else sparse
+    config: DecoderConfig = inventory.config
+    experts, quantized = config.experts, config.quantization is not None
+    widths = [*config.mlp_widths, *([experts.width] if experts else [])]
+    if any(isinstance(layer.mlp, MlpRecipe) and layer.mlp.bias for layer in config.layers):
+        return "the kernels have no biases in an MLP (mlp_bias)"
     if config.head_dim % 32 or config.head_dim > MAX_DIM:
         return f"the kernels need a head_dim of 32, 64, ... {MAX_DIM}, not {config.head_dim}"
     if config.num_heads // config.num_kv_heads > ITEM_ROWS:
         return f"the kernels share a key among at most {ITEM_ROWS} queries"
-    if config.quantization is not None and config.hidden_size % 4:
+    if quantized and config.hidden_size % 4:
         return f"quantised weights need a hidden_size that is a multiple of 4, not {config.hidden_size}"
-    for inputs in inputs_of_codes:
+    for inputs in inventory.inputs_of_codes():
         if inputs % CODES_INPUTS:
             return f"4-bit weights need inputs in multiples of {CODES_INPUTS}, not {inputs}"
-    longest_sum = max(config.hidden_size, *widths, config.num_heads * config.head_dim)
-    if config.quantization is not None and longest_sum >= 1 << 17:
+    if quantized and max(config.hidden_size, *widths, config.num_heads * config.head_dim) >= 1 << 17:
         return "sums of int8 products need sizes below 131,072"
     if config.hidden_size % 2 or any(width % 16 for width in widths):
         return f"the kernels need an even hidden_size and intermediate sizes that are multiples of 16, not {widths}"
     return ""
 
 
-def _no_card(inventory: Qwen3Inventory, serving: Serving) -> str:
+def _no_card(inventory: DecoderInventory, serving: Serving) -> str:
     """Say why the kernels for NVIDIA cards cannot serve the model, or nothing if they can."""
-    config: Qwen3Config = inventory.config
-    sizes = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim, config.vocab_size
+    config: DecoderConfig = inventory.config
+    sizes = config.hidden_size, *config.mlp_widths, config.num_heads * config.head_dim, config.vocab_size
     if serving.dtype != "bfloat16":
         return f"it computes in bfloat16, not {serving.dtype} (see dtype)"
     if serving.kv_dtype == "int8":
         return "it keeps keys and values in bfloat16, not int8 (see kv-dtype)"
     if config.experts is not None:
         return "it has no kernels for experts yet"
+    if any(isinstance(layer.mlp, MlpRecipe) and layer.mlp.bias for layer in config.layers):
+        return "it has no kernels for biases in an MLP"
     if config.head_dim not in (16, 32, 64, 128, 256):
         return f"its kernels need a head_dim of 16, 32, 64, 128 or 256, not {config.head_dim}"
     if any(size % 16 for size in sizes):
@@ -121,13 +124,15 @@ def _no_card(inventory: Qwen3Inventory, serving: Serving) -> str:
     return card_obstacle(inventory, inventory.joined())
 
 
-FAMILY = ModelFamily(
-    parse=Qwen3Config.from_json,
-    inventory=Qwen3Inventory,
-    kv_groups=kv_groups,
-    spec=model_spec,
-    torch_program="pypto_serving.model.qwen3.program:Qwen3Program",
-    kernel_program="pypto_serving.model.qwen3.native:NativeQwen3",
-    conversion="pypto_serving.model.qwen3.convert:plan_conversion",
-    card_program="pypto_serving.model.qwen3.cuda:CudaQwen3",
-)
+def decoder_family(parse: Callable[[dict[str, Any], str], DecoderConfig]) -> ModelFamily:
+    """Return the family of the architectures whose config.json `parse` reads."""
+    return ModelFamily(
+        parse=parse,
+        inventory=DecoderInventory,
+        kv_groups=kv_groups,
+        spec=model_spec,
+        torch_program="pypto_serving.model.decoder.program:TorchDecoder",
+        kernel_program="pypto_serving.model.decoder.native:NativeDecoder",
+        conversion="pypto_serving.model.decoder.convert:plan_conversion",
+        card_program="pypto_serving.model.decoder.cuda:CudaDecoder",
+    )

@@ -1,4 +1,4 @@
-"""The tensors of a Qwen3 or Qwen3-MoE checkpoint. Torch-free."""
+"""The tensors of a decoder's checkpoint. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import ClassVar
 
 from pypto_serving.kernels.constants import GATE_HALF
 from pypto_serving.model.checkpoint import StoredTensor
+from pypto_serving.model.decoder.recipe import MLP, DecoderConfig, MlpRecipe
 from pypto_serving.model.formats.schemes import PLAIN, Fp8, Int8, Plain, Scheme
 from pypto_serving.model.inventory import Inventory, Role, Shape, Tensor
-from pypto_serving.model.qwen3.config import Qwen3Config
 from pypto_serving.parallel.topology import Split
 
 _IGNORED = re.compile(r".*\.(rotary_emb\.inv_freq|self_attn\.([kv]_proj\.)?([qkv]|output)_scale)")
@@ -18,7 +18,7 @@ _IGNORED = re.compile(r".*\.(rotary_emb\.inv_freq|self_attn\.([kv]_proj\.)?([qkv
 EMBEDDING = "model.embed_tokens.weight"
 
 
-class Qwen3Inventory(Inventory):
+class DecoderInventory(Inventory):
     """The tensors of a checkpoint with this config. There are no draft layers."""
 
     layer = re.compile(r"model\.layers\.(\d+)\.")
@@ -31,13 +31,16 @@ class Qwen3Inventory(Inventory):
         "gate_proj": "columns",
         "up_proj": "columns",
         "down_proj": "columns",
+        "w1": "columns",
+        "w3": "columns",
+        "w2": "columns",
         "embed_tokens": "columns",
         "lm_head": "columns",
     }
-    units: ClassVar[Mapping[str, int]] = {"gate_proj": GATE_HALF, "up_proj": GATE_HALF}
+    units: ClassVar[Mapping[str, int]] = dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), GATE_HALF)
     endings = (".weight", ".bias")
 
-    def __init__(self, config: Qwen3Config, headers: Mapping[str, StoredTensor] | None = None) -> None:
+    def __init__(self, config: DecoderConfig, headers: Mapping[str, StoredTensor] | None = None) -> None:
         def ways(module: str, _: Role) -> tuple[Scheme, ...]:
             return (PLAIN,) if config.quantization is None else config.quantization.schemes(module)
 
@@ -63,7 +66,7 @@ class Qwen3Inventory(Inventory):
         for layer in range(self.config.num_layers):
             prefix = f"model.layers.{layer}."
             yield tuple(f"{prefix}self_attn.{name}_proj" for name in "qkv")
-            yield f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"
+            yield tuple(prefix + name for name in MLP[:2])
 
     def weights(self) -> dict[str, Shape]:
         """Return the shape of every weight, before quantization, by name."""
@@ -76,7 +79,7 @@ class Qwen3Inventory(Inventory):
         return extra or bool(_IGNORED.fullmatch(name)) or (self.config.tied_embeddings and name == "lm_head.weight")
 
 
-def _tensors(model: Qwen3Config) -> dict[str, Tensor]:
+def _tensors(model: DecoderConfig) -> dict[str, Tensor]:
     hidden = model.hidden_size
     tensors = {EMBEDDING: Tensor((model.vocab_size, hidden))}
     for layer in range(model.num_layers):
@@ -88,27 +91,33 @@ def _tensors(model: Qwen3Config) -> dict[str, Tensor]:
     return tensors
 
 
-def _layer_tensors(model: Qwen3Config, layer: int) -> dict[str, Tensor]:
-    hidden, experts = model.hidden_size, model.experts
-    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": hidden}
+def _layer_tensors(model: DecoderConfig, layer: int) -> dict[str, Tensor]:
+    hidden, names = model.hidden_size, model.names
+    attention, mlp = model.layers[layer].attention, model.layers[layer].mlp
+    queries, keys = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
     tensors = {f"{name}.weight": Tensor((hidden,)) for name in ("input_layernorm", "post_attention_layernorm")}
-    tensors |= {f"self_attn.{name}.weight": Tensor((model.head_dim,)) for name in ("q_norm", "k_norm")}
-    for name, size in rows.items():
-        tensors[f"self_attn.{name}.weight"] = Tensor((size, queries if name == "o_proj" else hidden), "linear")
-        if model.attention_bias:
-            tensors[f"self_attn.{name}.bias"] = Tensor((size,))
-    if experts is None or layer not in experts.layers:
-        return tensors | _mlp_tensors("mlp.", hidden, model.intermediate_size, "linear")
-    tensors["mlp.gate.weight"] = Tensor((experts.count, hidden), "linear")
-    for expert in range(experts.count):
-        tensors |= _mlp_tensors(f"mlp.experts.{expert}.", hidden, experts.intermediate_size, "expert")
+    if attention.head_norms:
+        tensors |= {f"self_attn.{name}.weight": Tensor((attention.head_dim,)) for name in ("q_norm", "k_norm")}
+    for name, size in {"q_proj": queries, "k_proj": keys, "v_proj": keys}.items():
+        tensors |= _linear(f"self_attn.{name}", size, hidden, attention.qkv_bias)
+    tensors |= _linear("self_attn.o_proj", hidden, queries, attention.o_bias)
+    if isinstance(mlp, MlpRecipe):
+        return tensors | _mlp_tensors(MLP, hidden, mlp.width, "linear", mlp.bias)
+    tensors |= _linear(names.router, mlp.count, hidden, False)
+    for expert in range(mlp.count):
+        tensors |= _mlp_tensors(names.expert(expert), hidden, mlp.width, "expert", False)
     return tensors
 
 
-def _mlp_tensors(prefix: str, hidden: int, intermediate: int, role: Role) -> dict[str, Tensor]:
-    return {
-        f"{prefix}gate_proj.weight": Tensor((intermediate, hidden), role),
-        f"{prefix}up_proj.weight": Tensor((intermediate, hidden), role),
-        f"{prefix}down_proj.weight": Tensor((hidden, intermediate), role),
-    }
+def _mlp_tensors(modules: tuple[str, str, str], hidden: int, width: int, role: Role, bias: bool) -> dict[str, Tensor]:
+    gate, up, down = modules
+    return (
+        _linear(gate, width, hidden, bias, role)
+        | _linear(up, width, hidden, bias, role)
+        | _linear(down, hidden, width, bias, role)
+    )
+
+
+def _linear(module: str, n: int, k: int, bias: bool, role: Role = "linear") -> dict[str, Tensor]:
+    weight = {f"{module}.weight": Tensor((n, k), role)}
+    return weight | {f"{module}.bias": Tensor((n,))} if bias else weight

@@ -1,4 +1,4 @@
-"""Qwen3 and Qwen3-MoE in readable torch: one step over packed rows with a paged KV cache."""
+"""Decoders in readable torch: one step over packed rows with a paged KV cache."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor
 from pypto_serving.kernels.constants import GATE_HALF
 from pypto_serving.model.attention import KVArena, StepAttention, StepTensors, settle_query_rows
 from pypto_serving.model.collectives import TorchCollectives
+from pypto_serving.model.decoder.inventory import DecoderInventory
+from pypto_serving.model.decoder.recipe import MLP, DecoderConfig, MlpRecipe
 from pypto_serving.model.layers import (
     Embedding,
     GatedMLP,
@@ -23,20 +25,18 @@ from pypto_serving.model.layers import (
 )
 from pypto_serving.model.loader import TorchWeights
 from pypto_serving.model.products import rows_of
-from pypto_serving.model.qwen3.config import Qwen3Config
-from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.types.config import EngineConfig
 
 
-class Qwen3Layer:
+class DecoderLayer:
     """Attention and MLP with pre-norms: h += o(attend(qkv(norm(h)))); h += mlp(norm(h)).
 
     Ranks split attention by heads, and the outputs of all other matrices.
     """
 
-    def __init__(self, model: Qwen3Config, weights: TorchWeights, index: int, comm: TorchCollectives) -> None:
+    def __init__(self, model: DecoderConfig, weights: TorchWeights, index: int, comm: TorchCollectives) -> None:
         prefix, rank = f"model.layers.{index}.", comm.rank
-        self.index, self.model, self.comm = index, model, comm
+        self.index, self.model, self.comm, self.recipe = index, model, comm, model.layers[index].attention
         self.heads = rank.heads(model.num_heads, model.num_kv_heads)
         self.kv_heads = rank.kv_heads(model.num_kv_heads)
         self.input_norm = weights.read(prefix + "input_layernorm.weight")
@@ -46,9 +46,10 @@ class Qwen3Layer:
             lambda rank: rows_of(rank.heads(model.num_heads, model.num_kv_heads), model.head_dim)
         )
         outputs = [rows_of(heads, model.head_dim) for heads in (self.heads, self.kv_heads, self.kv_heads)]
-        self.qkv = _linear(weights, [f"{attention}{name}_proj" for name in "qkv"], outputs)
-        self.o = _linear(weights, [attention + "o_proj"], [rank.columns(model.hidden_size)])
-        self.head_norms = self._head_norms(weights, attention)
+        projections = [f"{attention}{name}_proj" for name in "qkv"]
+        self.qkv = _linear(weights, projections, outputs, self.recipe.qkv_bias)
+        self.o = _linear(weights, [attention + "o_proj"], [rank.columns(model.hidden_size)], self.recipe.o_bias)
+        self.head_norms = self._head_norms(weights, attention) if self.recipe.head_norms else None
         self.mlp = _mlp(model, weights, index, comm)
 
     def _head_norms(self, weights: TorchWeights, prefix: str) -> Tensor:
@@ -70,29 +71,33 @@ class Qwen3Layer:
         return h + self.mlp(rms_norm(h, self.mlp_norm, eps))
 
     def _heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split [t, (heads + 2 kv_heads) * head_dim] into q, k and v; apply QK-norm and RoPE in float32."""
+        """Split [t, (heads + 2 kv_heads) * head_dim] into q, k and v; apply norms and RoPE in float32."""
         model, queries, rotated = self.model, len(self.heads), len(self.heads) + len(self.kv_heads)
         heads = qkv.view(len(qkv), -1, model.head_dim)
-        qk = rms_norm(heads[:, :rotated].float().contiguous(), None, model.rms_norm_eps)
-        qk = apply_rope_(qk.mul_(self.head_norms), cos, sin).to(qkv.dtype)
+        qk = heads[:, :rotated].float().contiguous()
+        if self.head_norms is None:
+            qk[:, :queries] *= model.head_dim**-0.5
+        else:
+            qk = rms_norm(qk, None, model.rms_norm_eps).mul_(self.head_norms)
+        qk = apply_rope_(qk, cos, sin).to(qkv.dtype)
         return qk[:, :queries], qk[:, queries:], heads[:, rotated:]
 
     def linears(self) -> list[Linear]:
         return [self.qkv, self.o, *self.mlp.linears()]
 
 
-class Qwen3Program:
-    """Owns weights and KV pages of a Qwen3 model, or a rank's part. `rows` is the fewest rows that a step computes.
+class TorchDecoder:
+    """Owns weights and KV pages of a decoder, or a rank's part. `rows` is the fewest rows that a step computes.
 
     Weights and pages lie on torch's default device at construction; a step's tensors must lie there too.
     """
 
-    name = "qwen3-torch-2"
+    name = "decoder-torch-1"
 
     def __init__(
-        self, model: Qwen3Config, weights: TorchWeights, config: EngineConfig, comm: TorchCollectives | None = None
+        self, model: DecoderConfig, weights: TorchWeights, config: EngineConfig, comm: TorchCollectives | None = None
     ) -> None:
-        inventory = Qwen3Inventory(model)
+        inventory = DecoderInventory(model)
         weights.require(inventory.expected(), inventory.ignores)
         self.model, self._comm = model, comm or TorchCollectives()
         self.arena = KVArena(config.cache.groups[0], config.cache.num_blocks[0], weights.dtype, self._comm)
@@ -100,12 +105,14 @@ class Qwen3Program:
         mine = self._comm.rank.vocabulary(model.vocab_size)
         table = weights.read("model.embed_tokens.weight", rows=[mine])
         self.embedding = Embedding(table, self._comm, mine)
-        self.layers = [Qwen3Layer(model, weights, i, self._comm) for i in range(model.num_layers)]
+        self.layers = [DecoderLayer(model, weights, i, self._comm) for i in range(model.num_layers)]
         self.norm = weights.read("model.norm.weight")
         self.lm_head = Linear(table if model.tied_embeddings else weights.lend("lm_head.weight", rows=[mine]))
         weights.finish()
         device = self.norm.device
-        cos, sin = (torch.from_numpy(table).to(device) for table in model.rope.tables(config.limits.max_model_len))
+        cos, sin = (
+            torch.from_numpy(table).to(device) for table in model.attention.rope.tables(config.limits.max_model_len)
+        )
         self._cos, self._sin = torch.cat([cos, cos], dim=1)[:, None], torch.cat([-sin, sin], dim=1)[:, None]
         queries = settle_query_rows(model.head_dim, self.norm.dtype)
         self.arena.query_rows = queries or self.arena.query_rows
@@ -128,29 +135,29 @@ class Qwen3Program:
         return self._comm.columns(logits, self.model.vocab_size).float()
 
 
-def _linear(weights: TorchWeights, names: Sequence[str], outputs: Sequence[range] | None = None) -> Linear:
+def _linear(
+    weights: TorchWeights, names: Sequence[str], outputs: Sequence[range] | None = None, bias: bool = False
+) -> Linear:
     """Concatenate `outputs` of the named projections, by default all outputs."""
-    biases = [f"{name}.bias" for name in names]
-    bias = weights.read(*biases, rows=outputs) if weights.has(biases[0]) else None
-    return Linear(weights.lend(*(f"{name}.weight" for name in names), rows=outputs), bias)
+    biases = weights.read(*(f"{name}.bias" for name in names), rows=outputs) if bias else None
+    return Linear(weights.lend(*(f"{name}.weight" for name in names), rows=outputs), biases)
 
 
-def _mlp(model: Qwen3Config, weights: TorchWeights, index: int, comm: TorchCollectives) -> SplitMLP | TopKMoE:
+def _mlp(model: DecoderConfig, weights: TorchWeights, index: int, comm: TorchCollectives) -> SplitMLP | TopKMoE:
     """Load the rank's part of a layer's MLP, or of its experts."""
-    prefix, rank, experts = f"model.layers.{index}.mlp.", comm.rank, model.experts
-    inner, hidden = model.intermediate_size, model.hidden_size
-    if experts is None or index not in experts.layers:
-        mlp = _gated_mlp(weights, prefix, rank.columns(inner, GATE_HALF), rank.columns(hidden))
-        return SplitMLP(mlp, comm, inner, hidden)
-    inner = experts.intermediate_size
-    outputs = (rank.expert_columns(inner, GATE_HALF), rank.expert_columns(hidden))
-    members = {e: _gated_mlp(weights, f"{prefix}experts.{e}.", *outputs) for e in rank.experts(experts.count)}
-    router = _linear(weights, [prefix + "gate"])
-    return TopKMoE(
-        router, SplitExperts(members, comm, experts.count, inner, hidden), experts.per_token, experts.normalize
-    )
+    prefix, rank, recipe, hidden = f"model.layers.{index}.", comm.rank, model.layers[index].mlp, model.hidden_size
+    if isinstance(recipe, MlpRecipe):
+        mlp = _gated_mlp(weights, prefix, MLP, rank.columns(recipe.width, GATE_HALF), rank.columns(hidden), recipe.bias)
+        return SplitMLP(mlp, comm, recipe.width, hidden)
+    outputs = rank.expert_columns(recipe.width, GATE_HALF), rank.expert_columns(hidden)
+    members = {e: _gated_mlp(weights, prefix, model.names.expert(e), *outputs) for e in rank.experts(recipe.count)}
+    router = _linear(weights, [prefix + model.names.router])
+    experts = SplitExperts(members, comm, recipe.count, recipe.width, hidden)
+    return TopKMoE(router, experts, recipe.per_token, recipe.normalize)
 
 
-def _gated_mlp(weights: TorchWeights, prefix: str, inner: range, outputs: range) -> GatedMLP:
-    gate, up = (_linear(weights, [f"{prefix}{name}_proj"], [inner]) for name in ("gate", "up"))
-    return GatedMLP(gate, up, _linear(weights, [f"{prefix}down_proj"], [outputs]))
+def _gated_mlp(
+    weights: TorchWeights, prefix: str, modules: Sequence[str], inner: range, outputs: range, bias: bool = False
+) -> GatedMLP:
+    parts = zip(modules, (inner, inner, outputs), strict=True)
+    return GatedMLP(*(_linear(weights, [prefix + module], [mine], bias) for module, mine in parts))

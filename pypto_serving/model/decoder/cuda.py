@@ -1,4 +1,4 @@
-"""Qwen3 on the kernels for NVIDIA cards: launches over buffers at fixed addresses, for graphs."""
+"""Decoders on the kernels for NVIDIA cards: launches over buffers at fixed addresses, for graphs."""
 
 from __future__ import annotations
 
@@ -11,52 +11,54 @@ from pypto_serving.kernels.cuda.products import Bf16Matrix
 from pypto_serving.kernels.cuda.rows import add_norm, embed, gather, split_heads
 from pypto_serving.kernels.cuda.step import DispatchTensors
 from pypto_serving.model.card_weights import CardWeights
-from pypto_serving.model.qwen3.config import Qwen3Config
-from pypto_serving.model.qwen3.inventory import Qwen3Inventory
+from pypto_serving.model.decoder.inventory import DecoderInventory
+from pypto_serving.model.decoder.recipe import MLP, DecoderConfig
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.util import ceil_div
 
 
-class CudaQwen3Layer:
+class CudaDecoderLayer:
     """The weights of one layer: h += o(attend(qkv(norm(h)))); h += down(silu(gate(norm(h))) * up(norm(h)))."""
 
-    def __init__(self, model: Qwen3Config, weights: CardWeights, index: int) -> None:
+    def __init__(self, model: DecoderConfig, weights: CardWeights, index: int) -> None:
         prefix = f"model.layers.{index}."
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        attention = prefix + "self_attn."
         self.input_norm = weights.read(prefix + "input_layernorm.weight")
         self.mlp_norm = weights.read(prefix + "post_attention_layernorm.weight")
         projections = [f"{attention}{name}_proj" for name in "qkv"]
         self.qkv = weights.matrix(*projections)
         self.o = weights.matrix(attention + "o_proj")
-        self.qkv_bias = self.o_bias = None
-        if model.attention_bias:
-            self.qkv_bias = weights.read(*(f"{name}.bias" for name in projections))
-            self.o_bias = weights.read(attention + "o_proj.bias")
-        norms = weights.read(attention + "q_norm.weight", attention + "k_norm.weight")
-        self.head_norms = norms.view(2, model.head_dim)
-        self.gate_up = weights.gated(mlp + "gate_proj", mlp + "up_proj")
-        self.down = weights.matrix(mlp + "down_proj")
+        recipe = model.layers[index].attention
+        self.qkv_bias = weights.read(*(f"{name}.bias" for name in projections)) if recipe.qkv_bias else None
+        self.o_bias = weights.read(attention + "o_proj.bias") if recipe.o_bias else None
+        self.head_norms = None
+        if recipe.head_norms:
+            norms = weights.read(attention + "q_norm.weight", attention + "k_norm.weight")
+            self.head_norms = norms.view(2, model.head_dim)
+        gate, up, down = (prefix + module for module in MLP)
+        self.gate_up = weights.gated(gate, up)
+        self.down = weights.matrix(down)
 
 
-class CudaQwen3:
-    """Owns the weights, KV pages and buffers of a dense Qwen3 model on torch's default device. Implements CardModel."""
+class CudaDecoder:
+    """Owns the weights, KV pages and buffers of a dense decoder on torch's default device. Implements CardModel."""
 
-    name = "qwen3-cuda-1"
+    name = "decoder-cuda-1"
 
-    def __init__(self, model: Qwen3Config, weights: CardWeights, config: EngineConfig) -> None:
+    def __init__(self, model: DecoderConfig, weights: CardWeights, config: EngineConfig) -> None:
         """Load the model and allocate everything. Raises ModelError."""
         rows = config.limits.max_rows
         tokens = max(rows, config.limits.max_num_batched_tokens)
-        weights.expect(Qwen3Inventory(model, weights.headers), tokens)
+        weights.expect(DecoderInventory(model, weights.headers), tokens)
         self.model = model
         self._embedding = weights.read("model.embed_tokens.weight")
-        self._layers = [CudaQwen3Layer(model, weights, index) for index in range(model.num_layers)]
+        self._layers = [CudaDecoderLayer(model, weights, index) for index in range(model.num_layers)]
         self._norm = weights.read("model.norm.weight")
         self._head = Bf16Matrix(self._embedding) if model.tied_embeddings else weights.matrix(model.head)
         self._head.splits = 1  # nobody adds parts of logits
         weights.finish()
         device = self._norm.device
-        tables = model.rope.tables(config.limits.max_model_len)
+        tables = model.attention.rope.tables(config.limits.max_model_len)
         self._cos, self._sin = (torch.from_numpy(table).to(device) for table in tables)
         group = config.cache.groups[0]
         blocks = config.cache.num_blocks[0]
@@ -76,7 +78,7 @@ class CudaQwen3:
         self._h = torch.zeros(num_tokens, model.hidden_size, dtype=half)
         self._q = torch.zeros(num_tokens, model.num_heads, model.head_dim, dtype=half)
         self._attended = torch.zeros_like(self._q)
-        self._inner = torch.zeros(num_tokens, model.intermediate_size, dtype=half)
+        self._inner = torch.zeros(num_tokens, max(model.mlp_widths), dtype=half)
         matrices = (matrix for layer in self._layers for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down))
         self._sums = torch.zeros(max(matrix.num_sums(num_tokens) for matrix in matrices), dtype=torch.float32)
         self._wanted = torch.zeros(rows, model.hidden_size, dtype=half)

@@ -1,4 +1,4 @@
-"""Qwen3 and Qwen3-MoE on the CPU kernels: the step recorded once, operation by operation. Torch-free."""
+"""Decoders on the CPU kernels: the step recorded once, operation by operation. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ from pypto_serving.kernels import (
     StripColumns,
     zeros,
 )
+from pypto_serving.model.decoder.inventory import DecoderInventory
+from pypto_serving.model.decoder.recipe import MLP, DecoderConfig, ExpertsRecipe
 from pypto_serving.model.packed_weights import PackedWeights
 from pypto_serving.model.products import AttentionShare, ExpertBuffers, Feed, Products, columns_of, rows_of
-from pypto_serving.model.qwen3.config import Qwen3Config, Qwen3Experts
-from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.parallel.topology import Rank
 from pypto_serving.types.arrays import BFloat16Array, Float32Array, PairArray, UInt8Array
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import KVCacheGroupSpec, Spans
 
 LOG2_E = math.log2(math.e)
+NO_NORM = -1.0
+"""The epsilon with which kernels leave heads as they are, times the weights; see csrc/rows.h."""
 
 
-class NativeQwen3:
-    """Owns packed weights, KV pages and the recorded step of a Qwen3 model, or one rank's part of them.
+class NativeDecoder:
+    """Owns packed weights, KV pages and the recorded step of a decoder, or one rank's part of them.
 
     For `pages` see KVCacheLayer, and csrc/ops.h for the layout of a head's part of a block. `logits` is float32
     [max_logits, vocab]. Ranks of a stage split every matrix by its outputs, and gather outputs if they need all. If
@@ -45,13 +47,13 @@ class NativeQwen3:
     """Order of the dimensions of a block's pages in bfloat16; part of the fingerprint, as the dtype is."""
 
     @staticmethod
-    def name(model: Qwen3Config, config: EngineConfig) -> str:
+    def name(model: DecoderConfig, config: EngineConfig) -> str:
         """Return a name of program and weights for the fingerprint, with the output layer if it embeds tokens."""
         rounded = "int8 embedding" if config.model.head == "int8" and model.tied_embeddings else ""
-        return " ".join(filter(None, ("qwen3-native-3", Qwen3Inventory(model).quantization(), rounded)))
+        return " ".join(filter(None, ("decoder-native-1", DecoderInventory(model).quantization(), rounded)))
 
     @staticmethod
-    def kv_spans(model: Qwen3Config, config: EngineConfig, rank: Rank) -> list[Spans]:
+    def kv_spans(model: DecoderConfig, config: EngineConfig, rank: Rank) -> list[Spans]:
         """Return, per KV group, the bytes of a block that a rank reads and writes."""
         _, heads = _heads(model, rank)
         each = config.cache.groups[0].block_bytes // (model.num_layers * 2 * model.num_kv_heads)
@@ -62,14 +64,14 @@ class NativeQwen3:
 
     def __init__(
         self,
-        model: Qwen3Config,
+        model: DecoderConfig,
         weights: PackedWeights,
         engine: Engine,
         config: EngineConfig,
         rank: Rank | None = None,
         peers: NativeCollectives | None = None,
     ) -> None:
-        inventory = Qwen3Inventory(model, weights.headers)
+        inventory = DecoderInventory(model, weights.headers)
         weights.require(inventory.expected(), inventory.ignores, inventory.schemes, inventory.sizes())
         self.model, self._weights = model, weights
         self._rank, self._peers = rank or Rank(), peers or NativeCollectives()
@@ -77,7 +79,7 @@ class NativeQwen3:
         self.arenas = (self.pages.view(np.uint8).reshape(len(self.pages), -1),)
         self.step = Recording(engine)
         self._attention = AttentionShare(self._rank, self._peers)
-        self._buffers = Qwen3Buffers(model, config, self._attention, self._peers)
+        self._buffers = DecoderBuffers(model, config, self._attention, self._peers)
         self.logits = self._buffers.logits
         self._products = self._buffers.products(self.step, exact=config.model.activations == "bf16")
         self._record(config)
@@ -93,7 +95,7 @@ class NativeQwen3:
         if rank.embeds:
             self._record_embedding(head, mine)
         self._peers.begin_stage(self.step, self._buffers.x)
-        cos, sin = model.rope.tables(config.limits.max_model_len)
+        cos, sin = model.attention.rope.tables(config.limits.max_model_len)
         for index in rank.layers(model.num_layers):
             with self._attention.of(self.step, self._buffers.x) as x:
                 self._record_attention(x, index, cos, sin)
@@ -135,80 +137,92 @@ class NativeQwen3:
     ) -> None:
         """Record x += o(attention(qkv(rms_norm(x))))."""
         model, b, share, prefix = self.model, self._buffers, self._attention, f"model.layers.{index}."
+        recipe = model.layers[index].attention
         heads, kv_heads = _heads(model, share.rank)
         outputs = [rows_of(part, model.head_dim) for part in (heads, kv_heads, kv_heads)]
         names = [f"{prefix}self_attn.{name}_proj" for name in "qkv"]
-        qkv = self._weights.matrix(names, outputs, bias=model.attention_bias)
+        qkv = self._weights.matrix(names, outputs, bias=recipe.qkv_bias)
         self._products.linear(self._normed(x, f"{prefix}input_layernorm.weight"), qkv, b.projected)
-        norms = self._head_norms(prefix, len(heads), len(kv_heads))
         if heads:
+            norms, eps = self._head_norms(prefix, len(heads), len(kv_heads)), model.rms_norm_eps
             cache = KVCacheLayer(self.pages, index, model.head_dim, kv_heads)
-            self.step.qk_norm_rope(b.projected, norms, cos, sin, model.rms_norm_eps, b.queries, cache)
+            self.step.qk_norm_rope(
+                b.projected, norms, cos, sin, eps if recipe.head_norms else NO_NORM, b.queries, cache
+            )
             width = model.num_heads * model.head_dim
             self.step.paged_attention(b.queries, cache, StripColumns(b.attended, width, outputs[0].start))
-        self._add_to(x, share.rank, share.peers, b.attended, f"{prefix}self_attn.o_proj", model.attention_bias)
+        self._add_to(x, share.rank, share.peers, b.attended, f"{prefix}self_attn.o_proj", recipe.o_bias)
 
     def _head_norms(self, prefix: str, heads: int, kv_heads: int) -> NDArray[np.float32]:
-        """Norm weights of query and key heads, [heads + kv_heads, head_dim], with the scores' scale in base 2."""
-        q, k = (self._weights.vector(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")
+        """Norm weights of query and key heads, [heads + kv_heads, head_dim], with the scores' scale in base 2.
+
+        Without norms they are ones.
+        """
+        q = k = np.ones(self.model.head_dim, np.float32)
+        if self.model.attention.head_norms:
+            q, k = (self._weights.vector(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")
         q = (q.astype(np.float64) * (self.model.head_dim**-0.5 * LOG2_E)).astype(np.float32)
         return np.concatenate([np.tile(q, (heads, 1)), np.tile(k, (kv_heads, 1))])
 
     def _record_mlp(self, index: int) -> None:
         """x += down(silu(gate(norm(x))) * up(norm(x))), or the chosen experts' weighted sum of that."""
-        model, b, prefix = self.model, self._buffers, f"model.layers.{index}."
+        b, prefix, recipe = self._buffers, f"model.layers.{index}.", self.model.layers[index].mlp
         normed = self._normed(b.x, f"{prefix}post_attention_layernorm.weight")
-        if model.experts is not None and index in model.experts.layers:
-            self._record_experts(normed, f"{prefix}mlp.", model.experts)
+        if isinstance(recipe, ExpertsRecipe):
+            self._record_experts(normed, prefix, recipe)
             return
-        width = model.intermediate_size
-        mine = self._rank.columns(width, GATE_HALF)
-        gate_up = self._weights.gate_up([f"{prefix}mlp.gate_proj"], [f"{prefix}mlp.up_proj"], [mine])
-        self._products.swiglu(normed, gate_up, StripColumns(b.gated, width, mine.start))
-        self._add_to(b.x, self._rank, self._peers, b.gated, f"{prefix}mlp.down_proj")
+        gate, up, down = (prefix + module for module in MLP)
+        mine = self._rank.columns(recipe.width, GATE_HALF)
+        gate_up = self._weights.gate_up([gate], [up], [mine])
+        self._products.swiglu(normed, gate_up, StripColumns(b.gated, recipe.width, mine.start))
+        self._add_to(b.x, self._rank, self._peers, b.gated, down)
 
-    def _record_experts(self, normed: Feed, prefix: str, experts: Qwen3Experts) -> None:
-        b, rank, count, hidden = self._buffers, self._rank, experts.count, self.model.hidden_size
-        gates, ups, downs = (
-            [f"{prefix}experts.{e}.{part}_proj" for e in range(count)] for part in ("gate", "up", "down")
+    def _record_experts(self, normed: Feed, prefix: str, experts: ExpertsRecipe) -> None:
+        b, rank, count, hidden, names = (
+            self._buffers,
+            self._rank,
+            experts.count,
+            self.model.hidden_size,
+            self.model.names,
         )
-        self._products.linear(normed, self._weights.matrix([f"{prefix}gate"]), b.router_logits)
+        gates, ups, downs = zip(*([prefix + part for part in names.expert(e)] for e in range(count)), strict=True)
+        self._products.linear(normed, self._weights.matrix([prefix + names.router]), b.router_logits)
         scoring = Scoring.RENORMALIZED if experts.normalize else Scoring.SOFTMAX
         routing = self.step.route(b.router_logits, experts.per_token, scoring, computed=rank.experts(count))
-        packed = self._weights.experts(rank, (gates, ups, downs), experts.intermediate_size, hidden)
+        packed = self._weights.experts(rank, (gates, ups, downs), experts.width, hidden)
         out = columns_of(b.x, rank.columns(hidden))
         self._products.experts(routing, normed, packed, b.experts, rank, self._peers, out)
         self._peers.barrier(self.step, b.x)
 
 
-def _heads(model: Qwen3Config, rank: Rank) -> tuple[range, range]:
+def _heads(model: DecoderConfig, rank: Rank) -> tuple[range, range]:
     """Return the query heads of a rank, and their key and value heads."""
     heads = rank.heads(model.num_heads, model.num_kv_heads)
     return heads, rank.kv_heads(model.num_kv_heads) if heads else range(0)
 
 
-class Qwen3Buffers:
+class DecoderBuffers:
     """Activations of the largest step; gathered ones are shared by ranks. For layouts see kernels/forms.py."""
 
     def __init__(
-        self, model: Qwen3Config, config: EngineConfig, attention: AttentionShare, peers: NativeCollectives
+        self, model: DecoderConfig, config: EngineConfig, attention: AttentionShare, peers: NativeCollectives
     ) -> None:
         tokens, rows = config.limits.max_num_batched_tokens, config.limits.max_logits
         heads, kv_heads = (len(part) for part in _heads(model, attention.rank))
-        width = model.num_heads * model.head_dim
+        width, widest = model.num_heads * model.head_dim, max(model.mlp_widths, default=0)
         self.x = peers.zeros(np.float32, tokens, model.hidden_size)
         self.normed = zeros(np.uint32, max(tokens, rows) * model.hidden_size // 2)
         self.projected = zeros(np.float32, tokens, (heads + 2 * kv_heads) * model.head_dim)
         self.queries = zeros(np.uint16, tokens, heads, model.head_dim)
         self.attended = attention.peers.zeros(np.uint32, tokens * width // 2)
-        self.gated = peers.zeros(np.uint32, tokens * model.intermediate_size // 2)
+        self.gated = peers.zeros(np.uint32, tokens * widest // 2)
         self.logits = peers.zeros(np.float32, rows, model.vocab_size)
-        self._sizes = [max(tokens, rows), max(model.hidden_size, width, model.intermediate_size)]
+        self._sizes = [max(tokens, rows), max(model.hidden_size, width, widest)]
         if experts := model.experts:
             entries = tokens * experts.per_token
             self.router_logits = zeros(np.float32, tokens, experts.count)
-            self.experts = ExpertBuffers(entries, model.hidden_size, experts.intermediate_size, peers)
-            self._sizes += [entries, max(model.hidden_size, experts.intermediate_size)]
+            self.experts = ExpertBuffers(entries, model.hidden_size, experts.width, peers)
+            self._sizes += [entries, max(model.hidden_size, experts.width)]
 
     def products(self, step: Recording, exact: bool) -> Products:
         """Return the Products that records products of these activations."""
@@ -216,7 +230,7 @@ class Qwen3Buffers:
 
 
 def _pages(
-    group: KVCacheGroupSpec, num_blocks: int, model: Qwen3Config, peers: NativeCollectives
+    group: KVCacheGroupSpec, num_blocks: int, model: DecoderConfig, peers: NativeCollectives
 ) -> BFloat16Array | UInt8Array:
     heads = (num_blocks, model.num_layers, 2, model.num_kv_heads)
     num_bytes = group.block_bytes // math.prod(heads[1:])

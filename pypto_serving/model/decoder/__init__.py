@@ -1,0 +1,1 @@
+"""Decoders: one description by data, and the programs that compute it."""

@@ -1,0 +1,1 @@
+"""A parser for each architecture: what its config.json says, as the description of a decoder."""

@@ -1,0 +1,36 @@
+"""Mistral, and Mixtral with its experts in every layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pypto_serving.model.decoder.recipe import DecoderConfig, ExpertsRecipe, TensorNames, sliding_window
+from pypto_serving.model.decoder.spec import decoder_family
+from pypto_serving.model.fields import MOST_EXPERTS, MOST_LAYERS, Fields
+
+_MIXTRAL_NAMES = TensorNames(
+    router="block_sparse_moe.gate", experts="block_sparse_moe.experts", parts=("w1", "w3", "w2")
+)
+
+
+def parse(raw: dict[str, Any], source: str) -> DecoderConfig:
+    """Read the object in config.json at `source`. Raises ModelError naming an unsupported key and value."""
+    config = Fields(raw, source)
+    return DecoderConfig.from_fields(config, window=sliding_window(config, True))
+
+
+def parse_mixtral(raw: dict[str, Any], source: str) -> DecoderConfig:
+    """Read the object in a Mixtral's config.json at `source`. Raises ModelError naming an unsupported value."""
+    config = Fields(raw, source)
+    layers = config.positive_int("num_hidden_layers", most=MOST_LAYERS)
+    count = config.positive_int("num_local_experts", default=8, most=MOST_EXPERTS // layers)
+    per_token = config.positive_int("num_experts_per_tok", default=2)
+    config.require(per_token <= count, "num_experts_per_tok", per_token, f"at most num_local_experts, {count}")
+    width = config.positive_int("intermediate_size")
+    experts = ExpertsRecipe(count=count, per_token=per_token, width=width, normalize=True)
+    window = sliding_window(config, True)
+    return DecoderConfig.from_fields(config, window=window, experts=lambda _: experts, names=_MIXTRAL_NAMES)
+
+
+FAMILY = decoder_family(parse)
+MIXTRAL = decoder_family(parse_mixtral)
