@@ -58,9 +58,7 @@ def test_both_spellings_mean_the_same(tmp_path: Path) -> None:
         ({"architectures": ["LlamaForCausalLM"]}, 40960),
     ],
 )
-def test_models_with_a_window_are_served_up_to_its_length(
-    tmp_path: Path, changes: dict[str, Any], length: int
-) -> None:
+def test_models_with_a_window_are_served_up_to_its_length(tmp_path: Path, changes: dict[str, Any], length: int) -> None:
     spec = load_spec(write(tmp_path, RELEASED, sliding_window=512, **changes))
     assert spec.max_position_embeddings == length
 
