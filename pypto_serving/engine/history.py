@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
@@ -25,7 +26,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The state of all engines at one time: current load, usage of each KV group where it is fullest, and totals.
 
     `step_s`: seconds of each of STEP_PARTS; `hit_tokens`: cached prompt tokens from each of TIERS. `first_token` and
-    `next_token`: observations since the last sample, for each bucket of the metric.
+    `next_token`: observations since the last sample, for each bucket of the metric. `respawns`: restarts of workers
+    and engine cores.
     """
 
     at_s: float
@@ -36,6 +38,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prompt_tokens: int
     generation_tokens: int
     preemptions: int
+    respawns: int
     step_s: tuple[float, ...]
     prefix_queries: int
     hit_tokens: tuple[int, ...]
@@ -60,7 +63,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class History:
     """Keeps one sample per second, and the latest requests. Owned by the server; used in the event loop's thread only.
 
-    `num_samples` and `num_finished` are totals, so that a reader can ask for entries that it has not seen.
+    `num_samples` and `num_finished` are totals, so that a reader can ask for entries that it has not seen. `life`
+    names this start of the server: totals and times of another one cannot be compared with these.
     """
 
     def __init__(self, engine: EngineClient, metrics: ServerMetrics) -> None:
@@ -70,6 +74,7 @@ class History:
         self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
         self._finished: deque[Finished] = deque(maxlen=MAX_FINISHED)
         self._due_s = 0.0
+        self.life = secrets.token_hex(8)
         self.num_samples = 0
         self.num_finished = 0
 
@@ -119,6 +124,7 @@ def sample_of(stats: Sequence[StepStats], now_s: float, first: tuple[int, ...], 
         prompt_tokens=total("prompt_tokens"),
         generation_tokens=total("generation_tokens"),
         preemptions=total("num_preemptions"),
+        respawns=total("num_respawns") + total("num_core_respawns"),
         step_s=tuple(sum(getattr(each, f"{part}_s") for each in stats) for part in STEP_PARTS),
         prefix_queries=total("prefix_queries"),
         hit_tokens=(max(0, total("prefix_hits") - sum(lower)), *lower),

@@ -24,9 +24,10 @@ class Server:
         self,
         *arguments: str | Path,
         wait: bool = True,
+        port: int = 0,
         program: Sequence[str] = (sys.executable, "-m", "pypto_serving"),
     ) -> None:
-        command = [*program, "serve", *map(str, arguments), "--port", "0"]
+        command = [*program, "serve", *map(str, arguments), "--port", str(port)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.ready: dict[str, Any] = {}
         self._family: list[psutil.Process] = []

@@ -54,7 +54,15 @@ def test_a_sample_adds_up_the_engines() -> None:
         packing_s=0.5, computing_s=2.0, tiers=(tier("host", 20), tier("disk", 5)),
     )  # fmt: skip
     other = ScriptedEngine(engine.config, engine.script)
-    other.stats = StepStats(num_running=3, prefix_hits=10, kv_usage=(0.75, 0.25), accepted_at=(1,), core_s=0.25)
+    other.stats = StepStats(
+        num_running=3,
+        num_respawns=2,
+        num_core_respawns=1,
+        prefix_hits=10,
+        kv_usage=(0.75, 0.25),
+        accepted_at=(1,),
+        core_s=0.25,
+    )
     engine.engines = (engine, other)
     metrics.first_token[0].observe(0.02)
     history.observe(0.0)
@@ -63,6 +71,7 @@ def test_a_sample_adds_up_the_engines() -> None:
     history.observe(INTERVAL_S)
     first, second = history.samples_since(0)
     assert (first.running, first.waiting, first.kv_usage, first.accepted_at) == (5, 1, (0.75, 0.5), (6, 2))
+    assert first.respawns == 3 and history.life != new_history()[2].life
     assert (first.hit_tokens, first.step_s) == ((45, 20, 5, 0), (0.25, 0.5, 2.0, 0.0))
     assert (sum(first.first_token), sum(second.first_token), second.first_token[-1]) == (1, 2, 1)
     same = msgspec.structs.replace(second, at_s=0.0, first_token=first.first_token)

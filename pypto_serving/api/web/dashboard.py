@@ -21,9 +21,14 @@ from pypto_serving.types.tier import TIERS
 
 
 async def show_stats(request: Request) -> Response:
-    """Answer with the newest state, and the history after `samples` and `finished` of the query."""
+    """Answer with the newest state, and the history after `samples` and `finished` of the query.
+
+    They count what the page has seen of the `life` that the query names. If that is another one, send all.
+    """
     service: Service = request.app.state.service
-    samples, finished = (_count(request.query_params.get(name, "")) for name in ("samples", "finished"))
+    query = request.query_params
+    known = query.get("life") == service.history.life
+    samples, finished = (_count(query.get(name, "")) if known else 0 for name in ("samples", "finished"))
     state = dashboard(service, request.app.state.memory, samples, finished, time.monotonic())
     return Response(msgspec.json.encode(state), headers={"cache-control": "no-store"}, media_type="application/json")
 
@@ -36,17 +41,19 @@ def _count(text: str) -> int:
 def dashboard(service: Service, memory: MemoryPlan | None, samples: int, finished: int, now_s: float) -> dict[str, Any]:
     """Collect the data of the dashboard.
 
-    `samples` and `finished` count the entries that the page has seen. If they exceed the history, as after a restart,
-    send all of it. In the result, `samples` has a list per field of Sample; the page's next request returns `seen`.
+    `samples` and `finished` count the entries that the page has seen. In the result, `samples` has a list per field of
+    Sample; the page's next request returns `life` and `seen`.
     """
     engine, history, metrics = service.engine, service.history, service.metrics
     history.observe(now_s)
     config, topology, health = engine.config, engine.config.parallel.topology, service.health()
-    unseen = history.samples_since(samples if samples <= history.num_samples else 0)
+    unseen = history.samples_since(samples)
     return {
         "model": service.model_name,
         "version": __version__,
         "backend": config.worker.backend,
+        "life": history.life,
+        "now_s": now_s,
         "interval_s": INTERVAL_S,
         "max_samples": MAX_SAMPLES,
         "max_finished": MAX_FINISHED,
@@ -64,7 +71,7 @@ def dashboard(service: Service, memory: MemoryPlan | None, samples: int, finishe
         "next_token_bounds_s": metrics.next_token[0].bounds,
         "seen": {"samples": history.num_samples, "finished": history.num_finished},
         "samples": {name: [getattr(each, name) for each in unseen] for name in Sample.__struct_fields__},
-        "finished": history.finished_since(finished if finished <= history.num_finished else 0),
+        "finished": history.finished_since(finished),
     }
 
 

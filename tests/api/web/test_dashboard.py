@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -101,7 +102,9 @@ def test_another_time_is_shown_while_it_is_paused(working: Server, open_page: Op
         " const found = await read.call(this); found.samples.at_s = found.samples.at_s?.map(s => 60 * s);"
         " return found; }; 0"
     )
-    points = "document.querySelector('.plot .line')?.getAttribute('d')?.split('L').length"
+    points = (
+        "document.querySelectorAll('figure')[1]?.querySelector('.line').getAttribute('d')?.split(/[ML]/).length - 1"
+    )
     page.run(
         "const span = document.querySelector('#span'); span.value = '600'; span.dispatchEvent(new Event('change'))"
     )
@@ -197,24 +200,118 @@ def test_requests_far_apart_are_drawn_side_by_side(working: Server, open_page: O
     assert drawn["note"].endswith(" with requests")
 
 
+LIVES = """
+    const answer = (life, now_s, seen, at_s, total) => ({
+        life, now_s,
+        samples: {at_s, total, respawns: at_s.map(at => at > 3000 ? 1 : 0), seen: at_s.map(() => [1, 0, 0])},
+        finished: [{id: life}], interval_s: 1, max_samples: 6, max_finished: 3, seen: {samples: seen, finished: 1}});
+"""
+
+
 def test_history_of_the_page(working: Server, open_page: OpenPage) -> None:
     page = open_page(working.url + "/dashboard")
     found = page.run(
-        """import('/web/history.js').then(({History, quantile, quotients}) => {
+        f"""import('/web/history.js').then(({{History, quantile, quotients}}) => {{
+            {LIVES}
             const history = new History();
-            const answer = (seen, at_s, total) => ({
-                samples: {at_s, total, seen: at_s.map(() => [1, 0, 0])}, finished: [], max_samples: 3, max_finished: 3,
-                seen: {samples: seen, finished: 0}});
-            history.take(answer(2, [10, 11], [100, 150]));
-            history.take(answer(4, [12, 14], [150, 250]));
-            const rates = history.rate('total', 1);
-            const ranks = history.quantile('seen', [2, 4], 0.5, 10);
-            history.take(answer(2, [20, 21], [0, 7]));
-            return {rates, ranks, fresh: history.growth('total', 5), none: quantile([0, 0, 0], [2, 4], 0.5),
+            history.take(answer('a', 11, 2, [10, 11], [100, 150]), 1011);
+            history.take(answer('a', 14, 4, [12, 14], [150, 250]), 1014.5);
+            return {{times: history.times, rates: history.rate('total', 1), grown: history.growth('total', 5),
+                    ranks: history.quantile('seen', [2, 4], 0.5, 10), none: quantile([0, 0, 0], [2, 4], 0.5),
                     high: quantile([0, 1, 1], [2, 4], 0.99), middle: quantile([0, 4, 0], [2, 4], 0.25),
-                    shares: quotients([1, 1], [2, 0])};
-        })"""
+                    shares: quotients([1, 1, null], [2, 0, null]), finished: history.finished.length}};
+        }})"""
     )
     assert found == {
-        "rates": [0, 50], "ranks": [1, 1], "fresh": [7], "none": None, "high": 4, "middle": 2.5, "shares": [0.5, None]
+        "times": [1010, 1011, 1012, 1014], "rates": [None, 50, 0, 50], "grown": [None, 50, 50, 150],
+        "ranks": [None, 1, 1, 1], "none": None, "high": 4, "middle": 2.5, "shares": [0.5, None, None], "finished": 2,
     }  # fmt: skip
+
+
+def test_samples_of_two_lives_and_around_a_gap_are_not_joined(working: Server, open_page: OpenPage) -> None:
+    page = open_page(working.url + "/dashboard")
+    found = page.run(
+        f"""import('/web/history.js').then(({{History}}) => {{
+            {LIVES}
+            const history = new History();
+            const shown = () => ({{times: history.times, starts: history.starts, restarts: history.restarts,
+                                  rates: history.rate('total', 5), finished: history.finished.map(({{id}}) => id)}});
+            history.take(answer('a', 12, 3, [10, 11, 12], [0, 10, 20]), 1012);
+            history.take(answer('a', 41, 5, [40, 41], [500, 510]), 1041);
+            const gap = shown();
+            history.take(answer('b', 3001, 2, [3000, 3001], [30, 40]), 1043);
+            const restart = shown();
+            history.take(answer('c', 10, 3, [8, 9, 10], [1, 2, 3]), 1043.5);
+            return {{gap, restart, overlap: shown()}};
+        }})"""
+    )
+    assert found["gap"] == {
+        "times": [1010, 1011, 1012, 1040, 1041], "starts": [True, False, False, True, False], "restarts": [],
+        "rates": [None, 10, 10, None, 10], "finished": ["a", "a"],
+    }  # fmt: skip
+    assert found["restart"] == {
+        "times": [1011, 1012, 1040, 1041, 1042, 1043], "starts": [True, False, True, False, True, False],
+        "restarts": [{"time": 1042, "what": "server"}, {"time": 1043, "what": "worker"}],
+        "rates": [None, 10, None, 10, None, 10], "finished": ["b"],
+    }  # fmt: skip
+    assert found["overlap"]["times"] == [1012, 1040, 1041, 1041.5, 1042.5, 1043.5]
+    assert found["overlap"]["starts"] == [True, True, False, True, False, False]
+
+
+def test_charts_leave_gaps_and_name_times(working: Server, open_page: OpenPage) -> None:
+    page = open_page(working.url + "/dashboard")
+    page.send("Emulation.setTimezoneOverride", timezoneId="Asia/Kolkata")
+    found = page.run(
+        """import('/web/chart.js').then(({Chart}) => {
+            const times = [0, 1, 2, 3, 40, 41, 42, 50, 60].map((time) => 1790000000 + time);
+            const starts = times.map((_, i) => i === 0 || i === 4);
+            const history = {times, starts, restarts: [{time: times[4], what: 'server'}]};
+            const rows = [[1, 1, null, 1, 1, 1, 1, null, 1], [0, 2, null, 1, 0, 0, 0, null, 2]];
+            let last = null;
+            const paths = [false, true].map((stacked) => {
+                const chart = new Chart('Some', ['a', 'b'], {format: String, stacked});
+                document.body.append(chart.element);
+                last = chart.element;
+                chart.show(history, rows, 120);
+                return [...chart.element.querySelectorAll('.line, .layer')].map((each) => each.getAttribute('d'));
+            });
+            const [gap, restart] = ['.gap', '.restart'].map((name) => last.querySelector(name).getAttribute('d'));
+            const ticks = [...last.querySelectorAll('.tick')].map((tick) => tick.textContent);
+            const plot = last.querySelector('svg');
+            plot.focus();
+            const keys = ['Home', 'ArrowRight', 'End', 'ArrowLeft', 'ArrowLeft', 'ArrowLeft', 'ArrowLeft'];
+            const read = keys.map((key) => {
+                plot.dispatchEvent(new KeyboardEvent('keydown', {key}));
+                return last.querySelector('.when').textContent;
+            });
+            return {paths, gap, restart, ticks, read};
+        })"""
+    )
+    lines, layers = found["paths"]
+    assert lines[0] == "M0.0 0.0L10.0 0.0M30.0 0.0h0M400.0 0.0L410.0 0.0L420.0 0.0M600.0 0.0h0".replace(" 0.0", " 65.0")
+    assert layers[1].count("M") == layers[1].count("Z") == 4 and layers[1].startswith("M0.0 104.0L10.0 52.0L10.0 104.0")
+    assert (found["gap"], found["restart"]) == ("M30.0 0H400.0V130H30.0Z", "M400.0 0V130")
+    assert found["ticks"] == ["19:43:40", "19:44:00"]
+    assert found["read"][:3] == ["19:43:20, 60 s ago", "19:43:21, 59 s ago", "19:44:20, 0 s ago"]
+    assert found["read"][-1] == "19:44:00, 20 s ago, server restarted"
+
+
+def test_a_restarted_server_is_another_life(open_page: OpenPage, is_accessible: Callable[[Page], None]) -> None:
+    with Server("--max-model-len", "256") as server:
+        page = open_page(server.url + "/dashboard", 390, 800)
+        page.wait("document.querySelector('.plot .line')?.getAttribute('d').split('L').length > 3")
+        assert page.run("document.querySelector('.restart').getAttribute('d')") == ""
+        port = urlsplit(server.url).port
+    page.wait("document.querySelector('#state').textContent.startsWith('No answer')")
+    assert port is not None
+    with Server("--max-model-len", "256", port=port):
+        page.wait("document.querySelectorAll('.restart')[7].getAttribute('d').startsWith('M')")
+        assert page.run("document.querySelectorAll('#charts figure').length") == 8
+        page.wait("document.querySelector('.plot .line').getAttribute('d').split('M').at(-1).split('L').length > 2")
+        assert page.run("document.querySelector('.plot .line').getAttribute('d').split('M').length") == 3
+        page.click(page.button("Pause"))
+        page.wait("document.querySelector('#pause').ariaPressed === 'true'")
+        assert page.run("document.documentElement.scrollWidth") == 390
+        assert page.run("document.querySelector('#span').checkVisibility()")
+        is_accessible(page)
+    page.complaints = [each for each in page.complaints if "CONNECTION" not in each]

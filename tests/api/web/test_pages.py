@@ -76,21 +76,27 @@ def test_pages_need_no_key_and_figures_do(start: Callable[..., RunningServer]) -
 
 
 def test_figures_are_as_described(server: RunningServer) -> None:
-    seen = looked(server)["seen"]
+    first = looked(server)
+    seen, life = first["seen"], first["life"]
     server.post(COMPLETIONS, {"prompt": "hello", "max_tokens": 5})
-    found = looked(server, f"?samples={seen['samples']}&finished={seen['finished']}")
+    found = looked(server, f"?life={life}&samples={seen['samples']}&finished={seen['finished']}")
     (request,) = found["finished"]
     assert (request["reason"], request["output_tokens"], request["prompt_tokens"] > 0) == ("length", 5, True)
     assert len(found["samples"]["at_s"]) == found["seen"]["samples"] - seen["samples"]
     assert {len(column) for column in found["samples"].values()} == {len(found["samples"]["at_s"])}
-    query = f"?samples={found['seen']['samples']}&finished={found['seen']['finished']}"
-    assert looked(server, query)["finished"] == []
+    assert found["life"] == life and all(at_s <= found["now_s"] for at_s in found["samples"]["at_s"])
+    query = f"&samples={found['seen']['samples']}&finished={found['seen']['finished']}"
+    assert looked(server, f"?life={life}{query}")["finished"] == []
+    assert looked(server, f"?life=another{query}")["finished"] == looked(server)["finished"]
     assert {type(value) for value in found["replicas"][0].values()} == {str, int, float, list}
     assert all(type(group["block_bytes"]) is int for group in found["groups"])
 
 
-@pytest.mark.parametrize("query", ["?samples=x", "?samples=-1", "?samples=99999999", "?samples=" + "9" * 50])
+@pytest.mark.parametrize(
+    "query", ["", "?samples=1", "?life=LIFE&samples=x", "?life=LIFE&samples=-1", "?life=LIFE&samples=" + "9" * 50]
+)
 def test_a_reader_that_has_seen_something_else_gets_all(server: RunningServer, query: str) -> None:
+    query = query.replace("LIFE", looked(server)["life"])
     assert len(looked(server, query)["samples"]["at_s"]) == looked(server)["seen"]["samples"]
 
 

@@ -12,10 +12,11 @@ const SMOOTH_S = 5;
 const RECENT_S = 30;
 const RETRY_MS = 2000;
 const at = (id) => document.getElementById(id);
-const history = new History();
+let history = new History();
 const speed = (value) => `${short(value)}/s`;
 
 let charts = null;
+let shape = "";
 let latest = null;
 let looking = false;
 let paused = false;
@@ -40,8 +41,7 @@ function makeCharts({ groups, used_tiers: tiers, step_parts: parts }) {
 
 function showCharts(stats) {
   const span = Number(at("span").value);
-  const { times } = history;
-  const show = (name, ...rows) => charts[name].show(times, rows, span);
+  const show = (name, ...rows) => charts[name].show(history, rows, span);
   const quantiles = (name, bounds) => [0.5, 0.9, 0.99].map((q) => history.quantile(name, bounds, q, RECENT_S));
   const steps = history.growth("steps", SMOOTH_S);
   const queried = history.growth("prefix_queries", RECENT_S);
@@ -99,13 +99,18 @@ function showState(status, text) {
 }
 
 async function look() {
-  const { samples, finished } = history.seen;
-  const stats = await (await ask(`dashboard/stats?samples=${samples}&finished=${finished}`, {}, { quiet: true })).json();
+  const { life, seen } = history;
+  const stats = await (await ask(`dashboard/stats?life=${life}&samples=${seen.samples}&finished=${seen.finished}`, {}, { quiet: true })).json();
+  const { groups, used_tiers, tiers, step_parts, first_token_bounds_s, next_token_bounds_s } = stats;
+  const found = JSON.stringify([groups.map(({ name }) => name), used_tiers, tiers, step_parts, first_token_bounds_s, next_token_bounds_s]);
+  if (found !== shape) {
+    [shape, charts] = [found, makeCharts(stats)];
+    if (life) history = new History();
+  }
   history.take(stats);
   at("model").textContent = stats.model;
   at("server").textContent = `pypto-serving ${stats.version}, ${stats.backend}`;
   showState(stats.status, stats.detail ? `${stats.status}: ${stats.detail}` : stats.status);
-  charts ??= makeCharts(stats);
   latest = stats;
   showCharts(stats);
   showTiles(stats);

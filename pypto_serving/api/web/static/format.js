@@ -32,6 +32,11 @@ export function bytes(count) {
 
 export const percent = (share) => (Number.isFinite(share) ? `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)} %` : "–");
 
+/** The time of day by our clock, from seconds since 1970. */
+export function clock(seconds, withSeconds) {
+  return new Date(seconds * 1000).toTimeString().slice(0, withSeconds ? 8 : 5);
+}
+
 /** How long ago, roughly. */
 export function ago(then, now = Date.now()) {
   const minutes = Math.round((now - then) / 60000);
