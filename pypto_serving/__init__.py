@@ -1,6 +1,6 @@
 """An LLM serving engine: continuous batching over a paged KV cache made of groups.
 
-`LLM`, `SamplingParams` and `StructuredOutputsParams` are the offline API; they are imported on first use.
+`LLM`, `AsyncLLM`, `SamplingParams` and `StructuredOutputsParams` are the offline API; they are imported on first use.
 """
 
 from __future__ import annotations
@@ -8,14 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pypto_serving.offline.llm import LLM
+    from pypto_serving.offline.llm import LLM, AsyncLLM
     from pypto_serving.types.sampling import SamplingParams
     from pypto_serving.types.structured import StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 _LAZY = {
+    "AsyncLLM": "pypto_serving.offline.llm",
     "LLM": "pypto_serving.offline.llm",
     "SamplingParams": "pypto_serving.types.sampling",
     "StructuredOutputsParams": "pypto_serving.types.structured",
@@ -28,3 +29,7 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -62,10 +62,13 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _message(error: typer.TyperException) -> str:
     """Return the message of an error. For an unknown option, propose options with a similar name."""
+    from pypto_serving.setup.vllm_options import VLLM_ONLY
+
     given, proposed = getattr(error, "option_name", ""), getattr(error, "possibilities", None) or ()
     if not proposed:
         return error.format_message()
     names = {option.lstrip("-"): option for option in proposed}
+    names = {name: option for name, option in names.items() if name.replace("-", "_") not in VLLM_ONLY}
     near = [names[name] for name in difflib.get_close_matches(given.lstrip("-"), names)]
     guess = f"did you mean {one_of(near)}? " if near else ""
     return f"No such option: {given}; {guess}--help lists all"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import pkgutil
+import re
 from collections import UserDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -77,13 +78,39 @@ def root(
 
 
 class HelpCommand(TyperCommand):
-    """A command whose help lists both names of a switch in one column, to leave room for long names."""
+    """A command that reads options as vLLM does: with underscores, and several values after one that may repeat.
+
+    Its help lists both names of a switch in one column, to leave room for long names.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments."""
+        known = {name for each in self.params for name in (*each.opts, *each.secondary_opts)}
+        dashed = [re.sub("^--[^=]*", lambda name: name[0].replace("_", "-"), arg) for arg in args]
+        args = [new if new.partition("=")[0] in known else arg for arg, new in zip(args, dashed, strict=True)]
+        values, rest, _ = self.make_parser(ctx).parse_args(args=list(args))
+        if rest or (values.get("model") and values.get("model_argument")):
+            args = _repeated(args, {name for each in self.params if each.multiple for name in each.opts})
+        return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help."""
         shown = copy.copy(self)
         shown.params = [_in_one_column(parameter) for parameter in self.params]
         TyperCommand.format_help(shown, ctx, formatter)
+
+
+def _repeated(args: Iterable[str], names: Container[str]) -> list[str]:
+    """Write an option of `names` before each of the values that follow it."""
+    written: list[str] = []
+    option = ""
+    for arg in args:
+        if arg.startswith("-"):
+            option = arg if arg in names else ""
+        elif option and written[-1] != option:
+            written.append(option)
+        written.append(arg)
+    return written
 
 
 def in_panels(panels: Mapping[str, Sequence[str]]) -> type[HelpCommand]:

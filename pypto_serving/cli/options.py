@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from pypto_serving.errors import ConfigError, RequestError
 from pypto_serving.setup.option_table import BATCHING, DEVICE, KV, MODEL, SERVER, TABLE
 from pypto_serving.setup.options import KEY_FILE, flag, make_options, read_keys
 from pypto_serving.setup.rules import ChoiceRule, Option, SwitchRule, TextsRule
+from pypto_serving.setup.vllm_options import SHORT_FLAGS, VLLM_ONLY
 from pypto_serving.types.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -76,8 +78,22 @@ def _parameters(panels: Iterable[str], also: Sequence[str], model_argument: bool
         if row.panel in panels or row.name in also:
             alone = row.name == "model" and not model_argument
             yield _parameter(row.name, _annotation(row._replace(help=CHECKPOINT) if alone else row))
+            if row.vllm:
+                yield _hidden(row.vllm, isinstance(row.rule, SwitchRule))
+            if row.alias in SHORT_FLAGS:
+                yield _parameter(row.alias, Annotated[str | None, typer.Option(SHORT_FLAGS[row.alias], hidden=True)])
+    yield from itertools.starmap(_hidden, VLLM_ONLY.items())
     if SERVER in panels:
         yield _parameter(KEY_FILE, KeyFile)
+
+
+def _hidden(name: str, is_switch: bool) -> inspect.Parameter:
+    """Return the parameter of an option of vLLM, which help does not show."""
+    names = [f"--{flag(name)}/--no-{flag(name)}" if is_switch else f"--{flag(name)}"]
+    short = [SHORT_FLAGS[name]] if name in SHORT_FLAGS else []
+    return _parameter(
+        name, Annotated[bool | None if is_switch else str | None, typer.Option(*names, *short, hidden=True)]
+    )
 
 
 def _annotation(row: Option) -> Any:

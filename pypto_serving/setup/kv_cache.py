@@ -29,7 +29,7 @@ def choose_block_size(settings: Settings, model: ModelSpec, backend: BackendDefa
     own = "of the first KV group; each has its own" if model.own_blocks else "default"
     reason = settings.origin_or("block_size", own)
     if options.kv_remote and not others and group.block_bytes < REMOTE_BLOCK_BYTES and options.block_size is None:
-        group, reason = _larger_block(group, options.max_model_len or model.max_position_embeddings)
+        group, reason = _larger_block(group, options.given_length or model.max_position_embeddings)
         model = msgspec.structs.replace(model, kv_groups=(group,))
     elif options.kv_remote:
         _warn_of_small_blocks(settings, model)

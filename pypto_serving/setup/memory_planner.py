@@ -30,6 +30,8 @@ and two copies hold the tokenizer, the guide a compiler. Measured: 210 MiB with 
 """
 
 
+MIN_LENGTH_SHARE = 0.25
+"""The least share of the model's longest sequence that is served without being asked for."""
 CARD_BYTES = 2 << 30
 """What the driver, kernels and graphs take of a card's memory, and room that they leave unused between allocations."""
 
@@ -70,6 +72,7 @@ class MemoryPlanner:
         self.chunked = options.chunked_prefill is not False
         self.weight_bytes = 0 if backend.simulated else model.weight_bytes
         self.host_bytes = self._host_bytes()
+        self.warnings: list[str] = []
         self.tiered = bool(self.host_bytes or options.kv_disk or options.kv_remote)
 
     def step_tokens(self, model_len: int) -> int:
@@ -84,7 +87,7 @@ class MemoryPlanner:
         """Decide the length of the longest sequence in tokens; return it with the reason."""
         self._check_room()
         limit, reason = self._longest()
-        given = self.options.max_model_len
+        given = self.options.given_length
         if given is not None:
             self._check_given_len(given)
             return given, self.options.origin("max_model_len")
@@ -99,6 +102,7 @@ class MemoryPlanner:
         if best < limit:
             allowed, whose = self._longest()
             reason = f"the longest that fits the KV memory; {whose} is {allowed}"
+            self._check_share(best, limit)
         return best, reason
 
     def _longest(self) -> tuple[int, str]:
@@ -202,9 +206,12 @@ class MemoryPlanner:
 
     def _kv_limit(self, model_len: int) -> int:
         """Return the bytes that KV may take, null blocks included."""
-        given = self.options.kv_memory
+        given, share = self.options.kv_memory, self.options.gpu_memory_utilization
         if given is None:
-            return int(max(0, min(self._room(model_len), self.available_bytes)) * self.backend.kv_share)
+            left = max(0, min(self._room(model_len), self.available_bytes))
+            if share is not None:
+                return max(0, left - int((1 - share) * self.available_bytes))
+            return int(left * self.backend.kv_share)
         return int(given * self.available_bytes) if isinstance(given, float) else given
 
     def _kv_needed(self, model_len: int) -> int:
@@ -212,17 +219,28 @@ class MemoryPlanner:
         uncommitted = self._uncommitted(model_len, self.step_tokens(model_len))
         return max_sequence_bytes(self.model.kv_groups, model_len, uncommitted, self.tiered)
 
+    def _kv_wanted(self, model_len: int) -> int:
+        """Return the bytes with which `model_len` tokens are served without being asked for."""
+        need = self._kv_needed(model_len)
+        return need + min(self._others_bytes(model_len), need)
+
     def _fits(self, model_len: int) -> bool:
         return self._kv_needed(model_len) <= self._kv_limit(model_len) <= self._room(model_len)
 
     def _fits_beside_others(self, model_len: int) -> bool:
         limit = self._kv_limit(model_len)
-        each = resume_bytes(self.model.kv_groups, model_len, self._uncommitted(model_len, 1))
-        others = min((self.max_num_seqs - 1) * each, limit // 2)
+        others = min(self._others_bytes(model_len), limit // 2)
         return self._fits(model_len) and self._kv_needed(model_len) + others <= limit
 
+    def _others_bytes(self, model_len: int) -> int:
+        """Return the bytes with which all other sequences can be resumed."""
+        each = resume_bytes(self.model.kv_groups, model_len, self._uncommitted(model_len, 1))
+        return (self.max_num_seqs - 1) * each
+
     def _kv_reason(self) -> str:
-        given = self.options.kv_memory
+        given, total = self.options.kv_memory, self.options.gpu_memory_utilization
+        if given is None and total is not None:
+            return f"what weights and workspace leave of {total:.0%} of {self._free}"
         if given is None:
             share = "half" if self.backend.kv_share == 0.5 else f"{self.backend.kv_share:.0%}"
             return f"{share} of {self._free}" + ("" if self.backend.simulated else " less weights and workspace")
@@ -266,6 +284,20 @@ class MemoryPlanner:
         smaller = f"give {self.options.giving('dtype', 'bfloat16')}, " if self.model.dtype == "float32" else ""
         return f"{smaller}choose a smaller {self.options.label('model')}, or free memory"
 
+    def _check_share(self, best: int, limit: int) -> None:
+        """Warn that only `best` of `limit` tokens fit. Raise ConfigError if that is a small share nobody asked for."""
+        options = self.options
+        if options.max_model_len == "auto":
+            return
+        memory = f"{format_size(self._kv_limit(best))}{each_of(self.num_replicas)}"
+        found = f"of the model's {limit} tokens only {best} fit the KV memory of {memory}"
+        ways = [options.giving("max_model_len", "auto")]
+        if (need := self._kv_wanted(limit)) <= self._room(limit):
+            ways.append(options.giving("kv_memory", f"{size_option(need, up=True)} or more"))
+        if best < limit * MIN_LENGTH_SHARE:
+            raise ConfigError(f"{found}; give {one_of(ways)}")
+        self.warnings.append(f"{found}; {one_of(ways)} says what is wanted")
+
     def _check_given_len(self, given: int) -> None:
         label, (limit, whose) = self.options.label("max_model_len"), self._longest()
         if given > limit:
@@ -285,11 +317,12 @@ class MemoryPlanner:
         need, limit = self._kv_needed(model_len), self._kv_limit(model_len)
         options = self.options
         ways = [options.giving("max_model_len", f"{best} or less")] if best >= 2 else []
-        if need <= self._room(model_len):
-            ways.append(options.giving("kv_memory", f"{size_option(need, up=True)} or more"))
+        enough = need if options.max_model_len is not None else self._kv_wanted(self._longest()[0])
+        if enough <= self._room(model_len):
+            ways.append(options.giving("kv_memory", f"{size_option(enough, up=True)} or more"))
         if not ways:
             ways = [f"a smaller {options.label('model')}", f"a smaller {options.label('block_size')}, or free memory"]
-        asked = options.max_model_len is not None
+        asked = options.given_length is not None
         why = f"given by {options.label('max_model_len')}" if asked else "the shortest there is"
         return ConfigError(
             f"{options.label('kv_memory')} is {format_size(limit)}{each_of(self.num_replicas)}, too little for one "

@@ -94,10 +94,10 @@ _MODEL = (
     ),
     Option(
         "max_model_len",
-        WholeRule(2, MAX_TOKENS),
-        "Maximum length of prompt plus output.",
+        rules.WholeOrAutoRule(2, MAX_TOKENS),
+        "Maximum length of prompt plus output, such as 8192 or 32k; auto: what fits, however short.",
         "TOKENS",
-        decided="the longest that fits",
+        decided="the longest that fits, if that is a quarter of the model's or more",
     ),
     Option("seed", WholeRule(0, 2**63 - 1), "Seed of requests that bring none.", "N"),
 )
@@ -145,6 +145,7 @@ _SERVER = (
         "Maximum requests that wait for a row; more are refused.",
         "N",
         offline=True,
+        vllm="max_num_queued_reqs",
     ),
     Option(
         "max_queued_tokens",
@@ -153,21 +154,24 @@ _SERVER = (
         "TOKENS",
         note="no limit",
         offline=True,
+        vllm="max_num_queued_tokens",
     ),
     Option("max_body_bytes", rules.SizeRule(), "Largest body of a request, such as 64MiB.", "SIZE"),
     Option("batch_dir", TextRule(), "Serve /v1/files and /v1/batches, kept in this folder.", "DIR", decided="none"),
     Option(
         "drain_timeout",
-        rules.SecondsRule(86400, zero=True),
+        rules.NumberRule(86400, zero=True),
         "Time to finish admitted requests when told to stop.",
         "SECONDS",
+        vllm="shutdown_timeout",
     ),
-    Option("access_log", SwitchRule(), "Log one line per HTTP answer."),
+    Option("access_log", SwitchRule(), "Log one line per HTTP answer.", vllm="disable_uvicorn_access_log"),
     Option(
         "log_requests",
         SwitchRule(),
         "Log one line per request for tokens when it ends: its tokens, its times and why it ended.",
         alias="enable_log_requests",
+        vllm="disable_log_requests",
     ),
     Option(
         "max_log_len",
@@ -205,7 +209,13 @@ _BATCHING = (
         "TOKENS",
         note="no limit",
     ),
-    Option("chunked_prefill", SwitchRule(), "Let a prompt spread over several steps.", default=True),
+    Option(
+        "chunked_prefill",
+        SwitchRule(),
+        "Let a prompt spread over several steps.",
+        default=True,
+        vllm="enable_chunked_prefill",
+    ),
     Option(
         "speculative_config",
         rules.DraftsRule(),
@@ -237,6 +247,7 @@ _KV = (
         "bf16, or int8, with a scale per token and head: half the memory.",
         "FORM",
         decided="auto, as the model computes",
+        vllm="kv_cache_dtype",
     ),
     Option(
         "kv_memory",
@@ -244,6 +255,14 @@ _KV = (
         "2GiB, bytes, or a share of free memory such as 0.3.",
         "SIZE",
         decided="half of what is free",
+        vllm="kv_cache_memory_bytes",
+    ),
+    Option(
+        "gpu_memory_utilization",
+        rules.NumberRule(1, what="a share"),
+        "Share of the free memory for weights, workspace and KV together; --kv-memory is for KV alone, and wins.",
+        "SHARE",
+        decided="none",
     ),
     Option(
         "block_size",
@@ -253,7 +272,13 @@ _KV = (
         default=DEFAULT_BLOCK_SIZE,
         decided=f"{DEFAULT_BLOCK_SIZE}; with --kv-remote as many as make {format_size(REMOTE_BLOCK_BYTES)}",
     ),
-    Option("prefix_caching", SwitchRule(), "Reuse the KV of prompts that begin alike.", default=True),
+    Option(
+        "prefix_caching",
+        SwitchRule(),
+        "Reuse the KV of prompts that begin alike.",
+        default=True,
+        vllm="enable_prefix_caching",
+    ),
     Option(
         "kv_host_memory",
         rules.MemoryRule(),
@@ -364,7 +389,7 @@ _DEVICE = (
         "HOST:PORT",
     ),
     Option("join_secret_file", TextRule(), "Secret that both hosts know.", "FILE", decided=SECRET_VARIABLE),
-    Option("step_timeout", rules.SecondsRule(86400), "A step that takes longer is a fault.", "SECONDS"),
+    Option("step_timeout", rules.NumberRule(86400), "A step that takes longer is a fault.", "SECONDS"),
     Option("log_level", ChoiceRule(LOG_LEVELS), f"{one_of(LOG_LEVELS)}.", "LEVEL"),
     Option(
         "log_format",
@@ -393,7 +418,9 @@ TABLE = tuple(_complete(row, panel) for panel, rows in _PANELS.items() for row i
 RULES: Mapping[str, OptionRule] = MappingProxyType({row.name: row.rule for row in TABLE})
 REASONS: Mapping[str, str] = MappingProxyType({row.name: f"default: {row.note}" for row in TABLE if row.note})
 """Reasons for fixed defaults that explain more than `default`."""
-ALIASES: Mapping[str, str] = MappingProxyType({row.alias: row.name for row in TABLE if row.alias})
+ALIASES: Mapping[str, str] = MappingProxyType(
+    {name: row.name for row in TABLE for name in (row.alias, row.vllm) if name}
+)
 """Other names of options."""
 SERVER_OPTIONS = frozenset(row.name for row in TABLE if row.panel == SERVER and not row.offline)
 """Options that concern only the HTTP server."""

@@ -13,6 +13,7 @@ import msgspec
 from pypto_serving.errors import ConfigError
 from pypto_serving.setup.option_table import ALIASES, ENVIRONMENT, REASONS, RULES, SERVER_OPTIONS, TABLE
 from pypto_serving.setup.rules import OptionRule, SizeRule, SwitchRule, TextRule, TextsRule
+from pypto_serving.setup.vllm_options import HARMLESS, REFUSED, VALUES, VLLM_ONLY
 from pypto_serving.util import brief, format_size
 
 _VARIABLES = {**ENVIRONMENT, **dict.fromkeys(("host", "port", "uds"), "LISTEN_FDS")}
@@ -27,8 +28,8 @@ class Options(_Given, frozen=True, kw_only=True):  # type: ignore[misc,valid-typ
 
     `from_file` lists options given by the configuration file `config_file`, `from_environment` options given by
     environment variables; the others are flags or, with `as_arguments`, arguments of a Python call. `api_key_file` is
-    the file from which `api_key` was read, if any. Raises ConfigError, in one line that names the option, its value and
-    the allowed values.
+    the file from which `api_key` was read, if any. `notes` tell what options of vLLM mean here. Raises ConfigError, in
+    one line that names the option, its value and the allowed values.
     """
 
     api_key_file: str = ""
@@ -36,6 +37,7 @@ class Options(_Given, frozen=True, kw_only=True):  # type: ignore[misc,valid-typ
     from_file: frozenset[str] = frozenset()
     from_environment: frozenset[str] = frozenset()
     as_arguments: bool = False
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, rule in RULES.items():
@@ -54,6 +56,11 @@ class Options(_Given, frozen=True, kw_only=True):  # type: ignore[misc,valid-typ
                 "; put it in quotes" if type(rule) in (TextRule, TextsRule) and isinstance(value, int | float) else ""
             )
             raise ConfigError(f"{self.label(name)} is {shown}, but must be {rule.allowed}{quotes}") from None
+
+    @property
+    def given_length(self) -> int | None:
+        """Return the given `max_model_len`; None if there is none, or it is auto."""
+        return None if self.max_model_len == "auto" else self.max_model_len
 
     def label(self, name: str, beside: str = "") -> str:
         """Return the name of option `name` in the form in which it was given: flag, key in the file, or argument.
@@ -109,8 +116,9 @@ def make_options(
     name `given` values as flags or, `as_arguments`, as arguments of a Python call, which starts no server. Raises
     ConfigError for a bad value, an unknown name, an option given twice, or an argument that only a server uses.
     """
-    direct = _known(given, "", as_arguments)
-    filed = _known(file_values or {}, f" in {config_file}")
+    notes: list[str] = []
+    direct = _known(given, "", notes, as_arguments)
+    filed = _known(file_values or {}, f" in {config_file}", notes)
     if "api_key" in direct:
         filed.pop(KEY_FILE, None)
     from_file = frozenset(filed.keys() - direct.keys())
@@ -122,21 +130,35 @@ def make_options(
         from_file=from_file,
         from_environment=frozenset(ambient),
         as_arguments=as_arguments,
+        notes=tuple(notes),
     )
 
 
-def _known(values: Mapping[str, Any], where: str, as_arguments: bool = False) -> dict[str, Any]:
+def _known(values: Mapping[str, Any], where: str, notes: list[str], as_arguments: bool = False) -> dict[str, Any]:
+    """Return the values of known options by name; add what values of vLLM mean here to `notes`. Raises ConfigError."""
     known: dict[str, Any] = {}
     written: dict[str, object] = {}
     for key, value in values.items():
-        name = _text(key).replace("-", "_")
-        name = ALIASES.get(name, name)
+        alias = _text(key).replace("-", "_")
+        name = ALIASES.get(alias, alias)
+        if name in VLLM_ONLY:
+            if value is not None and value != values.get("model", ""):  # vLLM's tokenizer is often named as well
+                if name in REFUSED and _text(value) not in HARMLESS:
+                    shown = name if as_arguments else f"{'' if where else '--'}{flag(name)}{where}"
+                    raise ConfigError(f"{shown} is an option of vLLM that is not here; {REFUSED[name]}")
+                notes.append(f"{flag(name)} (no effect)")
+            continue
         if name not in RULES and (as_arguments or name != KEY_FILE):
             raise ConfigError(f"unknown option {_shorten(brief(key))}{where}; {_hint(name, as_arguments)}")
         if value is None:
             continue
         if name in known:
             raise ConfigError(f"{written[name]} and {key}{where} are the same option; keep one")
+        if alias.startswith("disable_") and isinstance(value, bool):
+            value = not value
+        if isinstance(value, str | int) and (ours := VALUES.get(name, {}).get(value)):
+            notes.append(f"{flag(name)} {value} (here {ours})")
+            value = ours
         known[name], written[name] = value, key
     if as_arguments and (useless := sorted(known.keys() & SERVER_OPTIONS)):
         raise ConfigError(f"LLM starts no server; leave out {' and '.join(useless)}, which only a server uses")

@@ -42,6 +42,8 @@ def prepare(
             "slower; with a compiler, install again (after `make clean` in a checkout)"
         )
     resolved = resolve(options, model, host, defaults, serves)
+    if options.notes:
+        logger.warning("options of vLLM: %s", ", ".join(options.notes))
     for warning in resolved.warnings:
         logger.warning(warning)
     return resolved

@@ -179,6 +179,8 @@ def _plan_memory(settings: Settings, planner: MemoryPlanner) -> tuple[MemoryPlan
     """Decide the blocks of each group and the length of the longest sequence."""
     model_len, reason = planner.model_len()
     settings.record("max_model_len", model_len, reason)
+    settings.pick("gpu_memory_utilization", False, "default: kv-memory decides")
+    settings.warnings += planner.warnings
     memory, reason = planner.plan(model_len)
     settings.record("kv_memory", format_size(memory.kv_bytes), reason)
     return memory, model_len

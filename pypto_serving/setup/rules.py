@@ -43,6 +43,16 @@ MAX_SOCKET_PATH = 107
 STANDARD_PORTS = {"http": 80, "https": 443}
 
 
+_UNITS = {"k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
+"""Units of whole numbers, as vLLM writes them."""
+
+
+def _whole_number(text: str) -> int:
+    """Parse `4096`, `32k` or `25.6k`. Raises ValueError."""
+    unit = _UNITS.get(text[-1:])
+    return int(text) if unit is None else int(float(text[:-1]) * unit)
+
+
 class OptionRule(Protocol):
     """The values that one option accepts. `parse` raises ValueError; `allowed` completes `but must be ...`."""
 
@@ -64,7 +74,7 @@ class WholeRule:
         return f"a whole number from {self.low} to {self.high}"
 
     def parse(self, value: object) -> int:
-        number = int(value) if isinstance(value, str) else whole(value)
+        number = _whole_number(value) if isinstance(value, str) else whole(value)
         if not self.low <= number <= self.high:
             raise ValueError
         return number
@@ -98,15 +108,16 @@ class PowerOfTwoRule(WholeRule):
 
 
 @dataclass(frozen=True)
-class SecondsRule:
-    """A time of at most `high` seconds, above 0 unless `zero` allows it."""
+class NumberRule:
+    """A number of at most `high`, above 0 unless `zero` allows it."""
 
     high: float
     zero: bool = False
+    what: str = "a number of seconds"
 
     @property
     def allowed(self) -> str:
-        return f"a number of seconds {'from 0' if self.zero else 'above 0'} to {self.high:g}"
+        return f"{self.what} {'from 0' if self.zero else 'above 0'} to {self.high:g}"
 
     def parse(self, value: object) -> float:
         number = float(value if isinstance(value, float | str) else whole(value))
@@ -325,6 +336,7 @@ class Option(NamedTuple):
     decided: the default in words, or who decides it; "" for a fixed default.
     note: explanation of the fixed default.
     alias: a second name.
+    vllm: another name of vLLM, which help does not show; one that begins with `disable_` means the opposite.
     offline: an option of the panel Server that `LLM(...)` also accepts.
     """
 
@@ -336,6 +348,7 @@ class Option(NamedTuple):
     decided: str = ""
     note: str = ""
     alias: str = ""
+    vllm: str = ""
     offline: bool = False
     panel: str = ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pickle
@@ -18,7 +19,7 @@ import numpy as np
 import psutil
 import pytest
 
-from pypto_serving import LLM, SamplingParams, StructuredOutputsParams
+from pypto_serving import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from pypto_serving.api.prompting.prompts import ENCODER_OF_ARCHITECTURE
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.cli import main
@@ -390,7 +391,7 @@ def test_a_copy_of_the_process_cannot_use_a_model_and_leaves_it_alone(llm: LLM) 
 def test_multiprocessing_by_fork_beside_a_model() -> None:
     program = """
 import multiprocessing, sys, time
-from pypto_serving import LLM, SamplingParams
+from pypto_serving import LLM, AsyncLLM, SamplingParams
 
 def work(llm, queue):
     try:
@@ -421,3 +422,39 @@ def test_bad_options_leave_nothing_behind() -> None:
     with pytest.raises(ConfigError, match=r"max_model_length.*did you mean max_model_len"):
         LLM(max_model_length=10)
     assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def test_the_asynchronous_api_answers_as_the_other_one(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    endless = SamplingParams(max_tokens=1000, ignore_eos=True)
+    greeting = [{"role": "user", "content": "hello"}]
+
+    async def waits_for_no_request(answers: AsyncLLM) -> None:
+        while answers._service.admission.in_flight:
+            await asyncio.sleep(0.01)
+
+    async def use() -> None:
+        async with AsyncLLM(max_model_len=1024, log_level="warning") as answers:
+            texts = ["Hello", "1 + 1 =", "Seven"]
+            found = await asyncio.gather(*(answers.generate(text, params) for text in texts))
+            assert [each.outputs for (each,) in found] == [each.outputs for each in llm.generate(texts, params)]
+            assert (await answers.chat(greeting, params))[0].outputs == llm.chat(greeting, params)[0].outputs
+            assert [part async for part in answers.stream("Hello", params)] == list(llm.stream("Hello", params))
+            task = asyncio.create_task(answers.generate("Hello", endless))
+            await asyncio.sleep(0)
+            async for part in answers.stream_chat(greeting, endless):
+                assert part.kind == "content"
+                break
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await asyncio.wait_for(waits_for_no_request(answers), 20)
+            with pytest.raises(RequestError, match="n is 2"):
+                await anext(answers.stream("Hello", SamplingParams(n=2)))
+            left = asyncio.create_task(answers.generate("Hello", endless))
+            while not answers._service.admission.in_flight:
+                await asyncio.sleep(0.01)
+        with pytest.raises(RequestFailedError, match="shutting down"):
+            await left
+
+    asyncio.run(use())

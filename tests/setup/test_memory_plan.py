@@ -91,7 +91,9 @@ def test_what_sequences_do_not_hold_is_for_history_and_its_checkpoints() -> None
 
 def test_a_length_that_is_chosen_leaves_room_for_windows_and_states_of_others() -> None:
     groups = deepseek_v4_groups()
-    resolved = make_resolved(make_model(groups, max_position_embeddings=1 << 20), kv_memory="2GiB")
+    resolved = make_resolved(
+        make_model(groups, max_position_embeddings=1 << 20), kv_memory="2GiB", max_model_len="auto"
+    )
     assert 2 <= resolved.engine.limits.max_model_len < 1 << 20
     count, tokens = resolved.memory.share(resolved.engine.limits.max_num_seqs, resolved.engine.limits.max_model_len)
     assert count > 30 and tokens > 0
@@ -174,10 +176,36 @@ def test_many_rows_of_long_sequences_leave_less_for_kv() -> None:
 
 
 def test_longest_length_that_fits_is_the_default() -> None:
-    resolved = make_resolved(make_model(max_position_embeddings=1 << 20), kv_memory="10MiB")
+    resolved = make_resolved(make_model(max_position_embeddings=1 << 20), kv_memory="10MiB", max_model_len="auto")
     usable = 10 * MIB // FULL.block_bytes - 1
     assert resolved.engine.limits.max_model_len == usable * 16
     assert "the longest that fits the KV memory" in setting(resolved, "max-model-len")[1]
+
+
+def test_a_length_shorter_than_the_model_s_is_told() -> None:
+    """Below a quarter it is refused, unless it was asked for; a warning has both numbers."""
+    model, usable = make_model(max_position_embeddings=1 << 15), (10 * MIB // FULL.block_bytes - 1) * 16
+    resolved = make_resolved(model, kv_memory="10MiB")
+    (warning,) = resolved.warnings
+    assert f"of the model's 32768 tokens only {usable} fit the KV memory of 10 MiB" in warning
+    assert make_resolved(model, kv_memory="10MiB", max_model_len="auto").warnings == ()
+    assert make_resolved(model, kv_memory="10MiB", max_model_len=usable).warnings == ()
+    assert make_resolved(make_model(), kv_memory="10MiB").warnings == ()
+    large = make_model(max_position_embeddings=1 << 20)
+    with pytest.raises(ConfigError, match=f"only {usable} fit .* give --max-model-len auto or"):
+        make_resolved(large, kv_memory="10MiB")
+    assert make_resolved(large, kv_memory="10MiB", max_model_len=usable).warnings == ()
+
+
+def test_a_share_of_the_memory_holds_weights_and_workspace_too() -> None:
+    model = make_model(weight_bytes=2 * GIB, max_position_embeddings=1 << 20)
+    plans = {share: make_resolved(model, gpu_memory_utilization=share).memory for share in (0.5, 0.9)}
+    for share, plan in plans.items():
+        assert 0.98 * share < plan.total_bytes / plan.available_bytes <= share
+    given = make_resolved(model, gpu_memory_utilization=0.5, kv_memory="9GiB")
+    assert given.memory.kv_bytes > 8 * GIB
+    with pytest.raises(ConfigError, match=r"fit|too little"):
+        make_resolved(model, gpu_memory_utilization=0.1)
 
 
 def test_without_chunks_a_step_holds_a_whole_prompt() -> None:
