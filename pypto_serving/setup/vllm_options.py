@@ -22,48 +22,42 @@ VALUES: Mapping[str, Mapping[object, str]] = {
 """By our option: values of vLLM, and the value that means the same here, or the nearest."""
 
 _SWITCHES = """
-    trust_remote_code enable_auto_tool_choice enable_reasoning enforce_eager disable_custom_all_reduce
-    disable_log_stats disable_cascade_attn disable_sliding_window disable_hybrid_kv_cache_manager use_tqdm_on_load
-    calculate_kv_scales language_model_only skip_mm_profiling disable_mm_preprocessor_cache worker_use_ray numa_bind
-    async_scheduling disable_frontend_multiprocessing disable_async_output_proc use_v2_block_manager
-    enable_prompt_tokens_details enable_force_include_usage return_tokens_as_token_ids allow_credentials
-    exclude_tools_when_tool_choice_none enable_request_id_headers enable_ssl_refresh enable_tokenizer_info_endpoint
-    disable_fastapi_docs enable_server_load_tracking aggregate_engine_logging enable_log_outputs
-    enable_per_request_metrics
+    aggregate_engine_logging allow_credentials async_scheduling calculate_kv_scales disable_cascade_attn
+    disable_custom_all_reduce disable_fastapi_docs disable_frontend_multiprocessing disable_hybrid_kv_cache_manager
+    disable_log_stats disable_mm_preprocessor_cache disable_sliding_window enable_auto_tool_choice
+    enable_force_include_usage enable_log_outputs enable_prompt_tokens_details enable_reasoning
+    enable_request_id_headers enable_server_load_tracking enable_ssl_refresh enable_tokenizer_info_endpoint enforce_eager
+    exclude_tools_when_tool_choice_none language_model_only numa_bind skip_mm_profiling trust_remote_code
+    use_tqdm_on_load use_v2_block_manager
 """
 _WITH_VALUE = """
-    code_revision optimization_level compilation_config attention_backend max_seq_len_to_capture
-    cudagraph_capture_sizes max_cudagraph_capture_size performance_mode moe_backend all2all_backend swap_space
-    preemption_mode load_format quantization config_format tokenizer_mode ignore_patterns safetensors_load_strategy
-    model_loader_extra_config model_impl task runner convert limit_mm_per_prompt mm_processor_kwargs
-    mm_processor_cache_gb allowed_local_media_path distributed_executor_backend api_server_count
-    max_parallel_loading_workers guided_decoding_backend structured_outputs_config max_logprobs logprobs_mode
-    generation_config num_scheduler_steps num_lookahead_slots scheduler_delay_factor stream_interval
-    prefix_caching_hash_algo allowed_methods allowed_headers root_path uvicorn_log_level log_config_file
-    disable_access_log_for_endpoints chat_template_content_format response_role show_hidden_metrics_for_version
-    collect_detailed_traces max_num_partial_prefills max_long_partial_prefills
+    allowed_headers allowed_methods api_server_count attention_backend chat_template_content_format code_revision
+    compilation_config config_format convert cudagraph_capture_sizes disable_access_log_for_endpoints
+    distributed_executor_backend generation_config guided_decoding_backend ignore_patterns limit_mm_per_prompt
+    load_format log_config_file logprobs_mode max_cudagraph_capture_size max_logprobs max_num_partial_prefills
+    max_parallel_loading_workers max_seq_len_to_capture mm_processor_kwargs model_impl model_loader_extra_config
+    num_scheduler_steps optimization_level performance_mode preemption_mode prefix_caching_hash_algo quantization
+    response_role root_path runner safetensors_load_strategy scheduler_delay_factor stream_interval
+    structured_outputs_config swap_space task tokenizer_mode uvicorn_log_level
 """
 _REFUSED = {
     "LoRA adapters are not served; merge them into the weights": "enable_lora lora_modules= max_loras= max_lora_rank=",
     "give MODEL as a folder that holds these files with the weights": "tokenizer= tokenizer_revision= hf_config_path=",
     "change config.json in a copy of the folder": "hf_overrides= rope_scaling= rope_theta=",
-    "set the environment variable HF_TOKEN": "hf_token=",
-    "set the environment variable HF_HUB_CACHE": "download_dir=",
+    "requests bring such values": "default_chat_template_kwargs= override_generation_config= logits_processors=",
+    "set HF_TOKEN": "hf_token=",
+    "set HF_HUB_CACHE": "download_dir=",
     "give kv-memory": "num_gpu_blocks_override=",
-    "give kv-host-memory": "kv_offloading_size=",
-    "weights stay on the device": "cpu_offload_gb=",
-    "requests bring chat_template_kwargs": "default_chat_template_kwargs=",
-    "requests bring such values": "override_generation_config= logits_processors=",
+    "give kv-host-memory": "kv_offloading_size= cpu_offload_gb=",
     "give kv-events": "kv_events_config=",
-    "give speculative-config": "speculative_model= num_speculative_tokens= ngram_prompt_lookup_max=",
+    "give speculative-config": "speculative_model= num_speculative_tokens=",
     "give expert-parallel-size": "enable_expert_parallel",
     "give client-priority": "scheduling_policy=",
-    "put a proxy in front": "ssl_ca_certs= ssl_cert_reqs= ssl_ciphers= middleware=",
-    "give join-address": "nnodes= node_rank= master_addr= headless data_parallel_address=",
-    "prefill and decode run in one server": "kv_transfer_config=",
-    "engines do not sleep": "enable_sleep_mode",
+    "give join-address": "nnodes= node_rank= master_addr= headless",
+    "put a proxy in front": "ssl_ca_certs= ssl_cert_reqs= middleware=",
+    "there is nothing like it": "kv_transfer_config= enable_sleep_mode return_tokens_as_token_ids",
 }
-REFUSED = {name.rstrip("="): help for help, names in _REFUSED.items() for name in names.split()}
+REFUSED = {name.rstrip("="): advice for advice, names in _REFUSED.items() for name in names.split()}
 """Options that would change answers or places, and what helps."""
 HARMLESS = frozenset({"auto", "fcfs", "none", "0", "0.0", "1", "{}", "False"})
 """Values of refused options that change nothing."""
