@@ -337,8 +337,8 @@ class AsyncLLM(_OfflineEngine):
 
     async def __aenter__(self) -> Self:
         """Start engine and worker, and wait until they are ready. Raises as `LLM` does."""
-        model = await asyncio.to_thread(model_spec, self._options)
-        await asyncio.to_thread(self._load, self._options, model)
+        model = await in_slow_thread(model_spec, self._options)
+        await in_slow_thread(self._load, self._options, model)
         try:
             await self._start()
         except BaseException:

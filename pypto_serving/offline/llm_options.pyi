@@ -29,6 +29,7 @@ class LLMOptions(TypedDict, total=False):
     head: Literal["auto", "int8"] | None
     max_model_len: int | str | None
     seed: int | None
+    revision: str | PathLike[str] | None
     max_queued_requests: int | None
     max_queued_tokens: int | None
     max_num_seqs: int | None

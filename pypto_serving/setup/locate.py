@@ -16,8 +16,8 @@ WANTED_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "encoding/en
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
-def locate_model(name: str | None) -> Path:
-    """Return the folder of model `name`; if it is not a folder here, fetch it from the hub.
+def locate_model(name: str | None, revision: str | None = None) -> Path:
+    """Return the folder of model `name`; if it is not a folder here, fetch it from the hub, at `revision`.
 
     The bundled model is None, or "bundled" unless a folder has that name.
     """
@@ -30,6 +30,8 @@ def locate_model(name: str | None) -> Path:
         path = path.expanduser()
     try:
         if path.is_dir():
+            if revision is not None:
+                raise ModelError(f"revision is {revision}, but {name} is a folder, not a model of the hub; drop it")
             return path.resolve()
         if path.exists():
             raise ModelError(f"{name} is a file; give the folder that holds config.json")
@@ -38,17 +40,17 @@ def locate_model(name: str | None) -> Path:
         raise ModelError(f"{name} cannot be opened: {reason}; give an existing folder or a hub name") from None
     if not HUB_NAME.fullmatch(name):
         raise ModelError(f"{name} does not exist; give an existing folder or a hub name such as owner/name")
-    return _fetch(name)
+    return _fetch(name, revision)
 
 
-def _fetch(name: str) -> Path:
+def _fetch(name: str, revision: str | None) -> Path:
     """Fetch hub model `name` with a progress bar, and return its local copy."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     offline = "give the folder of a local copy instead"
     try:
-        return Path(snapshot_download(name, allow_patterns=WANTED_FILES))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=WANTED_FILES))
     except GatedRepoError:
         raise ModelError(f"{name} is gated; ask for access and run `hf auth login`, or {offline}") from None
     except RepositoryNotFoundError:
@@ -56,6 +58,8 @@ def _fetch(name: str) -> Path:
             f"{name} is neither a folder here nor a model on the hub, unless a private one; correct the name, run "
             f"`hf auth login` if it is private, or {offline}"
         ) from None
+    except RevisionNotFoundError:
+        raise ModelError(f"{name} has no revision {revision}; give a branch, a tag or a commit of it") from None
     except HFValidationError:
         raise ModelError(f"{name} is no folder here, and no name that the hub allows; {offline}") from None
     except Exception as error:

@@ -100,6 +100,7 @@ _MODEL = (
         decided="the longest that fits, if that is a quarter of the model's or more",
     ),
     Option("seed", WholeRule(0, 2**63 - 1), "Seed of requests that bring none.", "N"),
+    Option("revision", TextRule(), "Branch, tag or commit of a model of the hub.", "NAME", decided="main"),
 )
 _SERVER = (
     Option(

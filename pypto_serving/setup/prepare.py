@@ -58,14 +58,18 @@ def _is_file(path: str) -> bool:
 
 def model_spec(options: Options) -> ModelSpec:
     """Read the facts for the engine about the model that `options` name; fetch its files if necessary."""
-    return _null_spec(options) if _is_null(options) else _spec(options, read_config(locate_model(options.model)))
+    return (
+        _null_spec(options)
+        if _is_null(options)
+        else _spec(options, read_config(locate_model(options.model, options.revision)))
+    )
 
 
 def model_contents(options: Options) -> tuple[ModelSpec, Contents | None]:
     """Return the result of `model_spec`, and the contents of the model's files; None for a model without files."""
     if _is_null(options):
         return _null_spec(options), None
-    config = read_config(locate_model(options.model))
+    config = read_config(locate_model(options.model, options.revision))
     return _spec(options, config), config.contents()
 
 

@@ -233,6 +233,7 @@ def _server(settings: Settings, model: ModelSpec) -> ServerConfig:
     options, origin_or = settings.options, settings.origin_or
     path = options.model or model.path or NULL_MODELS[0]
     settings.record("model", path, origin_or("model", "the default model"))
+    settings.pick("revision", "main", "default: the hub's")
     names = options.served_model_name or (default_model_name(model.path or path),)
     settings.record("served_model_name", ", ".join(names), origin_or("served_model_name", "the model's name"))
     keys, template = options.api_key or (), options.chat_template

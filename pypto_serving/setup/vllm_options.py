@@ -26,9 +26,9 @@ _SWITCHES = """
     disable_custom_all_reduce disable_fastapi_docs disable_frontend_multiprocessing disable_hybrid_kv_cache_manager
     disable_log_stats disable_mm_preprocessor_cache disable_sliding_window enable_auto_tool_choice
     enable_force_include_usage enable_log_outputs enable_prompt_tokens_details enable_reasoning
-    enable_request_id_headers enable_server_load_tracking enable_ssl_refresh enable_tokenizer_info_endpoint enforce_eager
-    exclude_tools_when_tool_choice_none language_model_only numa_bind skip_mm_profiling trust_remote_code
-    use_tqdm_on_load use_v2_block_manager
+    enable_request_id_headers enable_server_load_tracking enable_ssl_refresh enable_tokenizer_info_endpoint
+    enforce_eager exclude_tools_when_tool_choice_none language_model_only numa_bind skip_mm_profiling
+    trust_remote_code use_tqdm_on_load use_v2_block_manager
 """
 _WITH_VALUE = """
     allowed_headers allowed_methods api_server_count attention_backend chat_template_content_format code_revision

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -402,79 +399,12 @@ def test_what_cannot_work_is_named_by_its_key_in_every_command(
     assert err.startswith(f"error: {message}")
 
 
-def test_hub_name_without_network_names_the_way_out(tmp_path: Path) -> None:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    command = [sys.executable, "-m", "pypto_serving", "check", "owner/name"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=60)
-    assert result.returncode == 3
-    assert result.stderr == (
-        "error: owner/name is no folder here, is not in the local cache, and cannot be fetched: HF_HUB_OFFLINE is set; "
-        "give the folder of a local copy instead\n"
-    )
-
-
-class Hub(BaseHTTPRequestHandler):
-    """Refuses everything, with the status and the code that the owner in the path asks for."""
-
-    def do_GET(self) -> None:
-        owner = self.path.split("/")[3]
-        status, code = {"gone": (404, "RepoNotFound"), "gated": (403, "GatedRepo"), "closed": (403, "")}[owner]
-        self.send_response(status)
-        self.send_header("X-Error-Code", code)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    do_HEAD = do_GET
-
-    def log_message(self, format: str, *arguments: object) -> None:
-        """Say nothing."""
-
-
-@pytest.mark.parametrize(
-    ("owner", "reason"),
-    [
-        ("gone", "neither a folder here nor a model on the hub, unless a private one; correct the name, run `hf auth"),
-        ("gated", "gated; ask for access and run `hf auth login`"),
-        ("closed", "cannot be fetched: it is not permitted (the hub answered 403)"),
-        ("nobody", "cannot be fetched: there is no network, or the hub cannot be reached"),
-    ],
-)
-def test_a_hub_that_refuses_is_explained_in_one_line(tmp_path: Path, owner: str, reason: str) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
-        thread = threading.Thread(target=hub.serve_forever, args=(0.01,))
-        thread.start()
-        port = 1 if owner == "nobody" else hub.server_port
-        environment = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
-        environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(tmp_path)}
-        command = [sys.executable, "-m", "pypto_serving", "check", f"{owner}/name"]
-        result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=60)
-        hub.shutdown()
-        thread.join()
-    assert result.returncode == 3
-    assert result.stderr.startswith(f"error: {owner}/name is ") and reason in result.stderr
-    assert "give the folder of a local copy instead" in result.stderr and "Error" not in result.stderr
-    assert result.stderr.count("\n") == 1
-
-
-def test_hub_name_comes_from_the_local_cache(tmp_path: Path, checkpoint: Path) -> None:
-    cached = tmp_path / "hub/models--owner--name"
-    (cached / "refs").mkdir(parents=True)
-    (cached / "refs/main").write_text("0123")
-    (cached / "snapshots").mkdir()
-    checkpoint.rename(cached / "snapshots/0123")
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    command = [sys.executable, "-m", "pypto_serving", "check", "owner/name"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=60)
-    assert result.returncode == 0, result.stderr
-    assert "served-model-name             owner/name" in result.stdout
-
-
 def test_locate_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert locate_model(None) == BUNDLED
     assert locate_model(str(tmp_path)) == tmp_path.resolve()
     monkeypatch.chdir(tmp_path)
     assert locate_model(".") == tmp_path.resolve()
-    monkeypatch.setattr(locate, "_fetch", lambda name: Path("cache") / name)
+    monkeypatch.setattr(locate, "_fetch", lambda name, revision: Path("cache") / name)
     assert locate_model("owner/name.v1-2") == Path("cache/owner/name.v1-2")
     assert locate_model("bundled") == BUNDLED
     (tmp_path / "bundled").mkdir()

@@ -17,7 +17,7 @@ def section(title: str) -> str:
 
 def test_every_option_of_a_server_is_listed() -> None:
     command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
-    options = [parameter.opts[0] for parameter in command.params if parameter.param_type_name == "option"]
+    options = [each.opts[0] for each in command.params if each.param_type_name == "option" and not each.hidden]
     rows = "".join(line for line in section("Options").splitlines() if line.startswith("| "))
     assert sorted(re.findall(r"`(--[\w-]+)`", rows)) == sorted(set(options) - {"--config"})
 
