@@ -45,9 +45,11 @@ def mean_s(simulation: Simulation) -> float:
     return sum(time.finished_s - time.first_token_s for time in times) / len(times)
 
 
-@pytest.mark.parametrize("vocab_size", [3, 10, 50, 1000])
-@pytest.mark.parametrize("token_s", [0.0002, 0.001, 0.003])
-@pytest.mark.parametrize("rows", [1, 4, 24])
+ROWS, TOKEN_S, VOCABULARIES = (1, 4, 24), (0.0002, 0.001, 0.003), (3, 10, 50, 1000)
+PAIRS = [(ROWS[(i + j) % 3], token_s, size) for i, token_s in enumerate(TOKEN_S) for j, size in enumerate(VOCABULARIES)]
+
+
+@pytest.mark.parametrize(("rows", "token_s", "vocab_size"), PAIRS)
 def test_drafts_that_miss_cost_nothing(rows: int, token_s: float, vocab_size: int) -> None:
     plain, guessing = (served(rows, vocab_size, token_s, num_drafts) for num_drafts in (0, 8))
     assert guessing.tokens == plain.tokens
