@@ -23,10 +23,16 @@ def _mend() -> None:
     builder = interpreter.InterpreterBuilder
     stock_binary, stock_fp_to_fp = builder.binary_op, builder.create_fp_to_fp
     stock_run = interpreter.GridExecutor.__call__
+    stock_block_type, stock_broadcast = tl.block_type.__init__, interpreter.TritonSemantic.broadcast_impl_value
+    stock_numpy_type, stock_equal = interpreter._get_np_dtype, tl.dtype.__eq__
     stock_patch_lang, stock_patch_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
     float8 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
     packed = (tl.bfloat16, tl.float8e4nv)
     patched: set[frozenset[str]] = set()
+    languages: dict[Any, frozenset[str]] = {}
+    block_types: dict[Any, dict[str, Any]] = {}
+    shapes: dict[Any, Any] = {}
+    numpy_types: dict[str, Any] = {}
 
     def values(handle: Any) -> Any:
         """Return the numbers of a tensor."""
@@ -82,15 +88,39 @@ def _mend() -> None:
 
     def patch_lang(function: Any) -> Any:
         """Patch the language once and leave it so: to do it in every call takes most of the time."""
-        names = frozenset(
-            value.__name__
-            for value in function.__globals__.values()
-            if inspect.ismodule(value) and value in (tl, tl.core)
-        )
+        if function not in languages:
+            modules = filter(inspect.ismodule, function.__globals__.values())
+            languages[function] = frozenset(module.__name__ for module in modules if module in (tl, tl.core))
+        names = languages[function]
         if names not in patched:
             stock_patch_lang(function)
             patched.add(names)
         return interpreter._LangPatchScope()
+
+    def init_block_type(self: Any, element: Any, shape: Any) -> None:
+        """Describe each shape once: the stock interpreter spends most of its time on these descriptions."""
+        sizes = tuple(getattr(size, "value", size) for size in shape)
+        key = element.name, sizes
+        if key not in block_types:
+            stock_block_type(self, element, shape)
+            numbers = tl.tuple([tl.constexpr(size) for size in sizes])
+            self.shape, self.of_tensors = shapes.setdefault(sizes, (self.shape, numbers))
+            block_types[key] = self.__dict__
+        self.__dict__ = block_types[key]
+
+    def init_tensor(self: Any, handle: Any, kind: Any) -> None:
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.shape, self.numel = (kind.of_tensors, tl.constexpr(kind.numel)) if kind.is_block() else scalar
+
+    def broadcast(self: Any, left: Any, right: Any) -> Any:
+        if left.type.is_block() and right.type.is_block() and left.type.shape is right.type.shape:
+            return left, right
+        return stock_broadcast(self, left, right)
+
+    def numpy_type(dtype: Any) -> Any:
+        if (name := dtype.scalar.name) not in numpy_types:
+            numpy_types[name] = stock_numpy_type(dtype)
+        return numpy_types[name]
 
     def run(self: Any, *arguments: Any, **constants: Any) -> None:
         with np.errstate(all="ignore"):
@@ -105,6 +135,12 @@ def _mend() -> None:
     builder.create_maxnumf = lambda self, left, right: self.binary_op(left, right, np.fmax)
     builder.create_minnumf = lambda self, left, right: self.binary_op(left, right, np.fmin)
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)  # as on a card
+    scalar = tl.tuple([]), tl.constexpr(1)
+    tl.block_type.__init__ = init_block_type
+    tl.tensor.__init__ = init_tensor
+    tl.dtype.__eq__ = lambda self, other: self is other or stock_equal(self, other)
+    interpreter.TritonSemantic.broadcast_impl_value = broadcast
+    interpreter._get_np_dtype = numpy_type
     interpreter._patch_lang_tensor = patch_tensor
     interpreter._patch_lang = patch_lang
     interpreter.GridExecutor.__call__ = run
