@@ -82,11 +82,15 @@ def test_matrices_have_the_values_of_the_checkpoint(tmp_path: Path, format: str)
     assert (out - torch.nn.functional.silu(gate) * up).abs().max() < 0.05 * out.abs().max()
 
 
+def soak(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
 MIXED = {".*[qkv]_proj": "fp8_block", ".*o_proj": "int4_channel", ".*(gate|up)_proj|lm_head": "w8a8"}
 
 
 @pytest.mark.usefixtures("short_splits")
-@pytest.mark.parametrize("format", ["w8a8", "blocks_bf16", "int4_g128_f32", "mixed"])
+@pytest.mark.parametrize("format", ["mixed", *(soak(each) for each in ("w8a8", "blocks_bf16", "int4_g128_f32"))])
 def test_tokens_are_those_of_the_values_in_any_company(tmp_path: Path, format: str) -> None:
     """Or as good as the best, but for what rounded rows lose."""
     sizes = SIZES | ONE_HEAD | {"tie_word_embeddings": format != "mixed"}
