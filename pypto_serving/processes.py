@@ -128,8 +128,9 @@ def start_module(
     """Start `python -P -m module`, never from the current folder; it reads `start` from its control pipe.
 
     It inherits `ends` and the file descriptors `shared` under the same numbers; `ends` are closed here. Its environment
-    is that of this process with `variables` added. Terminal signals wait until `Parent` ignores them. With `leads`, it
-    leads a process group, which its own children join unless they lead others. Raises OSError if it cannot be started.
+    is that of this process with `variables` added, without PYTHONINSPECT, which opens a prompt at the end. Terminal
+    signals wait until `Parent` ignores them. With `leads`, it leads a process group, which its own children join unless
+    they lead others. Raises OSError if it cannot be started.
     """
     pipe, theirs = socket.socketpair()
     try:
@@ -138,7 +139,7 @@ def start_module(
                 [sys.executable, "-P", "-m", module, str(theirs.fileno())],
                 pass_fds=[theirs.fileno(), *(end.fileno() for end in ends), *shared],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **(variables or {})},
+                env={**os.environ, "PYTHONINSPECT": "", **(variables or {})},
                 process_group=0 if leads else None,
             )
     except OSError:

@@ -49,6 +49,16 @@ def test_a_child_outlives_terminal_signals_from_its_first_line_on(
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
+def test_a_child_opens_no_prompt_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ending.py").write_text("import sys\nsys.exit(7)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONINSPECT", "1")
+    child = start_module("ending", Text("start"))
+    assert (child.end(patience_s=30), capfd.readouterr().err) == (7, "")
+
+
 @pytest.mark.parametrize("sent", [b"", b'{"text": "x'])
 def test_a_child_whose_parent_ends_before_it_starts_ends_in_silence(
     sent: bytes, monkeypatch: pytest.MonkeyPatch

@@ -19,7 +19,6 @@ from pypto_serving.api.common.respond import nobody_listens
 from pypto_serving.api.http.errors import ApiError, describe
 from pypto_serving.api.http.keys import Clients
 from pypto_serving.api.http.middleware import ApiKeyGuard, FaultHandler, OriginGuard, Paths, RequestScope
-from pypto_serving.api.reading.body_reader import BodyReader
 from pypto_serving.api.reading.reading import Reading
 from pypto_serving.api.responses.endpoints import ResponseStore
 from pypto_serving.api.routes import BATCH_ROUTES, ROUTES
@@ -44,7 +43,7 @@ def create_app(engine: EngineClient, serving: ServingConfig, memory: MemoryPlan 
     app.state.memory = memory
     app.state.responses = ResponseStore()
     app.state.description = None
-    app.state.reading = Reading(BodyReader(service.prompter, serving), service.require_admission, service.warn_ignored)
+    app.state.reading = Reading(service.prompter, serving, service.require_admission, service.warn_ignored)
     app.add_exception_handler(PyptoError, _answer_error)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _answer_lost)  # type: ignore[arg-type]
     app.add_exception_handler(ClientDisconnect, _answer_nobody)

@@ -202,9 +202,8 @@ def test_a_busy_machine_is_not_the_fault_of_a_grammar_or_body(
 
 def reading_of(checkpoint: Path) -> Reading:
     """What reads bodies and checks grammars, without a server."""
-    service = SimpleNamespace(config=engine_config(500))
-    reader: Any = SimpleNamespace(prompter=service, serving=load_serving_config(checkpoint))
-    return Reading(reader, lambda count: None, lambda names: None)
+    prompter: Any = SimpleNamespace(config=engine_config(500))
+    return Reading(prompter, load_serving_config(checkpoint), lambda count: None, lambda names: None)
 
 
 def test_few_grammars_are_remembered(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

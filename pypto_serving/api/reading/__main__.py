@@ -80,13 +80,14 @@ class Jobs:
     def _read(self) -> Callable[..., msgspec.Struct]:
         from pypto_serving.api.http.errors import describe
         from pypto_serving.api.prompting.prompts import Prompter
-        from pypto_serving.api.reading.body_reader import BodyReader
+        from pypto_serving.api.reading.body_reader import read_body_of
 
-        reader = BodyReader(Prompter.load(self._start.config, self._start.serving), self._start.serving)
+        start = self._start
+        read_here = partial(read_body_of, Prompter.load(start.config, start.serving), start.serving)
 
         def read(kind: Endpoint, raw: bytes) -> msgspec.Struct:
             try:
-                return reader.read(kind, raw)
+                return read_here(kind, raw)
             except PyptoError as error:
                 return Refusal.of(describe(error))
 

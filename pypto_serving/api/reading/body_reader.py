@@ -30,16 +30,11 @@ _READ: dict[Endpoint, Callable[[Prompter, ServingConfig, bytes | bytearray], Rea
 }
 
 
-class BodyReader:
-    """Parses bodies, checks their fields, and makes their prompts. Immutable. A hostile body may take very long.
+def read_body_of(
+    prompter: Prompter, serving: ServingConfig, endpoint: Endpoint, raw: bytes | bytearray
+) -> ReadBody | Answered:
+    """Parse the body of an endpoint, check its fields, and make its prompts. A hostile body may take very long.
 
-    Does not check whether grammars compile.
+    Does not check whether grammars compile. Raises RequestError that names the field at fault.
     """
-
-    def __init__(self, prompter: Prompter, serving: ServingConfig) -> None:
-        self.prompter = prompter
-        self.serving = serving
-
-    def read(self, endpoint: Endpoint, raw: bytes | bytearray) -> ReadBody | Answered:
-        """Parse a body. Raises RequestError that names the field at fault."""
-        return _READ[endpoint](self.prompter, self.serving, raw)
+    return _READ[endpoint](prompter, serving, raw)

@@ -24,9 +24,11 @@ from pypto_serving.api.common.body import (
 )
 from pypto_serving.api.common.respond import until_disconnect
 from pypto_serving.api.prompting.jinja import TooManyStepsError, steps_limited
-from pypto_serving.api.reading.body_reader import BodyReader
+from pypto_serving.api.prompting.prompts import Prompter
+from pypto_serving.api.reading.body_reader import read_body_of
 from pypto_serving.api.reading.process import QueueName, Reader, TooLargeError, TooSlowError
 from pypto_serving.api.reading.wire import Compiles, Refusal, RefusedError
+from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import RequestError
 from pypto_serving.guidance import KnownGrammars, content_key
 from pypto_serving.limits import CPU_S, cpu_limit_s
@@ -40,20 +42,8 @@ LARGE_BYTES = 256 << 10
 """Larger bodies, and bodies with a chat template, wait in a queue of their own."""
 _MAY_BRING_TEMPLATE = re.compile(rb'"chat_template"|\\u00(?:5[fF]|[67])')
 """Finds the field `chat_template`, or an escape of a letter of its name, which ordinary clients do not write."""
-_MAY_CHAT = frozenset[Endpoint](
-    (
-        "chat",
-        "messages",
-        "count_tokens",
-        "tokenize",
-        "decisions",
-        "responses",
-        "input_tokens",
-        "ollama_chat",
-        "ollama_generate",
-    )
-)
-"""Endpoints whose bodies may contain a chat; the chat template may not terminate."""
+_WITHOUT_CHATS = ("completions", "detokenize")
+"""Bodies of other endpoints may contain a chat, whose template may not terminate."""
 _FIELDS: dict[Endpoint, str | None] = {
     "completions": "prompt",
     "tokenize": None,
@@ -74,7 +64,8 @@ class Reading:
 
     def __init__(
         self,
-        reader: BodyReader,
+        prompter: Prompter,
+        serving: ServingConfig,
         require_admission: Callable[[int], None],
         warn_ignored: Callable[[list[str]], None],
     ) -> None:
@@ -82,10 +73,11 @@ class Reading:
 
         `warn_ignored` is called with the names of unknown fields.
         """
-        self._here = reader
+        self._read_here = partial(read_body_of, prompter, serving)
+        self._serving = serving
         self._require_admission = require_admission
         self._warn_ignored = warn_ignored
-        self._reader = Reader(reader.prompter.config, reader.serving)
+        self._reader = Reader(prompter.config, serving)
         self._known = KnownGrammars[Compiles | Refusal]()
 
     async def read(self, request: Request, endpoint: Generating, prepare: Prepare | None = None) -> ReadBody:
@@ -110,13 +102,13 @@ class Reading:
     async def _read(self, request: Request, endpoint: Endpoint, prepare: Prepare | None = None) -> ReadBody | Answered:
         require_json(request)
         self._require_admission(1)
-        raw = await read_body(request, self._here.serving.max_body_bytes)
+        raw = await read_body(request, self._serving.max_body_bytes)
         if prepare is not None:
             raw = prepare(raw)
         if self._is_read_here(endpoint, raw):
             try:
                 with steps_limited():
-                    return self._here.read(endpoint, raw)
+                    return self._read_here(endpoint, raw)
             except TooManyStepsError:
                 logger.debug("a chat template takes many steps; the reader runs it")
         self._require_admission(1)
@@ -129,7 +121,7 @@ class Reading:
         return not self._may_bring_template(raw)
 
     def _may_bring_template(self, raw: bytes | bytearray) -> bool:
-        return self._here.serving.trust_request_chat_template and _MAY_BRING_TEMPLATE.search(raw) is not None
+        return self._serving.trust_request_chat_template and _MAY_BRING_TEMPLATE.search(raw) is not None
 
     async def _read_apart(self, endpoint: Endpoint, raw: bytearray, host: str) -> ReadBody | Answered:
         is_large = len(raw) > LARGE_BYTES or self._may_bring_template(raw)
@@ -206,7 +198,7 @@ def is_small(raw: bytes | bytearray) -> bool:
 def _too_slow(endpoint: Endpoint, allowed_s: float) -> RequestError:
     """Log that a body took too long to read, and return the client's error."""
     advice = "send less text or fewer prompts"
-    if endpoint in _MAY_CHAT:
+    if endpoint not in _WITHOUT_CHATS:
         advice = "send fewer or shorter messages; if short chats fail too, the model's chat template does not end"
     message = f"reading this request took more than {allowed_s:.0f} s of CPU time, so it was given up; {advice}"
     logger.error("a body of %s was given up after %.0f s of CPU time", endpoint, allowed_s)
