@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import tarfile
@@ -30,9 +31,9 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     browser.close()
 
 
-@pytest.fixture
-def open_page(browser: Browser) -> Iterator[OpenPage]:
-    """Open a URL in a page of its own."""
+@contextlib.contextmanager
+def opened(browser: Browser) -> Iterator[OpenPage]:
+    """Open each URL in a page of its own."""
     pages: list[tuple[Page, str]] = []
 
     def open_one(url: str, width: int = 1280, height: int = 800) -> Page:
@@ -46,6 +47,12 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
         complaints = page.complaints
         page.close()
         assert (outside, complaints) == ([], [])
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[OpenPage]:
+    with opened(browser) as open_one:
+        yield open_one
 
 
 @pytest.fixture(scope="session")

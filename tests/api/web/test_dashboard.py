@@ -36,6 +36,7 @@ def working() -> Iterator[Server]:
                     question = QUESTIONS * (1 + (client + i) % 4) + f"And {client} + {i % 7}?"
                     body = {"messages": [{"role": "user", "content": question}], "max_tokens": 150, "ignore_eos": True}
                     assert http.post("/v1/chat/completions", json=body).status_code == 200
+                    done.wait(0.3)  # or the browser has to wait for the processor
 
         clients = [threading.Thread(target=keep_asking, args=(client,)) for client in range(CLIENTS)]
         for thread in clients:
