@@ -6,9 +6,13 @@ import importlib.util
 import os
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 DOUBLE = ROOT / "tests" / "npu" / "double"
 REVISIONS = ("2026-06", "2026-08")
+EACH_REVISION = [pytest.param(name, marks=pytest.mark.soak if name != REVISIONS[-1] else ()) for name in REVISIONS]
+"""The newest; the others in the soak only."""
 INSTALLED = importlib.util.find_spec("pypto") is not None
 
 

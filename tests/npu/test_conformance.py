@@ -15,10 +15,14 @@ import psutil
 import pytest
 
 from tests.npu import case_names
-from tests.npu.installed import INSTALLED, REVISIONS, ROOT, with_double
+from tests.npu.installed import EACH_REVISION, INSTALLED, ROOT, with_double
 
 WHICH = [
-    *(pytest.param(with_double(revision), id=f"double-{revision}") for revision in REVISIONS),
+    *(
+        pytest.param(with_double(revision), id=f"double-{revision}", marks=each.marks)
+        for each in EACH_REVISION
+        for revision in each.values
+    ),
     pytest.param(
         {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
         id="runtime",
