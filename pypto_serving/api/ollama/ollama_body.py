@@ -17,19 +17,10 @@ from pypto_serving.api.settings import ServingConfig
 from pypto_serving.types.sampling import INT32_MAX
 from pypto_serving.util import brief
 
-_OPTIONS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "seed": "seed",
-    "stop": "stop",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "repeat_penalty": "repetition_penalty",
-}
-"""OpenAI's and vLLM's names of Ollama's options."""
-_FLOATS = frozenset({"temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repeat_penalty"})
+_FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repeat_penalty")
+_OPTIONS = (*_FLOATS, "top_k", "seed", "stop")
+"""Options that OpenAI and vLLM have under the same name, or the one in _RENAMED."""
+_RENAMED = {"repeat_penalty": "repetition_penalty"}
 _OF_MACHINES = frozenset({"num_batch", "num_ctx", "num_gpu", "num_keep", "num_thread", "main_gpu", "use_mmap", "numa"})
 """Options that say how Ollama runs a model; here the server's own do."""
 FORMAT = or_null({"const": "json"}, OBJECT, {"const": ""})
@@ -138,7 +129,8 @@ def _sampling(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if name == "num_predict" and type(value) is int:
             fields |= {"max_tokens": value} if value > 0 else {}
         elif name in _OPTIONS:
-            fields[_OPTIONS[name]] = _float(value, name) if name in _FLOATS and type(value) is int else value
+            number = _float(value, name) if name in _FLOATS and type(value) is int else value
+            fields[_RENAMED.get(name, name)] = number
         else:
             ignored.append(f"options.{name}")
     return fields, ignored

@@ -40,25 +40,9 @@ from pypto_serving.util import brief
 
 MAX_PRIORITY = 2**31 - 1
 _TOKEN_ID = re.compile("[0-9]{1,10}")
-_PLAIN = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "min_tokens",
-    "ignore_eos",
-    "seed",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "allowed_token_ids",
-    "bad_words",
-    "prompt_logprobs",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-    "truncate_prompt_tokens",
-)
+_CONVERTED = ("stop", "stop_token_ids", "logit_bias", "max_tokens", "logprob_token_ids", "structured_outputs")
+_PLAIN = [name for name in SamplingParams.__struct_fields__ if name in GenerationBody.model_fields.keys() - _CONVERTED]
+"""Sampling parameters that bodies have in the same form."""
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _GUIDED: dict[str, tuple[str, Any]] = {
