@@ -77,7 +77,8 @@ def test_images_in_results_and_earlier_turns(ask: Ask, tokenizer: Tokenizer, pat
         ([HELLO, *called(path, [text, PICTURES[path]])], f"tool\nseen\n{IMAGE}<"),
         ([picture(path), ANSWER, HELLO], f"user\nlook\n{IMAGE}<"),
         ([picture(path), ANSWER, HELLO, *called(path, "done")], f"user\nlook\n{IMAGE}<"),
-        ([HELLO, *called(path, "done"), picture(path)], f"look\n{IMAGE}<"),
+        ([HELLO, *called(path, [PICTURES[path]]), HELLO], f"tool\n{IMAGE}<"),
+        ([HELLO, *called(path, "done"), picture(path), ANSWER, HELLO], f"look\n{IMAGE}<"),
     ):
         answer = ask(path, said)
         assert answer.status_code == 200, answer.text
@@ -87,7 +88,9 @@ def test_images_in_results_and_earlier_turns(ask: Ask, tokenizer: Tokenizer, pat
 
 @pytest.mark.parametrize("path", APIS)
 def test_an_image_that_a_person_sends_is_refused_and_the_session_goes_on(ask: Ask, path: str) -> None:
-    for said in ([picture(path)], [HELLO, ANSWER, picture(path)]):
+    after_result = [*called(path, [PICTURES[path]]), picture(path)]
+    later = {"role": "developer" if path == RESPONSES else "system", "content": "be brief"}
+    for said in ([picture(path)], [HELLO, ANSWER, picture(path)], [HELLO, *after_result], [picture(path), later]):
         answer = ask(path, said)
         assert answer.status_code == 400 and PICTURES[path]["type"] in answer.json()["error"]["message"]
     assert ask(path, [picture(path), HELLO]).status_code == 200
@@ -103,7 +106,9 @@ def test_an_image_that_a_person_sends_is_refused_and_the_session_goes_on(ask: As
         ("user assistant user", 2),
         ("user assistant", -1),
         ("user assistant tool", -1),
-        ("user assistant tool user", -1),
+        ("user assistant tool user", 3),
+        ("user assistant tool user developer", 3),
+        ("user assistant tool system", -1),
         ("user assistant tool assistant user", 4),
     ],
 )
@@ -119,6 +124,9 @@ def test_results_beside_a_document_and_words(ask: Ask, tokenizer: Tokenizer) -> 
     answer = ask(MESSAGES, [HELLO, use, back])
     assert answer.status_code == 200 and answer.headers[IGNORED] == "messages.document"
     assert "[document left out: this model reads only text]" in text_of(ask, tokenizer)
+    back["content"].append(PICTURES[MESSAGES])
+    answer = ask(MESSAGES, [HELLO, use, back])
+    assert answer.status_code == 400 and "content[2] is a block of type 'image'" in answer.text
     plain = {
         "type": "document",
         "title": "notes",

@@ -138,6 +138,17 @@ def test_calls_with_large_integers(server: RunningServer, tokenizer: Tokenizer) 
     assert "1" + "0" * 400 in prompt_of(server, tokenizer)
 
 
+def test_bodies_need_not_be_declared(server: RunningServer) -> None:
+    """As curl sends them. Forms of web pages come with their origin."""
+    body = json.dumps({"model": "tiny", "messages": [HELLO], "prompt": "hello", "stream": False}).encode()
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    for path in ("/api/chat", "/api/generate", "/api/show", "/api/pull"):
+        assert server.http.post(path, content=body, headers=form).status_code == 200
+    own = {"Origin": "http://127.0.0.1", "Host": "127.0.0.1"}
+    answer = server.http.post("/api/chat", content=body, headers=form | own)
+    assert answer.status_code == 415
+
+
 def test_a_body_without_words_loads_the_model(server: RunningServer) -> None:
     for path, fields in (("/api/generate", {}), ("/api/chat", {"messages": []}), ("/api/generate", {"prompt": ""})):
         answer = ask(server, path, keep_alive=0, **fields).json()

@@ -70,7 +70,10 @@ def test_a_manager_that_reads_nothing_holds_up_nothing(
     assert sum("cannot be told WATCHDOG=1" in record.message for record in caplog.records) == 3
 
 
-@pytest.mark.parametrize(("name", "value"), [("WATCHDOG_PID", "1"), ("WATCHDOG_USEC", "0"), ("WATCHDOG_USEC", "x")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("WATCHDOG_PID", "1"), ("WATCHDOG_USEC", "0"), ("WATCHDOG_USEC", "x"), ("WATCHDOG_USEC", "9" * 400)],
+)
 def test_nobody_waits_for_signs_of_life(
     manager: socket.socket, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:

@@ -36,22 +36,14 @@ def read_history(system: Any, messages: Sequence[Any], left_out: LeftOut) -> lis
     one role become one. Images are refused in what a person has just written; elsewhere a text takes their
     place. What hosted tools left behind is dropped.
     """
-    history = _MessageHistory(left_out, newest_words([_speaker(message) for message in messages]))
+    roles = [str(message.get("role")) if isinstance(message, Mapping) else "" for message in messages]
+    history = _MessageHistory(left_out, newest_words(roles))
     words = [text for text in _texts(system or "", "system") if text and not text.startswith(BILLING)]
     if words:
         history.add("system", "\n".join(words))
     for i, message in enumerate(messages):
         history.read(message, i)
     return history.finish()
-
-
-def _speaker(message: Any) -> str:
-    """Return the role of a message; "tool" if it has results of tools."""
-    content, role = (message.get("content"), message.get("role")) if isinstance(message, Mapping) else (None, None)
-    for block in content if isinstance(content, list) else ():
-        if isinstance(block, Mapping) and block.get("type") == "tool_result":
-            return "tool"
-    return str(role)
 
 
 class _MessageHistory:
@@ -91,13 +83,18 @@ class _MessageHistory:
         return message
 
     def _read_user(self, content: Any, where: str, left_out: LeftOut | None) -> None:
-        for block, place in _blocks(content, where):
+        """Read the user's blocks. A document beside results may be left out: Claude Code sends PDFs that it read so."""
+        blocks = list(_blocks(content, where))
+        beside_results = any(block["type"] == "tool_result" for block, _ in blocks)
+        for block, place in blocks:
             if block["type"] == "tool_result":
                 self._add_result(block, place)
             elif _HOSTED.search(block["type"]):
                 self._left_out.add(block["type"])
             else:
-                self.add("user", _text(block, place, "text and tool_result", left_out))
+                is_read = beside_results and block["type"] == "document"
+                text = _text(block, place, "text and tool_result", self._left_out if is_read else left_out)
+                self.add("user", text)
 
     def _add_result(self, block: Block, where: str) -> None:
         call_id = string_in(block, "tool_use_id", where)

@@ -60,13 +60,9 @@ class LeftOut:
 
 
 def newest_words(roles: Sequence[str]) -> int:
-    """Return the place of what a person has just written: the last message of the user; -1 if there is none.
+    """Return the place of what a person has just written: the user's message after all others, but instructions.
 
-    Before it, an answer must be over: what follows the result of a tool comes from a program.
+    Return -1 if there is none.
     """
-    for i, role in reversed(list(enumerate(roles))):
-        if role == "user":
-            return -1 if i and roles[i - 1] == "tool" else i
-        if role in ("assistant", "tool"):
-            break
-    return -1
+    last = next((i for i in reversed(range(len(roles))) if roles[i] not in ("system", "developer")), -1)
+    return last if last >= 0 and roles[last] == "user" else -1

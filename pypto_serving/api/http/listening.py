@@ -166,7 +166,7 @@ async def pet_watchdog(health: Callable[[], Health]) -> None:
         return
     try:
         wait_s = int(os.environ.get("WATCHDOG_USEC", "0")) / 1e6
-    except ValueError:
+    except (ValueError, OverflowError):
         return
     while wait_s > 0:
         if health().status not in ("silent", "dead"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from typing import Any, Literal
 
 import msgspec
@@ -24,12 +23,15 @@ MAX_NAME_BYTES = 64 << 10
 """Largest body that only names a model."""
 
 
-_WORDS = re.compile(rb'"prompt"\s*:\s*"[^"]|"messages"\s*:\s*\[\s*[^\]\s]|"images"\s*:\s*\[\s*[^\]\s]')
-
-
 class _Named(msgspec.Struct):
     model: str | None = None
     name: str | None = None
+
+
+class _Worded(_Named):
+    prompt: Any = None
+    messages: Any = None
+    images: Any = None
 
 
 async def ollama_version(request: Request) -> Response:
@@ -104,13 +106,15 @@ class _NoWordsError(Exception):
 
 def _require_words(raw: bytearray) -> bytearray:
     """Return the body of a chat or prompt. Raises _NoWordsError if it has no words."""
-    if len(raw) > MAX_NAME_BYTES or _WORDS.search(raw):
+    if len(raw) > MAX_NAME_BYTES:
         return raw
     try:
-        named = msgspec.json.decode(raw, type=_Named)
+        asked = msgspec.json.decode(raw, type=_Worded)
     except (msgspec.DecodeError, RecursionError):
         return raw  # the reader says what is wrong
-    raise _NoWordsError(named.model)
+    if asked.prompt or asked.messages or asked.images:
+        return raw
+    raise _NoWordsError(asked.model)
 
 
 async def _named(request: Request) -> str:

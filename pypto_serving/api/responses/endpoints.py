@@ -106,8 +106,9 @@ class ResponseStore:
 
 MAX_PAGE, PAGE = 100, 20
 _FIELD = "previous_response_id"
-_HAS_ID = re.compile(rb'"id"\s*:')
-_GIVEN = re.compile(rb'"previous_response_id"\s*:')
+_HAS_ID = re.compile(rb'"id"\s*:|\\u006[49]')
+_GIVEN = re.compile(rb'"previous_response_id"\s*:|\\u00(?:5[fF]|[67])')
+"""Find a key, or an escape of one of its letters, which ordinary clients do not write."""
 
 
 class _Previous(msgspec.Struct):

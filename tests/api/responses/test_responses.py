@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -257,6 +258,13 @@ def test_stored_items_can_be_referred_to(thinks: Thinks, tokenizer: Tokenizer) -
     assert [item["id"] for item in listed[1:-1]] == [item["id"] for item in first]
     create(server, input=[{"id": item["id"]} for item in listed], **asked)
     assert prompt_of(server, tokenizer) == whole
+    for key in (r"\u0069d", r"i\u0064", r"\u0069\u0064"):
+        raw = json.dumps({"input": [said, *references, result], **asked}).replace('"id"', f'"{key}"')
+        answer = server.http.post(PATH, content=raw, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 200 and prompt_of(server, tokenizer) == whole
+    raw = json.dumps({"input": "x", "previous_response_id": second["id"]}).replace("_id", r"\u005Fid")
+    answer = server.http.post(PATH, content=raw, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 200 and "I look." in prompt_of(server, tokenizer)
     long = [*references, {"role": "user", "content": "x" * 20_000}]  # read by the reader
     assert server.http.post(PATH, json={"input": long}).status_code == 200
 
