@@ -13,7 +13,10 @@ def instruction_set(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="session", params=[1, 3])
-def engine(request: pytest.FixtureRequest, instruction_set: str) -> Engine:
-    """Kernels on one thread and on three, which may be more than there are CPUs."""
-    return engine_of(instruction_set, request.param)
+ENGINES = [(name, 3) for name in runnable()] + [(name, 1) for name in runnable()[:1]]
+
+
+@pytest.fixture(scope="session", params=ENGINES, ids=lambda each: f"{each[0]}-{each[1]}")
+def engine(request: pytest.FixtureRequest) -> Engine:
+    """All kernels on three threads, which may be more than there are CPUs; the best on one too."""
+    return engine_of(*request.param)
