@@ -84,10 +84,11 @@ def make_case(kind: str, path: Path) -> Case:
 
 
 LONG = (pytest.mark.soak, pytest.mark.timeout(3600))
-SOAKED = [pytest.param(kind, marks=LONG) for kind in ("0.6b", "large-moe")]
+SOAKED = [pytest.param(kind, marks=LONG) for kind in ("qwen3", "0.6b", "large-moe")]
+"""Weights of dense models are in test_formats_bit_by_bit.py too."""
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe", *SOAKED])
+@pytest.fixture(scope="module", params=["qwen3_moe", *SOAKED])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return make_case(request.param, tmp_path_factory.mktemp("model") / request.param)
 

@@ -79,7 +79,10 @@ SITUATIONS: dict[str, tuple[tuple[str, ...], Callable[[Server], None] | None]] =
 }
 
 
-@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize(
+    "situation",
+    [pytest.param("all at once", marks=pytest.mark.soak), *[each for each in SITUATIONS if each != "all at once"]],
+)
 def test_answers_are_the_same(model: Path, wanted: list[Any], situation: str) -> None:
     options, disturb = SITUATIONS[situation]
     with serve(model, *GUESSING, *options) as server, ThreadPoolExecutor(len(wanted)) as pool:

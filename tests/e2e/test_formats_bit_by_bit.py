@@ -87,7 +87,14 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, [SamplingParams(temperature=i % 3 / 2, seed=i, **common) for i in range(REQUESTS)]
 
 
-@pytest.mark.parametrize("case", CASES)
+SOAKED = {*APART[1:5], *APART[6:], "compressed-tensors", "compressed-tensors experts", "bf16 head int8, kv int8"}
+SOAKED |= {"deepseek_v4 base", "deepseek_v4 w8a8", "deepseek_v4 released"}
+"""Formats of which another case has a near relative, or the same one with other parts."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.soak] if case in SOAKED else []) for case in CASES]
+)
 def test_same_bits(tmp_path: Path, case: str) -> None:
     make, options = CASES[case]
     make(tmp_path / "model")

@@ -119,6 +119,7 @@ def test_forced_preemption(reference: Reference) -> None:
 
 
 @SOME
+@pytest.mark.soak  # test_kills.py and test_draft_layer.py kill workers of these kinds
 def test_killed_workers(reference: Reference) -> None:
     async def scenario(engine: AsyncEngine) -> None:
         killer = Killer(engine, count=2, seed=1)

@@ -150,6 +150,7 @@ def streams() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
+@pytest.mark.soak  # tests/sched/test_guided.py has the same in virtual time
 def test_guided_answers_depend_on_no_schedule(model: Path) -> None:
     """Alone, together, in chunks, preempted and over killed workers: the same tokens."""
     prompts, params = streams()
