@@ -6,13 +6,20 @@ import contextlib
 import errno
 import os
 import re
+from collections.abc import Sequence
 from http import HTTPStatus
 from pathlib import Path
 
 from pypto_serving.errors import ModelError
+from pypto_serving.model.registry import CONFIG_FILE
+from pypto_serving.setup.catalog import CATALOG
+from pypto_serving.setup.host import read_cache_dir
 
 BUNDLED = Path(__file__).resolve().parent.parent / "assets" / "bundled"
 WANTED_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "encoding/encoding_*.py"]
+_GGUF_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+):(\w+)")
+"""A hub name and the quantization of the GGUF file in it, as in owner/name:Q4_K_M."""
+_GGUF_FILES = ("*{}*.gguf", "*{}/*.gguf")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -32,25 +39,65 @@ def locate_model(name: str | None, revision: str | None = None) -> Path:
         if path.is_dir():
             if revision is not None:
                 raise ModelError(f"revision is {revision}, but {name} is a folder, not a model of the hub; drop it")
-            return path.resolve()
+            return _of_folder(path.resolve())
+        if path.suffix == ".gguf" and path.is_file():
+            return _unpacked(path.resolve())
         if path.exists():
-            raise ModelError(f"{name} is a file; give the folder that holds config.json")
+            raise ModelError(f"{name} is a file; give a .gguf file, or the folder that holds config.json")
     except OSError as error:
         reason = os.strerror(error.errno or 0).lower()
         raise ModelError(f"{name} cannot be opened: {reason}; give an existing folder or a hub name") from None
+    if name in CATALOG:
+        return _unpacked(CATALOG[name].fetch(_cache_dir(name) / "models"))
+    if quantized := _GGUF_NAME.fullmatch(name):
+        return _of_folder(_fetch(quantized[1], revision, [pattern.format(quantized[2]) for pattern in _GGUF_FILES]))
     if not HUB_NAME.fullmatch(name):
         raise ModelError(f"{name} does not exist; give an existing folder or a hub name such as owner/name")
     return _fetch(name, revision)
 
 
-def _fetch(name: str, revision: str | None) -> Path:
-    """Fetch hub model `name` with a progress bar, and return its local copy."""
+def _of_folder(folder: Path) -> Path:
+    """Return a folder as it is, or what its only GGUF model unpacks to. Raises ModelError if it has several."""
+    from pypto_serving.model.gguf.container import parts_of
+
+    if (folder / CONFIG_FILE).exists():
+        return folder
+    files = [path for path in sorted(folder.glob("*.gguf")) if not path.name.startswith("mmproj")]
+    models = {parts_of(path)[0] for path in files}
+    if len(models) > 1:
+        names = ", ".join(path.name for path in sorted(models))
+        raise ModelError(f"{folder} has several GGUF models: {names}; give the path of one")
+    return _unpacked(models.pop()) if models else folder
+
+
+def _unpacked(path: Path) -> Path:
+    """Unpack a GGUF file into the user's cache, with a progress bar on a terminal, unless that was done before."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from pypto_serving.model.gguf.unpack import unpack
+
+    cache = _cache_dir(path)
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(f"unpacking {path.name}")
+        return unpack(path, cache, lambda _, done, total: bar.update(task, completed=done, total=total))
+
+
+def _cache_dir(name: object) -> Path:
+    if not (cache := read_cache_dir()):
+        raise ModelError(f"{name} is kept in the user's cache, and there is none; set XDG_CACHE_HOME to a folder")
+    return Path(cache)
+
+
+def _fetch(name: str, revision: str | None, files: Sequence[str] = WANTED_FILES) -> Path:
+    """Fetch `files` of hub model `name` with a progress bar, and return its local copy."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     offline = "give the folder of a local copy instead"
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=WANTED_FILES))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[*files]))
     except GatedRepoError:
         raise ModelError(f"{name} is gated; ask for access and run `hf auth login`, or {offline}") from None
     except RepositoryNotFoundError:

@@ -72,6 +72,7 @@ TORCH_FREE_MODEL = {
     "fields",
     "fingerprint",
     "formats",
+    "gguf",
     "inventory",
     "native",
     "null_models",

@@ -102,7 +102,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """The place of a tensor: bytes [begin, end) after the header of its file."""
 
     dtype: str
@@ -166,13 +166,13 @@ class _Conversion:
         inventory = family.inventory(family.parse(config, str(self._target / CONFIG_FILE)), written.tensors)
         written.require(inventory.expected(), inventory.ignores)
 
-    def _places(self, weights: Mapping[str, Weight]) -> dict[str, _Place]:
+    def _places(self, weights: Mapping[str, Weight]) -> dict[str, Place]:
         """Place tensors with the widest elements first, as safetensors does, so that all are aligned."""
         kinds = {name: kind for weight in weights.items() for name, kind in self._kinds(*weight)}
         places, end = {}, 0
         for name, (dtype, shape) in sorted(kinds.items(), key=lambda item: (-ITEM_BYTES[item[1][0]], item[0])):
             begin, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
-            places[name] = _Place(dtype, shape, begin, end)
+            places[name] = Place(dtype, shape, begin, end)
         return places
 
     def _kinds(self, name: str, weight: Weight) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
@@ -188,7 +188,7 @@ class _Conversion:
     def _write_file(self, path: Path, weights: Mapping[str, Weight], threads: ThreadPoolExecutor) -> None:
         """Write the converted `weights` to `path`, unless the file exists, which means that it is complete."""
         places = self._places(weights)
-        header = _header(places)
+        header = header_of(places)
         if path.exists():
             for name, weight in weights.items():
                 self._count(name, weight)
@@ -202,7 +202,7 @@ class _Conversion:
                 self._count(name, weight)
 
     def _writer(
-        self, file: int, start: int, name: str, weight: Weight, places: Mapping[str, _Place]
+        self, file: int, start: int, name: str, weight: Weight, places: Mapping[str, Place]
     ) -> Callable[[int, int], None]:
         """Return a function that converts rows [first, last) of a weight and writes them after byte `start`."""
         read, encoding, module = self._reader(weight), weight.encoding, name.removesuffix(".weight")
@@ -286,7 +286,7 @@ def _run_all(threads: ThreadPoolExecutor, tasks: Sequence[Callable[[], None]]) -
         wait(futures)
 
 
-def _header(places: Mapping[str, _Place]) -> bytes:
+def header_of(places: Mapping[str, Place]) -> bytes:
     entries = {
         name: {"dtype": place.dtype, "shape": place.shape, "data_offsets": [place.begin, place.end]}
         for name, place in places.items()

@@ -1,0 +1,1 @@
+"""GGUF files: read them, and unpack them into checkpoint folders."""

@@ -1,0 +1,193 @@
+"""What the metadata of a GGUF file means: config.json, and the names of tensors in a checkpoint. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pypto_serving.errors import ModelError
+from pypto_serving.model.fields import Fields
+from pypto_serving.model.gguf.container import Gguf, GgufTensor
+from pypto_serving.model.rope import Rope
+
+Rows = Callable[[int, int], NDArray[np.float32]]
+"""Reads rows [first, last) of a tensor, float32."""
+
+_ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "mistral3": ("MistralForCausalLM", "mistral"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+}
+"""`architectures` and `model_type` of config.json by `general.architecture`."""
+_MIXTRAL = ("MixtralForCausalLM", "mixtral")
+_INTERLEAVED = ("llama", "mistral3")
+"""Architectures whose rows of queries and keys lie in the order of interleaved pairs."""
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_MIXTRAL_PARTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_FREQUENCIES = "rope_freqs.weight"
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Llama 3's extension of the context; a file holds only the resulting divisors of frequencies."""
+
+
+class GgufModel:
+    """A model in a GGUF file. Raises ModelError for one of another architecture."""
+
+    def __init__(self, gguf: Gguf) -> None:
+        self._gguf = gguf
+        self.name = str(gguf.metadata.get("general.architecture"))
+        if self.name not in _ARCHITECTURES:
+            known = ", ".join(_ARCHITECTURES)
+            kind = "a vision encoder, no model" if self.name == "clip" else f"of the architecture {self.name}"
+            raise ModelError(f"{gguf.path} is {kind}; GGUF files of {known} can be served")
+        prefix = f"{self.name}."
+        own = {key.removeprefix(prefix): value for key, value in gguf.metadata.items() if key.startswith(prefix)}
+        self._keys = Fields(own, str(gguf.path))
+        self._experts = self._keys.natural("expert_count", default=0)
+        mixtral = self.name in _INTERLEAVED and self._experts > 0
+        self._architecture, self._type = _MIXTRAL if mixtral else _ARCHITECTURES[self.name]
+        self.heads = self._keys.positive_int("attention.head_count")
+        self.kv_heads = self._keys.positive_int("attention.head_count_kv", default=self.heads)
+        hidden = self._keys.positive_int("embedding_length")
+        self.head_dim = self._keys.positive_int("attention.key_length", default=max(1, hidden // self.heads))
+
+    def config(self) -> dict[str, Any]:
+        """Return the object of config.json, without ids of tokens."""
+        keys, tensors = self._keys, self._gguf.tensors
+        rotated = keys.positive_int("rope.dimension_count", default=self.head_dim)
+        keys.require(rotated == self.head_dim, "rope.dimension_count", rotated, f"head_dim, {self.head_dim}")
+        width = keys.positive_int("feed_forward_length")
+        config: dict[str, Any] = {
+            "architectures": [self._architecture],
+            "model_type": self._type,
+            "dtype": "bfloat16",
+            "vocab_size": self._require("token_embd.weight").shape[0],
+            "hidden_size": keys.positive_int("embedding_length"),
+            "intermediate_size": width,
+            "num_hidden_layers": keys.positive_int("block_count"),
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": keys.positive_int("context_length"),
+            "rms_norm_eps": keys.positive_float("attention.layer_norm_rms_epsilon"),
+            "rope_theta": keys.positive_float("rope.freq_base", default=10000.0),
+            "tie_word_embeddings": "output.weight" not in tensors,
+            "attention_bias": "blk.0.attn_q.bias" in tensors,
+            "sliding_window": keys.get("attention.sliding_window"),
+        }
+        if (scaling := self._rope_scaling(config)) is not None:
+            config["rope_scaling"] = scaling
+        if self._experts:
+            experts = "num_local_experts" if self._architecture == _MIXTRAL[0] else "num_experts"
+            config |= {experts: self._experts, "num_experts_per_tok": keys.positive_int("expert_used_count")}
+            config |= {"moe_intermediate_size": keys.positive_int("expert_feed_forward_length", default=width)}
+            layers = range(config["num_hidden_layers"])
+            dense = [layer for layer in layers if f"blk.{layer}.ffn_gate_inp.weight" not in tensors]
+            config |= {"norm_topk_prob": True, "mlp_only_layers": dense}
+        return config
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...], Rows]]:
+        """Yield name and shape of every tensor of the checkpoint, and a function that reads its rows."""
+        for name, tensor in self._gguf.tensors.items():
+            if name == _FREQUENCIES:
+                continue
+            found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+            if found is None:
+                yield self._outer_name(name), tensor.shape, tensor.rows
+            elif found[2] in _EXPERTS:
+                yield from self._of_experts(tensor, found[1], _EXPERTS[found[2]])
+            else:
+                yield self._in_layer(name, tensor, *found.groups())
+
+    def _outer_name(self, name: str) -> str:
+        names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+        module, _, end = name.rpartition(".")
+        if module not in names or end != "weight":
+            raise ModelError(f"{self._gguf.path}: tensor {name} is not part of a {self.name} model")
+        return f"{names[module]}.weight"
+
+    def _in_layer(self, name: str, tensor: GgufTensor, layer: str, module: str, end: str) -> tuple[str, Any, Rows]:
+        if module not in _LAYER:
+            raise ModelError(f"{self._gguf.path}: tensor {name} is not part of a {self.name} model")
+        target = _LAYER[module]
+        if target == "mlp.gate" and self._architecture == _MIXTRAL[0]:
+            target = "block_sparse_moe.gate"
+        rows: Rows = tensor.rows
+        if self.name in _INTERLEAVED and module in ("attn_q", "attn_k"):
+            heads = self.heads if module == "attn_q" else self.kv_heads
+            if tensor.shape[0] != heads * self.head_dim:
+                raise ModelError(f"{self._gguf.path}: tensor {name} has not {heads} heads of {self.head_dim} rows")
+            rows = _halves_first(tensor, heads, end == "bias")
+        return f"model.layers.{layer}.{target}.{end}", tensor.shape, rows
+
+    def _of_experts(self, tensor: GgufTensor, layer: str, part: str) -> Iterator[tuple[str, tuple[int, ...], Rows]]:
+        count, n, k = tensor.shape if len(tensor.shape) == 3 else (0, 0, 0)
+        if count != self._experts:
+            raise ModelError(f"{self._gguf.path}: tensor {tensor.name} is not of {self._experts} experts")
+        mixtral = self._architecture == _MIXTRAL[0]
+        folder, part = ("block_sparse_moe", _MIXTRAL_PARTS[part]) if mixtral else ("mlp", part)
+        for expert in range(count):
+
+            def rows(first: int, last: int, start: int = expert * n) -> NDArray[np.float32]:
+                return tensor.rows(start + first, start + last)
+
+            yield f"model.layers.{layer}.{folder}.experts.{expert}.{part}.weight", (n, k), rows
+
+    def _rope_scaling(self, config: dict[str, Any]) -> dict[str, Any] | None:
+        """Return `rope_scaling` of config.json; the divisors of Llama 3's frequencies must be those of its formula."""
+        keys = self._keys
+        kind = keys.get("rope.scaling.type")
+        keys.require(kind in (None, "none", "linear", "yarn"), "rope.scaling.type", kind, "none, linear or yarn")
+        if kind in ("linear", "yarn"):
+            scaling: dict[str, Any] = {"rope_type": kind, "factor": keys.positive_float("rope.scaling.factor")}
+            if kind == "yarn":
+                length = keys.positive_int("rope.scaling.original_context_length")
+                scaling["original_max_position_embeddings"] = length
+            return scaling
+        if (tensor := self._gguf.tensors.get(_FREQUENCIES)) is None:
+            return None
+        divisors = tensor.rows(0, 1)[0]
+        scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **_LLAMA3}
+        length = config["max_position_embeddings"]
+        plain, scaled = (
+            Rope.from_config(Fields(config | extra, str(self._gguf.path)), self.head_dim, length).frequencies(length)
+            for extra in ({}, {"rope_scaling": scaling})
+        )
+        if divisors.shape != plain.shape or not np.allclose(plain / scaled, divisors, rtol=1e-3):
+            raise ModelError(f"{self._gguf.path}: {_FREQUENCIES} does not hold the divisors of Llama 3's frequencies")
+        return scaling
+
+    def _require(self, name: str) -> GgufTensor:
+        if name not in self._gguf.tensors:
+            raise ModelError(f"{self._gguf.path}: tensor {name} is missing")
+        return self._gguf.tensors[name]
+
+
+def _halves_first(tensor: GgufTensor, heads: int, bias: bool) -> Rows:
+    """Return a function that reads rows as a checkpoint has them: the first of all pairs of a head, then the second.
+
+    In a file the two rows of a pair are neighbours.
+    """
+    order = np.arange(tensor.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
+    if bias:
+        return lambda first, last: tensor.rows(first, last)[:, order]
+    return lambda first, last: tensor.type.dequantize(tensor.data[order[first:last]])

@@ -1,0 +1,179 @@
+"""The tokenizer of a GGUF file, as the files of a checkpoint. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from pypto_serving.errors import ModelError
+from pypto_serving.model.convert.files import as_json
+from pypto_serving.model.fields import Fields
+
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+"""Types of tokens."""
+_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end_of_turn|>", "<end_of_turn>", "<|end|>", "<|eom_id|>", "<|endoftext|>")
+"""Tokens that end a turn, which files often do not name as such."""
+_SPACE = "▁"
+"""A space, in SentencePiece's tokens."""
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_PATTERNS = {"llama-bpe": _WORDS % "{1,3}", "qwen2": _WORDS % "", "deepseek-r1-qwen": _WORDS % "", "tekken": _CASED}
+"""What splits a text before BPE, by `tokenizer.ggml.pre`: a token of BPE never spans two matches."""
+_GPT2 = ("default", "gpt-2")
+_SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r")
+"""Those that split digits one by one, then as GPT-2 does."""
+_IGNORE_MERGES = ("llama-bpe", "tekken")
+
+
+def write_tokenizer(metadata: Mapping[str, Any], source: Path, target: Path) -> dict[str, Any]:
+    """Write tokenizer.json and tokenizer_config.json to `target`; return `bos_token_id` and `eos_token_id`.
+
+    Raises ModelError naming a kind of tokenizer that is not known.
+    """
+    reader = _TokenizerReader(metadata, source)
+    reader.tokenizer().save(str(target / "tokenizer.json"))
+    (target / "tokenizer_config.json").write_bytes(as_json(reader.config()))
+    return reader.ids()
+
+
+class _TokenizerReader:
+    """Reads the keys `tokenizer.*`."""
+
+    def __init__(self, metadata: Mapping[str, Any], source: Path) -> None:
+        own = {key.removeprefix("tokenizer."): value for key, value in metadata.items() if key.startswith("tokenizer.")}
+        self._keys = Fields(own, str(source))
+        self._tokens = self._strings("ggml.tokens")
+        self._require(bool(self._tokens), "ggml.tokens", "a list of tokens")
+        self._types = self._keys.int_list("ggml.token_type") or (1,) * len(self._tokens)
+        self._require(len(self._types) == len(self._tokens), "ggml.token_type", "as long as the list of tokens")
+        self._kind = self._keys.get("ggml.model")
+
+    def tokenizer(self) -> Tokenizer:
+        """Build the tokenizer."""
+        if self._kind == "gpt2":
+            tokenizer = self._byte_level()
+        elif self._kind == "llama":
+            tokenizer = self._sentence_piece()
+        else:
+            raise ModelError(
+                f"{self._keys.source} has a tokenizer of the kind {self._kind}; gpt2 and llama can be read"
+            )
+        for token, type in zip(self._tokens, self._types, strict=True):
+            if type in (_CONTROL, _USER_DEFINED):
+                tokenizer.add_tokens([AddedToken(token, special=type == _CONTROL, normalized=False)])
+        if (bos := self._special("bos")) and self._keys.flag("ggml.add_bos_token", self._kind == "llama"):
+            token = self._tokens[bos]
+            begin = processors.TemplateProcessing(f"{token} $A", f"{token} $A {token} $B", [(token, bos)])
+            before = [] if tokenizer.post_processor is None else [tokenizer.post_processor]
+            tokenizer.post_processor = processors.Sequence([*before, begin])
+        return tokenizer
+
+    def config(self) -> dict[str, Any]:
+        """Return the object of tokenizer_config.json."""
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+            if (token := self._special(key)) is not None:
+                config[f"{name}_token"] = self._tokens[token]
+        named = [
+            {"name": key.removeprefix("chat_template."), "template": value}
+            for key, value in self._keys.values.items()
+            if key.startswith("chat_template.")
+        ]
+        template = self._keys.get("chat_template")
+        if named:
+            config["chat_template"] = [{"name": "default", "template": template}] * bool(template) + named
+        elif template:
+            config["chat_template"] = template
+        return config
+
+    def ids(self) -> dict[str, Any]:
+        """Return the ids of the token that begins a text, and of those that end one."""
+        named = [self._special(key) for key in ("eos", "eot", "eom")]
+        control = {token: id for id, token in enumerate(self._tokens) if self._types[id] == _CONTROL}
+        known = [control.get(token) for token in _ENDS]
+        ends = sorted({id for id in named + known if id is not None})
+        return {"bos_token_id": self._special("bos"), "eos_token_id": ends}
+
+    def _byte_level(self) -> Tokenizer:
+        """BPE over bytes, as in GPT-2: Sennrich et al. 2016, arXiv:1508.07909."""
+        pre = str(self._keys.get("ggml.pre") or "default")
+        merges = [merge.partition(" ")[::2] for merge in self._strings("ggml.merges")]
+        vocabulary = {token: id for id, token in enumerate(self._tokens)}
+        for first, second in merges:
+            if not {first, second, first + second} <= vocabulary.keys():
+                pair = f"{first!r} and {second!r}"
+                raise ModelError(f"{self._keys.source}: tokenizer.ggml.merges has {pair}, which join to no token")
+        tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _IGNORE_MERGES))
+        if pre in _PATTERNS:
+            split = pre_tokenizers.Split(Regex(_PATTERNS[pre]), "isolated")
+            rest = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+            tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, rest])
+        elif pre in (*_GPT2, *_SINGLE_DIGITS):
+            digits = [pre_tokenizers.Digits(individual_digits=True)] * (pre in _SINGLE_DIGITS)
+            tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, pre_tokenizers.ByteLevel(False)])
+        else:
+            known = ", ".join((*_GPT2, *_SINGLE_DIGITS, *_PATTERNS))
+            raise ModelError(f"{self._keys.source} splits texts as {pre}, which is not known here; known are {known}")
+        if pre in ("qwen2", "deepseek-r1-qwen"):
+            tokenizer.normalizer = normalizers.NFC()
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+        return tokenizer
+
+    def _sentence_piece(self) -> Tokenizer:
+        """BPE of SentencePiece, which joins pairs with the best score first: arXiv:1808.06226."""
+        scores = self._keys.get("ggml.scores")
+        numbers = isinstance(scores, list) and all(isinstance(score, float) for score in scores)
+        self._require(numbers and len(scores) == len(self._tokens), "ggml.scores", "a number for each token")
+        vocabulary = {token: id for id, token in enumerate(self._tokens)}
+        unknown = self._types.index(_UNKNOWN) if _UNKNOWN in self._types else self._special("unknown")
+        tokenizer = Tokenizer(
+            models.BPE(
+                vocabulary,
+                list(_merges(vocabulary, scores)),
+                unk_token=None if unknown is None else self._tokens[unknown],
+                fuse_unk=True,
+                byte_fallback=True,
+            )
+        )
+        prefix = self._keys.flag("ggml.add_space_prefix", True)
+        prepend = [normalizers.Prepend(_SPACE)] * prefix
+        tokenizer.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", _SPACE)])
+        strip = [decoders.Strip(" ", 1, 0)] * prefix
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        )
+        return tokenizer
+
+    def _special(self, name: str) -> int | None:
+        """Return an id of a token by its key, if it is in the vocabulary."""
+        id = self._keys.get(f"ggml.{name}_token_id")
+        return id if isinstance(id, int) and 0 <= id < len(self._tokens) else None
+
+    def _strings(self, key: str) -> list[str]:
+        values = self._keys.get(key) or []
+        self._require(
+            isinstance(values, list) and all(isinstance(each, str) for each in values), key, "a list of texts"
+        )
+        return list(values)
+
+    def _require(self, holds: bool, key: str, allowed: str) -> None:
+        self._keys.require(holds, f"tokenizer.{key}", "something else", allowed)
+
+
+def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> Iterator[tuple[str, str]]:
+    """Yield pairs of tokens that join to a token, in the order in which SentencePiece joins them."""
+    for token in sorted(vocabulary, key=lambda token: -scores[vocabulary[token]]):
+        for cut in range(1, len(token)):
+            if token[:cut] in vocabulary and token[cut:] in vocabulary:
+                yield token[:cut], token[cut:]
