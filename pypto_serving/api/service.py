@@ -7,6 +7,7 @@ import logging
 import random
 import time
 
+from pypto_serving.api.http.allowance import ALLOWANCE, KeyMetrics
 from pypto_serving.api.http.keys import ApiKeys
 from pypto_serving.api.http.tracing import open_tracing
 from pypto_serving.api.prompting.prompts import Prompter
@@ -45,6 +46,7 @@ class Service:
         self.tracing = open_tracing(serving.otlp_traces_endpoint)
         self.created = int(time.time())
         self.keys = ApiKeys(serving.api_keys, serving.api_key_file)
+        self.metrics.add(KeyMetrics(lambda: self.keys.allowances.values()))
         self.seeds = SeedSource(engine.config.seed)
         self._warned_fields: set[str] = set()
         logger.info("%s", serving.default_sampling.describe())
@@ -61,8 +63,10 @@ class Service:
                 logger.warning("ignoring the unknown request field %r (said once per field)", name)
 
     def require_admission(self, count: int) -> None:
-        """Raise UnavailableError or QueueFullError if `count` requests would not be admitted now."""
+        """Raise UnavailableError, QueueFullError or KeyLimitError if `count` requests would not be admitted now."""
         self.admission.require_open()
+        if (allowance := ALLOWANCE.get()) is not None:
+            allowance.require()
         self.engine.require_admission(count)
 
     def health(self) -> Health:

@@ -250,6 +250,10 @@ class ServerMetrics(Collector):
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
+    def add(self, collector: Collector) -> None:
+        """Show the metrics of `collector`, too."""
+        self._registry.register(collector)
+
     def observe_step(self, stats: StepStats) -> None:
         """Record the steps of a new snapshot."""
         replica = next((i for i, engine in enumerate(self._engine.engines) if engine.stats is stats), 0)

@@ -14,6 +14,7 @@ from pypto_serving.errors import ConfigError
 from pypto_serving.setup.option_table import ALIASES, ENVIRONMENT, REASONS, RULES, SERVER_OPTIONS, TABLE
 from pypto_serving.setup.rules import OptionRule, SizeRule, SwitchRule, TextRule, TextsRule
 from pypto_serving.setup.vllm_options import HARMLESS, REFUSED, VALUES, VLLM_ONLY
+from pypto_serving.types.api_keys import read_api_keys
 from pypto_serving.util import brief, format_size
 
 _VARIABLES = {**ENVIRONMENT, **dict.fromkeys(("host", "port", "uds"), "LISTEN_FDS")}
@@ -183,6 +184,10 @@ def _what_is_wrong(given: object, rule: OptionRule) -> str:
         return "is not text, but must be; put it in quotes"
     if not keys or not all(map(str.strip, keys)):
         return f"is empty, but must be {rule.allowed}"
+    try:
+        read_api_keys(map(str, keys))
+    except ValueError as error:
+        return str(error)
     return "is not one line of characters that can be printed, but must be"
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, get_args
 import msgspec
 
 from pypto_serving.logs import LogFormat
+from pypto_serving.types.api_keys import read_api_keys
 from pypto_serving.types.config import DEFAULT_DRAFTS, LONGEST_MATCH, MAX_DRAFTS, Speculation
 from pypto_serving.types.model import SERVING_DTYPES
 from pypto_serving.types.tier import POOL_PARAMETERS, parse_pool_url
@@ -195,7 +196,19 @@ class TextsRule:
         return tuple(dict.fromkeys(TextRule().parse(item) for item in values))
 
 
-API_KEYS = TextsRule("text on one line, not empty")
+@dataclass(frozen=True)
+class KeysRule(TextsRule):
+    """API keys: texts, or JSON objects with a key, a name and limits."""
+
+    allowed: str = "text on one line, not empty"
+
+    def parse(self, value: object) -> tuple[str, ...]:
+        texts = super().parse(value)
+        read_api_keys(texts)
+        return texts
+
+
+API_KEYS = KeysRule()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ from pathlib import Path
 import msgspec
 from prometheus_client.metrics_core import Metric
 
+from pypto_serving.api.http.allowance import Allowance, KeyMetrics
 from pypto_serving.engine.metrics import ServerMetrics
+from pypto_serving.types.api_keys import KeyLimits
 from pypto_serving.types.request import StepStats, TierStats
 from pypto_serving.types.step import BackendTraits
 from pypto_serving.types.tier import TierConfig
@@ -28,7 +30,8 @@ def families() -> list[Metric]:
     metrics = ServerMetrics(engine, "tiny")
     metrics.count_response(200)
     metrics.observe_http("/v1/models", "GET", 200, 0.5)
-    return list(metrics.collect())
+    allowance = Allowance("a", KeyLimits(), lambda: 0.0)
+    return [*metrics.collect(), *KeyMetrics(lambda: [allowance]).collect()]
 
 
 def row(family: Metric) -> str:
@@ -51,4 +54,6 @@ def test_metrics_that_need_an_option_say_so() -> None:
     section = text[text.index("## With tiers or drafts") :]
     assert optional
     for name in optional - {"pypto:http_responses", "http_requests", "http_request_duration_seconds"}:
+        if name.startswith("pypto:key_"):
+            continue
         assert f"`{name}" in section, name

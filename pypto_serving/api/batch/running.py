@@ -21,6 +21,7 @@ from starlette.types import Message, Scope
 from pypto_serving.api.batch.lines import BatchRequest, DirectAnswer, key_of, require_beginning, write
 from pypto_serving.api.batch.store import lock
 from pypto_serving.api.common.respond import CLIENT_CLOSED_REQUEST
+from pypto_serving.api.http.allowance import ALLOWANCE
 from pypto_serving.api.http.middleware import VERSION, FaultHandler
 from pypto_serving.logs import REQUEST_ID
 from pypto_serving.threads import in_slow_thread
@@ -161,7 +162,7 @@ class Direct:
         self._handle = bare.build_middleware_stack()
 
     async def post(self, path: str, body: bytes | memoryview, left: asyncio.Event, client: str = "") -> DirectAnswer:
-        """Return the answer to a request. What it stores belongs to `client`; no key is checked here.
+        """Return the answer to a request of `client`, under the limits of its key; no key is checked here.
 
         When `left` is set, the request ends as if its client had disconnected.
         """
@@ -197,6 +198,7 @@ class Direct:
         trace = None if self._tracing is None else self._tracing.begin(scope, request_id)
         scope["state"]["trace"] = trace
         named = REQUEST_ID.set(request_id)
+        ALLOWANCE.set(self._app.state.clients.allowance(client))
         try:
             await self._handle(scope, receive, send)
         finally:

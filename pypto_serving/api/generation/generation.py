@@ -13,6 +13,7 @@ import msgspec
 from pypto_serving.api.generation.choice import Choice, ChoiceOutput, Delta, StopPatterns, TokenUsage, count_usage
 from pypto_serving.api.generation.ending import ABORTED, log_end, trace_end
 from pypto_serving.api.generation.request import GenerationRequest, check_num_choices, engine_requests
+from pypto_serving.api.http.allowance import ALLOWANCE
 from pypto_serving.api.service import Service
 from pypto_serving.engine.client import Pause
 from pypto_serving.engine.history import Finished
@@ -29,12 +30,13 @@ Consume = Callable[[list[Delta]], Pause]
 class Generation:
     """Runs the choices of one request. Owned by its creator, which must call `close`.
 
-    The constructor submits the request. It raises QueueFullError or UnavailableError if the request is not admitted,
-    RequestError if it has more choices than the server can ever hold. The request's `prompt_logprobs` are filled
-    before the first delta of a prompt's first choice.
+    The constructor submits the request. It raises QueueFullError, UnavailableError or KeyLimitError if the request is
+    not admitted, RequestError if it has more choices than the server can ever hold. The request's `prompt_logprobs`
+    are filled before the first delta of a prompt's first choice.
     """
 
     __slots__ = (
+        "_allowance",
         "_arrival_s",
         "_choices",
         "_closed",
@@ -64,12 +66,18 @@ class Generation:
             made.request_id: Choice(i, made, request, service.tokenizer, stops) for i, made in enumerate(requests)
         }
         self.prompt_logprobs = request.prompt_logprobs
+        self._allowance = ALLOWANCE.get()
+        num_prompt = sum(len(prompt.token_ids) for prompt in request.prompts)
         service.admission.enter()
         try:
+            if self._allowance is not None:
+                self._allowance.require()
             self._outputs = service.engine.submit(requests)
         except BaseException:
             service.admission.leave()
             raise
+        if self._allowance is not None:
+            self._allowance.enter(num_prompt)
         for request_id, replica in self._outputs.replicas.items():
             self._choices[request_id].replica = replica
         self._open = len(requests)
@@ -145,6 +153,8 @@ class Generation:
             self._service.metrics.observe_answer(params.n, max_tokens, longest, replica)
         self._outputs.close()
         self._service.admission.leave()
+        if self._allowance is not None:
+            self._allowance.leave(sum(choice.num_tokens for choice in self._choices.values()))
         self._tell_end()
 
     def _tell_end(self) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hmac
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pypto_serving.api.http.allowance import Allowance
 from pypto_serving.errors import ConfigError
 from pypto_serving.setup.options import read_keys
 from pypto_serving.setup.rules import API_KEYS
-from pypto_serving.util import counted
+from pypto_serving.types.api_keys import read_api_keys
+from pypto_serving.util import Clock, counted
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -23,20 +26,26 @@ logger = logging.getLogger("pypto_serving.api")
 class ApiKeys:
     """Owns the API keys of one server; without keys, the server is open. Used in its event loop only.
 
-    `file`: the file of the keys, or "". Admitted requests continue when their key is removed.
+    `keys`: see `read_api_keys`. `file`: the file of the keys, or "". Admitted requests continue when their key is
+    removed. `allowances`: what each holder uses, by name; `known`: that of each key's holder.
     """
 
-    def __init__(self, keys: Sequence[str], file: str = "") -> None:
+    def __init__(self, keys: Sequence[str], file: str = "", clock: Clock = time.monotonic) -> None:
         self.file = file
-        self._digests = _digests(keys)
+        self.allowances: dict[str, Allowance] = {}
+        self._clock = clock
+        self._change(keys)
 
     def __bool__(self) -> bool:
-        return bool(self._digests)
+        return bool(self.known)
 
-    def allow(self, key: bytes) -> bool:
-        """Return whether `key` is valid, in a time that does not depend on the key."""
-        digest = sha256(key).digest()
-        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0  # always compare with all
+    def find(self, key: bytes) -> Allowance | None:
+        """Return the allowance of a key's holder, or None for a wrong key; the time does not depend on the key."""
+        digest, found = sha256(key).digest(), None
+        for known, allowance in self.known.items():  # always compare with all
+            if hmac.compare_digest(digest, sha256(known).digest()):
+                found = allowance
+        return found
 
     def reload(self) -> None:
         """Read the file again. If it cannot be used, keep the present keys and log the reason."""
@@ -44,11 +53,23 @@ class ApiKeys:
             keys = API_KEYS.parse(read_keys(Path(self.file), "the file of API keys"))
         except ConfigError as error:
             logger.warning("%s; the keys stay as they are", error)
-        except ValueError:
-            logger.warning("the file of API keys %s holds none, or a bad one; the keys stay as they are", self.file)
+        except ValueError as error:
+            why = f" (it {error})" if error.args else ""
+            told = "the file of API keys %s holds none, or a bad one%s; the keys stay as they are"
+            logger.warning(told, self.file, why)
         else:
-            self._digests = _digests(keys)
+            self._change(keys)
             logger.info("read %s from %s", counted(len(keys), "API key"), self.file)
+
+    def _change(self, texts: Sequence[str]) -> None:
+        """Replace the keys. Holders who keep their names keep what they have used."""
+        before, self.allowances, self.known = self.allowances, {}, {}
+        for key in read_api_keys(texts):
+            if key.name not in self.allowances:
+                held = before.get(key.name) or Allowance(key.name, key.limits, self._clock)
+                held.change(key.limits)
+                self.allowances[key.name] = held
+            self.known[key.key.strip().encode()] = self.allowances[key.name]
 
 
 def sent_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
@@ -72,13 +93,13 @@ class Clients:
         """Return the name of the client with a key: unique to it, and useless as a key."""
         return blake2b(key if self._keys else b"", key=self._salt, digest_size=16).hexdigest()
 
+    def allowance(self, name: str) -> Allowance | None:
+        """Return the allowance of the client called `name`, such as the owner of a batch."""
+        return next((held for key, held in self._keys.known.items() if self.name(key) == name), None)
+
 
 def client_of(request: Request) -> str:
     """Return the name of the client that a request is from; one of a batch is from whoever made the batch."""
     clients: Clients = request.app.state.clients
     batch_client: Any = getattr(request.state, "client", None)
     return batch_client or clients.name(sent_key(request.scope["headers"]) or b"")
-
-
-def _digests(keys: Sequence[str]) -> tuple[bytes, ...]:
-    return tuple(sha256(key.strip().encode()).digest() for key in keys)
