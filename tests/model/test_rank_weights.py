@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -31,7 +32,9 @@ NORMS = 4 * (3 * (2 * 2048 + 2 * 128) + 2048)
 TABLE = 151936 * 2048
 
 
-def spec_of(architecture: str, raw: dict[str, Any]) -> ModelSpec:
+@functools.cache
+def spec_of(name: str) -> ModelSpec:
+    architecture, raw = MODELS[name]
     family = model_family(architecture)
     config = family.parse(raw, "config.json")
     return family.spec(config, Serving(dtype="bfloat16"), {})
@@ -42,46 +45,46 @@ def held(spec: ModelSpec, topology: Topology) -> list[int]:
     return [spec.parts.weight_bytes(rank) for rank in topology.ranks]
 
 
-SPECS = {
-    "dense": spec_of("Qwen3ForCausalLM", QWEN3),
-    "untied": spec_of("Qwen3ForCausalLM", QWEN3 | {"tie_word_embeddings": False}),
-    "experts": spec_of("Qwen3MoeForCausalLM", QWEN3 | EXPERTS),
-    "deepseek_v4": spec_of("DeepseekV4ForCausalLM", FLASH),
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("Qwen3ForCausalLM", QWEN3),
+    "untied": ("Qwen3ForCausalLM", QWEN3 | {"tie_word_embeddings": False}),
+    "experts": ("Qwen3MoeForCausalLM", QWEN3 | EXPERTS),
+    "deepseek_v4": ("DeepseekV4ForCausalLM", FLASH),
 }
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", MODELS)
 def test_one_rank_has_all_weights(name: str) -> None:
-    assert held(SPECS[name], Topology()) == [SPECS[name].packed_bytes]
+    assert held(spec_of(name), Topology()) == [spec_of(name).packed_bytes]
 
 
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_ranks_repeat_norms_only(tensor: int) -> None:
-    sizes = held(SPECS["dense"], Topology(tensor=tensor))
-    assert sum(sizes) == SPECS["dense"].packed_bytes + (tensor - 1) * NORMS
+    sizes = held(spec_of("dense"), Topology(tensor=tensor))
+    assert sum(sizes) == spec_of("dense").packed_bytes + (tensor - 1) * NORMS
     assert max(sizes) == min(sizes)
 
 
 def test_ranks_that_share_a_kv_head_have_it_twice() -> None:
     keys = 3 * 2 * (4 * 128) * (2 * 2048 + 4)
-    assert sum(held(SPECS["dense"], Topology(tensor=8))) == SPECS["dense"].packed_bytes + 7 * NORMS + keys
+    assert sum(held(spec_of("dense"), Topology(tensor=8))) == spec_of("dense").packed_bytes + 7 * NORMS + keys
 
 
 def test_ranks_repeat_routers() -> None:
     repeated = NORMS + 2 * 3 * 128 * 2048
     for topology in (Topology(tensor=4), Topology(tensor=4, expert=4), Topology(tensor=4, expert=2)):
-        assert sum(held(SPECS["experts"], topology)) == SPECS["experts"].packed_bytes + 3 * repeated
+        assert sum(held(spec_of("experts"), topology)) == spec_of("experts").packed_bytes + 3 * repeated
 
 
 def test_stages_have_their_layers_and_a_tied_table_twice() -> None:
-    first, middle, last = held(SPECS["untied"], Topology(pipeline=3))
-    assert first + middle + last == SPECS["untied"].packed_bytes
+    first, middle, last = held(spec_of("untied"), Topology(pipeline=3))
+    assert first + middle + last == spec_of("untied").packed_bytes
     assert first - middle == 2 * TABLE and last - middle == 2 * TABLE + 4 * 2048
-    assert sum(held(SPECS["dense"], Topology(pipeline=3))) == SPECS["dense"].packed_bytes + 2 * TABLE
+    assert sum(held(spec_of("dense"), Topology(pipeline=3))) == spec_of("dense").packed_bytes + 2 * TABLE
 
 
 def test_experts_of_deepseek_v4_are_split() -> None:
-    spec = SPECS["deepseek_v4"]
+    spec = spec_of("deepseek_v4")
     whole = held(spec, Topology(tensor=2))
     assert held(spec, Topology(tensor=2, expert=2)) == whole
     assert sum(whole) < 1.05 * spec.packed_bytes

@@ -68,10 +68,10 @@ OTHER_THETAS = {"index_topk": 512, "rope_theta": 500.0, "compress_rope_theta": 1
 LONG_CASES: list[Any] = [
     (300, {"index_topk": 512}),
     (700, {"index_topk": 64}),
-    (2000, {"index_topk": 16}),
     (1100, OTHER_THETAS),
     (1100, OTHER_THETAS | {"layer_types": [SLIDING, HEAVY, HEAVY, HEAVY]}),
     *(pytest.param(length, {"index_topk": 64}, marks=pytest.mark.soak) for length in (1333, 1700, 2000)),
+    pytest.param(2000, {"index_topk": 16}, marks=pytest.mark.soak),
 ]
 
 

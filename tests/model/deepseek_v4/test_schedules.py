@@ -72,7 +72,14 @@ subjects = pytest.mark.parametrize(
 )
 
 
-@subjects
+@pytest.mark.parametrize(
+    "subject",
+    [
+        "torch",
+        pytest.param("torch, ratios 4 and 128", marks=pytest.mark.soak),
+        *(pytest.param(name, marks=needs_kernels) for name, of in SUBJECTS.items() if of.native),
+    ],
+)
 def test_some_schedules(oracles: Oracles, memory_disk: Path, subject: str) -> None:
     count = FEW[subject]
     found = (run(oracles(subject), kind, range(4, 4 + count), memory_disk / kind) for kind in KINDS)
