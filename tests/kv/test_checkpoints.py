@@ -133,7 +133,7 @@ def test_of_window_and_state_groups_the_tails_at_checkpoints_go_down(kind: str, 
     assert blocks_in_use(kv) == (0,) * len(groups)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     kind=st.sampled_from(sorted(GROUP_SETS)),
     lookahead=st.sampled_from([0, 1, 150]),
