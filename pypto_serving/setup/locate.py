@@ -48,7 +48,7 @@ def locate_model(name: str | None, revision: str | None = None) -> Path:
         reason = os.strerror(error.errno or 0).lower()
         raise ModelError(f"{name} cannot be opened: {reason}; give an existing folder or a hub name") from None
     if name in CATALOG:
-        return _unpacked(CATALOG[name].fetch(_cache_dir(name) / "models"))
+        return _unpacked(CATALOG[name].fetch(_cache_dir(name) / "models" / f"{name}.gguf"))
     if quantized := _GGUF_NAME.fullmatch(name):
         return _of_folder(_fetch(quantized[1], revision, [pattern.format(quantized[2]) for pattern in _GGUF_FILES]))
     if not HUB_NAME.fullmatch(name):

@@ -14,7 +14,6 @@ import transformers
 
 from pypto_serving import LLM, SamplingParams
 from pypto_serving.errors import ModelError
-from pypto_serving.setup.catalog import CATALOG
 from pypto_serving.setup.locate import locate_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.golden]
@@ -67,7 +66,7 @@ def llm(folder: Path) -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> Any:
     """The model of transformers with the values that the gguf package reads."""
-    reader = gguf.GGUFReader(folder.parents[2] / "models" / Path(CATALOG["smollm2"].member).name)
+    reader = gguf.GGUFReader(folder.parents[2] / "models/smollm2.gguf")
     values = {t.name: gguf.quants.dequantize(t.data, t.tensor_type).astype(np.float32) for t in reader.tensors}
     config = transformers.LlamaConfig(
         vocab_size=49152,
