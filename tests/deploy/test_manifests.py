@@ -41,6 +41,7 @@ def test_compose_starts_the_server_as_it_can_be_started() -> None:
 def test_compose_has_all_that_it_names() -> None:
     compose = read_yaml("compose.yaml")
     for service in compose["services"].values():
+        assert service["restart"] == "unless-stopped"
         assert set(service.get("secrets", ())) <= set(compose["secrets"])
         for volume in service["volumes"]:
             source = volume.partition(":")[0]

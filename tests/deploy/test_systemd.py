@@ -41,6 +41,7 @@ def test_the_service_does_what_the_server_needs() -> None:
     check_command(service["ExecStart"].split()[1:])
     assert service["Type"] == "notify"
     assert float(service["TimeoutStopSec"]) > DEFAULTS["drain_timeout"] + 10
+    assert service["OOMPolicy"] == "continue"  # the server replaces a worker or a core
     assert service["RestartPreventExitStatus"].split() == [str(EXIT_USAGE), str(EXIT_MODEL)]
 
 
