@@ -362,7 +362,11 @@ class Parent(Generic[T]):
 
     @classmethod
     def of_module(cls, start_type: type[T], watches: bool = True) -> Parent[T]:
-        """Return the parent of a process that `start_module` started; `sys.argv` names the pipe."""
+        """Return the parent of a process that `start_module` started; `sys.argv` names the pipe.
+
+        Tools such as `top` then show the process by the name of its `start_type`: pypto-worker for WorkerStart.
+        """
+        name_process(f"pypto-{start_type.__name__.removesuffix('Start').lower()}")
         pipe = socket.socket(fileno=int(sys.argv[1]))
         with pipe.makefile("rb") as stream:
             if not (line := stream.readline()).endswith(b"\n"):

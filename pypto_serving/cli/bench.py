@@ -101,8 +101,12 @@ def serve(
     seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0,
     extra_body: Annotated[str, typer.Option(help="JSON object merged into each request.")] = "{}",
     timeout: common.Timeout = 3600.0,
-    random_input_len: Annotated[int, typer.Option(help="Mean prompt tokens after the shared prefix.")] = 1024,
-    random_output_len: Annotated[int, typer.Option(help="Mean output tokens.")] = 128,
+    random_input_len: Annotated[
+        int, typer.Option("--random-input-len", "--input-len", help="Mean prompt tokens after the shared prefix.")
+    ] = 1024,
+    random_output_len: Annotated[
+        int, typer.Option("--random-output-len", "--output-len", help="Mean output tokens.")
+    ] = 128,
     random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by up to this fraction, in [0, 1).")] = 0.0,
     random_prefix_len: Annotated[int, typer.Option(help="Tokens that all prompts share.")] = 0,
     prefix_repetition_prefix_len: Annotated[int, typer.Option(**_LENGTH, help="Tokens per prefix.")] = 256,
@@ -209,11 +213,15 @@ def sweep(
     base_url: common.BaseUrl = None,
     host: common.Host = common.HOST,
     port: common.Port = common.PORT,
-    concurrency: Annotated[str, typer.Option(metavar="N,N,...", help="Requests in flight.")] = "1,2,4,8,16",
-    rates: Annotated[str | None, typer.Option(metavar="R,R,...", help="Requests per second, instead.")] = None,
+    max_concurrency: Annotated[
+        str, typer.Option("--max-concurrency", "--concurrency", metavar="N,N,...", help="Requests in flight.")
+    ] = "1,2,4,8,16",
+    request_rate: Annotated[
+        str | None, typer.Option("--request-rate", "--rates", metavar="R,R,...", help="Requests per second, instead.")
+    ] = None,
     num_prompts: Annotated[int, typer.Option(help="Requests at each load.")] = 64,
-    input_len: Annotated[int, typer.Option(help="Prompt tokens.")] = 128,
-    output_len: Annotated[int, typer.Option(help="Output tokens.")] = 64,
+    random_input_len: Annotated[int, typer.Option("--random-input-len", "--input-len", help="Prompt tokens.")] = 128,
+    random_output_len: Annotated[int, typer.Option("--random-output-len", "--output-len", help="Output tokens.")] = 64,
     seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0,
     output_json: common.OutputJson = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw the results into this image.")] = None,
@@ -224,18 +232,18 @@ def sweep(
     name: options.LoadName
     given = common.given_names(context)
     common.check_url(given)
-    if "concurrency" in given and rates is not None:
-        raise ConfigError("--concurrency and --rates exclude each other; drop one")
-    if rates is not None:
-        name, loads = "request_rate", options.parse_loads("--rates", rates, float)
+    if "max_concurrency" in given and request_rate is not None:
+        raise ConfigError("--max-concurrency and --request-rate exclude each other; drop one")
+    if request_rate is not None:
+        name, loads = "request_rate", options.parse_loads("--request-rate", request_rate, float)
     else:
-        name, loads = "max_concurrency", options.parse_loads("--concurrency", concurrency, int)
+        name, loads = "max_concurrency", options.parse_loads("--max-concurrency", max_concurrency, int)
     if plot is not None:
         plots.new_figure(1, 1)  # fail before the first request if nothing can be drawn
     benchmark = runner.Benchmark(
         target=options.Target(base_url=common.server_url(base_url, host, port)),
         traffic=options.Traffic(num_prompts=num_prompts, seed=seed),
-        dataset=datasets.RandomData(input_len=input_len, output_len=output_len),
+        dataset=datasets.RandomData(input_len=random_input_len, output_len=random_output_len),
         reporting=options.Reporting(),
     )
     total = num_prompts * len(loads)

@@ -120,8 +120,8 @@ class Timing:
         facts = [f"first text after {(self.first_s or time.monotonic()) - self.started_s:.2f} s"]
         if usage is not None:
             facts.insert(0, f"{usage.num_output_tokens} tokens")
-            if usage.num_output_tokens > 1 and self.last_s > self.first_s:
-                facts.insert(1, f"{(usage.num_output_tokens - 1) / (self.last_s - self.first_s):.1f} tokens/s")
+            if self.last_s > self.started_s:  # from the request on: texts of several tokens may arrive at once
+                facts.insert(1, f"{usage.num_output_tokens / (self.last_s - self.started_s):.1f} tokens/s in all")
             facts.append(f"{usage.num_prompt_tokens} prompt tokens, {usage.num_cached_tokens} cached")
         return "[" + ", ".join(facts) + "]"
 

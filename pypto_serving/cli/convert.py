@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pypto_serving.errors import ConfigError
+from pypto_serving.util import format_size
 
 if TYPE_CHECKING:
     from pypto_serving.model.convert.rounding import Encoding
@@ -60,7 +61,9 @@ def convert(
     except KeyboardInterrupt:
         typer.echo("interrupted; the same command goes on, and keeps the files that are complete", err=True)
         raise
-    typer.echo(f"{target} is complete; serve it with `pypto-serving serve {target}`")
+    before, after = (sum(file.stat().st_size for file in each.glob("*.safetensors")) for each in (folder, wanted))
+    sizes = f"{format_size(before)} of weights became {format_size(after)}"
+    typer.echo(f"{sizes}; {target} is complete; serve it with `pypto-serving serve {target}`")
 
 
 def _encoding(format: Format, group_size: int | None) -> Encoding:

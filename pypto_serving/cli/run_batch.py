@@ -32,7 +32,10 @@ def run_batch(
         Path, typer.Option("-o", "--output-file", metavar="FILE", help="Answers; requests that have one are left out.")
     ],
 ) -> None:
-    """Answer the requests of a file with MODEL, by default the bundled one; a run that was cut off goes on."""
+    """Answer the requests of a file with MODEL, by default the bundled one; a run that was cut off goes on.
+
+    Exits with 1 if any answer is an error.
+    """
     import uvloop
 
     from pypto_serving.api.settings import serving_config
@@ -43,10 +46,12 @@ def run_batch(
     configure_logging(options, QUIET_DEFAULTS)
     model = model_spec(options)
     resolved = prepare(options, model, QUIET_DEFAULTS, serves=False)
-    uvloop.run(_run(resolved, serving_config(resolved.server, model), input_file, output_file))
+    if uvloop.run(_run(resolved, serving_config(resolved.server, model), input_file, output_file)):
+        raise typer.Exit(1)
 
 
-async def _run(resolved: Resolved, serving: ServingConfig, source: Path, target: Path) -> None:
+async def _run(resolved: Resolved, serving: ServingConfig, source: Path, target: Path) -> int:
+    """Answer all requests, say how many, and return the number of answers that are errors."""
     from pypto_serving.api.batch.lines import Limits, read
     from pypto_serving.api.batch.running import Direct, Run
     from pypto_serving.api.server import create_app
@@ -82,6 +87,7 @@ async def _run(resolved: Resolved, serving: ServingConfig, source: Path, target:
             await app.state.service.tracing.aclose()
     answered = counted(len(output.answered) - left_out, "request")
     typer.echo(f"answered {answered}, {output.num_failed} of {len(output.answered)} with an error", err=True)
+    return output.num_failed
 
 
 def _check(path: Path, limits: Limits) -> int:

@@ -1,7 +1,7 @@
 """`serve`: start the engine, then the HTTP server while the worker loads, and announce when both are ready.
 
-Messages for people go to stderr. When the server is ready, stdout gets one line of JSON. `join` computes the ranks of a
-replica that another host serves.
+Messages for people go to stderr. When the server is ready, stdout gets one line of JSON, or on a terminal a sentence.
+`join` computes the ranks of a replica that another host serves.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -27,6 +28,7 @@ from pypto_serving.cli.options import ALL_PANELS, CHECKPOINT, takes_options
 from pypto_serving.errors import EXIT_OK, ConfigError, PyptoError
 from pypto_serving.logs import configure as configure_logs
 from pypto_serving.logs import with_fields, writes_json
+from pypto_serving.processes import name_process
 from pypto_serving.setup.options import Options, Setting
 from pypto_serving.setup.resolver import Resolved
 from pypto_serving.threads import start_task
@@ -69,6 +71,7 @@ def _run(options: Options) -> None:
     from pypto_serving.setup.option_table import DEFAULTS
     from pypto_serving.setup.prepare import model_spec, prepare
 
+    name_process("pypto-serve")
     configure_logging(options, DEFAULTS)
     options = with_given_socket(options)
     model = model_spec(options)
@@ -86,6 +89,7 @@ def _run(options: Options) -> None:
             report.summarize(resolved, model)
     with suppress(asyncio.CancelledError):  # stopped before the HTTP server existed
         uvloop.run(_serve(options, resolved, serving))
+    logger.info("stopped after %.0f s", time.monotonic() - STARTED_S)
 
 
 def with_given_socket(options: Options) -> Options:
@@ -230,7 +234,11 @@ async def _announce(
         events, replays = (list(each) for each in zip(*endpoints, strict=True))
         line["kv_events"], line["kv_events_replay"] = (events, replays) if len(events) > 1 else endpoints[0]
     try:
-        typer.echo(json.dumps(line))
+        if sys.stdout is not None and sys.stdout.isatty():
+            at = line.get("url") or f"the socket {server.uds}"
+            typer.echo(f"ready after {line['ready_s']:.1f} s: {', '.join(line['model'])} at {at}; Ctrl-C stops")
+        else:
+            typer.echo(json.dumps(line))
     except OSError as error:
         logger.warning("the ready line cannot be written to stdout: %s", os.strerror(error.errno or 0).lower())
     tell("READY=1")

@@ -287,7 +287,7 @@ class MemoryPlanner:
     def _check_share(self, best: int, limit: int) -> None:
         """Warn that only `best` of `limit` tokens fit. Raise ConfigError if that is a small share nobody asked for."""
         options = self.options
-        if options.max_model_len == "auto":
+        if options.max_model_len == "auto" or self.backend.simulated:
             return
         memory = f"{format_size(self._kv_limit(best))}{each_of(self.num_replicas)}"
         found = f"of the model's {limit} tokens only {best} fit the KV memory of {memory}"

@@ -18,7 +18,7 @@ def invoke(*arguments):
 def test_each_load_has_a_line_and_a_result(server, tmp_path):
     file = tmp_path / "r.json"
     small = ("--num-prompts", 4, "--input-len", 8, "--output-len", 3)
-    result = invoke("--base-url", server.url, "--concurrency", "2,1", *small, "--output-json", file)
+    result = invoke("--base-url", server.url, "--max-concurrency", "2,1", *small, "--output-json", file)
     assert result.exit_code == 0, result.output
     heading, one, two = result.stdout.splitlines()
     assert heading.split()[:4] == ["in", "flight", "req/s", "output"]

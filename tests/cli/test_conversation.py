@@ -16,7 +16,7 @@ import pytest
 
 from pypto_serving.api.chat.parsers.scanner import TextPart
 from pypto_serving.api.generation.choice import TokenUsage
-from pypto_serving.cli.chat import Conversation, LineReader, Message
+from pypto_serving.cli.chat import Conversation, LineReader, Message, Timing
 
 WAIT_S = 60.0
 
@@ -140,3 +140,12 @@ def test_a_terminal_has_statistics_and_a_history(tmp_path: Path) -> None:
     assert history.read_text().splitlines()[-3:] == ["What is 1 + 2?", "/set max_tokens 3", "/exit"]
     assert history.stat().st_mode & 0o777 == 0o600
     assert "1 + 2 = 3" in on_terminal(["\x1b[A\x1b[A\x1b[A\n", "/exit\n"], state)
+
+
+def test_an_answer_that_comes_in_one_piece_has_no_absurd_speed() -> None:
+    timing = Timing(started_s=time.monotonic() - 2)
+    timing.arrived()
+    timing.arrived()
+    shown = timing.describe(TokenUsage(9, 50, 0, ()))
+    assert "50 tokens, 25.0 tokens/s in all, first text after 2.00 s" in shown
+    assert "tokens/s" not in Timing().describe(TokenUsage(9, 0, 0, ()))

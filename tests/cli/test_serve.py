@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import signal
 import socket
@@ -249,3 +250,23 @@ def test_chat_with_a_running_server() -> None:
         remote = run("chat", "--url", ready["url"], *talk, stdin="hello\n")
         assert remote.returncode == 0, remote.stderr
         assert remote.stdout == run("chat", str(BUNDLED), *NULL, *talk, stdin="hello\n").stdout
+
+
+def test_a_terminal_gets_a_sentence_and_a_stop_is_logged() -> None:
+    ours, theirs = pty.openpty()
+    command = [*PYPTO, "serve", *NULL, "--port", "0"]
+    process = subprocess.Popen(command, stdout=theirs, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        os.close(theirs)
+        with os.fdopen(ours, encoding="utf-8", errors="replace") as terminal:
+            line = terminal.readline()
+        assert re.fullmatch(r"ready after [0-9.]+ s: plain at http://127\.0\.0\.1:[0-9]+; Ctrl-C stops\s*", line), line
+        family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+        names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in family}
+        assert {"pypto-serve", "pypto-core", "pypto-worker"} <= names
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=30)[1]
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0 and re.search(r"INFO api: stopped after [0-9]+ s\n$", said), said

@@ -159,3 +159,14 @@ def test_requests_are_traced(tmp_path: Path) -> None:
         spans = [span for span in collector.spans if span.name == "llm_request"]
     ids = {json.loads(line)["response"]["request_id"] for line in target.read_bytes().splitlines()}
     assert {attributes_of(span)["gen_ai.request.id"] for span in spans} == ids and len(spans) == 2
+
+
+def test_answers_that_are_errors_are_told_by_the_exit_code(tmp_path: Path) -> None:
+    asked = [
+        {"custom_id": str(i), "url": "/v1/completions", "body": {"prompt": prompt, "max_tokens": 2}}
+        for i, prompt in enumerate(([1, 2, 3], [4, 5], [10**9]))
+    ]
+    source = tmp_path / "in.jsonl"
+    source.write_text("\n".join(map(json.dumps, asked)))
+    code, said = finish(source, tmp_path / "out.jsonl", "--backend", "null")
+    assert (code, said) == (1, "answered 3 requests, 1 of 3 with an error\n")
