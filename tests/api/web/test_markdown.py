@@ -128,3 +128,49 @@ def test_nothing_takes_long(page: Page, piece: str) -> None:
         " return performance.now() - start; })"
     )
     assert milliseconds < 3000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# " + " " * 10_000 + "x",
+        "# a" + " #" * 5_000 + "x",
+        "```" + " " * 10_000 + "`",
+        "- -" + " " * 10_000 + "x",
+        "a|b\n-" + " " * 10_000 + "x",
+        "- [x]" + " " * 10_000 + "\u2028",
+        "- a" + "\n" * 10_000 + "x",
+        "[](" + " " * 10_000 + "x",
+        "[a](b" + " " * 10_000 + "x",
+    ],
+)
+def test_shapes_that_make_expressions_slow_take_linear_time(page: Page, text: str) -> None:
+    assert took_ms(page, text) < 500
+
+
+def test_no_character_takes_long_when_there_are_10_000(page: Page) -> None:
+    slow = {code: ms for code in range(1, 128) if (ms := took_ms(page, chr(code) * 10_000)) > 2000}
+    assert slow == {}
+
+
+def took_ms(page: Page, text: str) -> float:
+    found: float = page.run(
+        "import('/web/markdown.js').then(({showMarkdown}) => { const host = document.createElement('div');"
+        f" const start = performance.now(); showMarkdown(host, {json.dumps(text)});"
+        " return performance.now() - start; })"
+    )
+    return found
+
+
+def test_cells_of_a_table_break_between_words_only(page: Page) -> None:
+    page.resize(390, 800)
+    widths = page.run(
+        "import('/web/markdown.js').then(({showMarkdown}) => { const host = document.createElement('div');"
+        " host.className = 'prose'; document.querySelector('#thread').append(host);"
+        " const row = (cell) => '|' + `${cell}|`.repeat(6) + '\\n';"
+        " showMarkdown(host, row('Characteristics') + row('-') + row('Internationalization'));"
+        " const cell = host.querySelector('td'); const scrolled = host.querySelector('.scrolled');"
+        " return [cell.getClientRects().length, cell.offsetHeight, scrolled.scrollWidth > scrolled.clientWidth,"
+        " document.documentElement.scrollWidth]; })"
+    )
+    assert (widths[0], widths[1] < 60, widths[2], widths[3]) == (1, True, True, 390)

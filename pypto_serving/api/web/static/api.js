@@ -13,7 +13,12 @@ export const needsKey = () => sessionStorage.getItem(KEY) !== null;
 /** Call `listener` when the server asks for a key. */
 export const onKeyWanted = (listener) => wanted.push(listener);
 
-/** What the server said instead of an answer. */
+const UNREACHABLE = "The server cannot be reached. It may have stopped, or the network is down. Check that it runs, then try again.";
+const CUT_OFF = "The connection ended before the answer did: the server may have stopped. What came so far is kept. Check that the server runs, then try again.";
+const NO_KEY = "The server wants an API key. Enter one with the key button at the top, then try again.";
+const WRONG_KEY = "The server refuses this API key. Enter another one with the key button at the top, then try again.";
+
+/** What the server said instead of an answer, or why there is none: status 0. */
 export class ServerError extends Error {
   constructor(status, message) {
     super(message);
@@ -21,14 +26,15 @@ export class ServerError extends Error {
   }
 }
 
-/** Ask for the API key; resolve to whether one was given. At most one dialog is open. */
-export function askForKey() {
+/** Ask for the API key, because the last one was `refused` or for the first time; resolve to whether one was given. */
+export function askForKey(refused = false) {
   asking ??= new Promise((resolve) => {
-    const field = h("input", { type: "password", autocomplete: "off", spellcheck: "false", id: "key-field", required: true, autofocus: true });
+    const field = h("input", { type: "password", autocomplete: "off", spellcheck: "false", id: "key-field", required: true, autofocus: true, "aria-invalid": refused ? "true" : null, "aria-describedby": refused ? "key-wrong" : null });
     field.value = sessionStorage.getItem(KEY) ?? "";
     const form = h(
       "form",
       { class: "stack", method: "dialog" },
+      refused ? h("p", { class: "error", role: "alert", id: "key-wrong" }, "The server refused this key. Check that it is complete, or ask who runs the server for another one.") : null,
       h("p", { class: "muted" }, "This server asks for a key. It stays in this tab and goes to this server only."),
       h("div", { class: "field" }, h("label", { for: "key-field" }, "API key"), field),
       h("div", { class: "row end" }, h("button", { class: "button primary" }, "Use this key")),
@@ -55,13 +61,23 @@ export async function ask(path, init = {}, { quiet = false } = {}) {
   for (;;) {
     const key = sessionStorage.getItem(KEY);
     const headers = { ...init.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };
-    const response = await fetch(path, { ...init, headers });
+    const response = await fetched(path, { ...init, headers });
     if (response.ok) return response;
     if (response.status === 401) {
       for (const listener of wanted) listener();
-      if (!(quiet && declined) && (await askForKey())) continue;
+      if (!(quiet && declined) && (await askForKey(Boolean(key)))) continue;
+      throw new ServerError(401, key ? WRONG_KEY : NO_KEY);
     }
     throw new ServerError(response.status, await reason(response));
+  }
+}
+
+/** Fetch; say in words that the server is gone. */
+async function fetched(path, init) {
+  try {
+    return await fetch(path, init);
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new ServerError(0, UNREACHABLE);
   }
 }
 
@@ -88,6 +104,7 @@ export async function* streamChat(body, signal) {
     if (event.error) throw new ServerError(500, event.error.message);
     yield event;
   }
+  throw new ServerError(0, CUT_OFF);
 }
 
 /** Yield the data of each server-sent event. */
@@ -95,7 +112,9 @@ export async function* events(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { done, value } = await reader.read();
+    const { done, value } = await reader.read().catch((error) => {
+      throw error.name === "AbortError" ? error : new ServerError(0, CUT_OFF);
+    });
     if (done) return;
     const blocks = (rest + value).split("\n\n");
     rest = blocks.pop();

@@ -1,13 +1,16 @@
 // Make elements. Text always becomes a text node, never markup.
 
 const ICONS = {
+  attach: "M12.5 7.5l-5 5a3 3 0 0 1-4.2-4.2l5.4-5.4a2 2 0 0 1 2.8 2.8l-5.3 5.4a1 1 0 0 1-1.4-1.4l4.9-4.9",
   bars: "M4 13V7m4 6V9.5M12 13V4",
   branch: "M5 3v10M5 8h3a3 3 0 0 0 3-3V4M9 6l2-2 2 2",
   check: "M3.5 8.5l3 3 6-7",
   chevron: "M6 4l4 4-4 4",
   close: "M4 4l8 8m0-8l-8 8",
+  code: "M5 4.5L1.5 8 5 11.5M11 4.5L14.5 8 11 11.5M9 3.5l-2 9",
   copy: "M5.5 5.5V3.5h7v7h-2M3.5 5.5h7v7h-7z",
   dark: "M13 9.5A5.5 5.5 0 0 1 6.5 3a5.5 5.5 0 1 0 6.5 6.5z",
+  download: "M8 2.5v8M5 7.5l3 3 3-3M3 13h10",
   edit: "M3 13l.7-3L10.5 3.2l2.3 2.3L6 12.3z",
   key: "M9.5 6.5L13 3m-1.5 1.5L13 6M7 12.5a3 3 0 1 1 0-5.9 3 3 0 0 1 0 5.9z",
   left: "M10 4L6 8l4 4",
@@ -19,6 +22,7 @@ const ICONS = {
   sliders: "M3 5h5m4 0h1M3 11h1m4 0h5M10 3.2v3.6M6 9.2v3.6",
   stop: "M5 5h6v6H5z",
   system: "M2.5 3.5h11v7h-11zM6 13h4",
+  upload: "M8 10.5v-8M5 5.5l3-3 3 3M3 13h10",
   tokens: "M2.5 5h4v6h-4zM8.5 5h5v6h-5z",
   tool: "M9.5 3.2a3.2 3.2 0 0 0-3.8 4.2L3 10.2 5.8 13l2.8-2.7a3.2 3.2 0 0 0 4.2-3.8L10.8 8.4 8.2 7.8 7.6 5.2z",
   trash: "M3.5 4.5h9M6.5 4.5v-2h3v2M4.5 4.5l.6 9h5.8l.6-9",
@@ -92,4 +96,51 @@ export function openDialog(title, content, { wide = false } = {}) {
   document.body.append(dialog);
   dialog.showModal();
   return dialog;
+}
+
+let toast = null;
+
+/** Show a line above the composer for a while, with a button where something can still be done: it has the focus then.
+ *
+ * The line stays while the pointer or the focus is on it. Another one takes its place.
+ */
+export function notify(text, label, act) {
+  toast?.close();
+  const close = () => {
+    clearTimeout(timer);
+    element.remove();
+    if (toast === own) toast = null;
+  };
+  const button = label && h("button", { type: "button", class: "button small", click: () => { close(); act(); } }, label);
+  const element = h("div", { class: "toast" }, h("span", {}, text), button, iconButton("close", "Dismiss", close));
+  const own = { close };
+  let timer = 0;
+  const wait = () => {
+    clearTimeout(timer);
+    timer = setTimeout(() => (element.matches(":hover, :focus-within") ? wait() : close()), 10000);
+  };
+  toast = own;
+  document.body.append(element);
+  button?.focus();
+  say(label ? `${text}. ${label}?` : text);
+  wait();
+}
+
+/** Offer `text` as a file. */
+export function download(name, text) {
+  const url = URL.createObjectURL(new Blob([text], { type: "application/json" }));
+  h("a", { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 10000);
+}
+
+/** Let the user pick files; call `take` with them. */
+export function pickFiles(accept, take) {
+  const picker = h("input", { type: "file", multiple: true, accept, class: "picker", hidden: true, "aria-label": "Files" });
+  picker.addEventListener("change", () => {
+    take([...picker.files]);
+    picker.remove();
+  });
+  picker.addEventListener("cancel", () => picker.remove());
+  document.body.append(picker);
+  picker.click();
 }

@@ -6,12 +6,14 @@ import { copyFrom, h, icon } from "./dom.js";
 
 const SCHEMES = new Set(["http:", "https:", "mailto:"]);
 const MAX_DEPTH = 12;
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`]*)$/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/;
-const RULE = /^ {0,3}([-*_])( *\1){2,}\s*$/;
-const QUOTE = /^ {0,3}> ?(.*)$/;
-const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])( +|$)(.*)$/;
-const TABLE_RULE = /^ {0,3}\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
+const MAX_BLANK = 20; // empty lines within an item of a list
+// No expression has two repeats beside each other that match the same characters: each takes linear time.
+const FENCE = /^ {0,3}(`{3,}(?=[^`]*$)|~{3,})(.*)$/s;
+const HEADING = /^ {0,3}(#{1,6})(?=\s)(.*)$/s;
+const RULE = /^ {0,3}([-*_])(?: *\1){2,} *$/;
+const QUOTE = /^ {0,3}> ?(.*)$/s;
+const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])( +|$)(.*)$/s;
+const TABLE_SIDE = /^:?-+:?$/;
 
 /** Show `text` in `host`. Elements of blocks that did not change stay, so selections in them do too. */
 export function showMarkdown(host, text) {
@@ -47,12 +49,19 @@ function fence(lines, at) {
   const closes = (line) => line.trim().startsWith(mark) && !line.trim().slice(mark.length).replaceAll(mark[0], "").trim();
   let end = at + 1;
   while (end < lines.length && !closes(lines[end])) end += 1;
-  return { kind: "code", language: language.trim().split(/\s/)[0], text: lines.slice(at + 1, end).join("\n"), end: Math.min(end + 1, lines.length) };
+  return { kind: "code", language: language.trim().split(/\s/, 1)[0], text: lines.slice(at + 1, end).join("\n"), end: Math.min(end + 1, lines.length) };
 }
 
 function heading(lines, at) {
   const match = HEADING.exec(lines[at]);
-  return match && { kind: "heading", level: match[1].length, text: match[2], end: at + 1 };
+  return match && { kind: "heading", level: match[1].length, text: withoutMarks(match[2].trim()), end: at + 1 };
+}
+
+/** The text of a heading without the marks that close it. */
+function withoutMarks(text) {
+  let end = text.length;
+  while (text[end - 1] === "#") end -= 1;
+  return text.slice(0, end).trimEnd();
 }
 
 function rule(lines, at) {
@@ -91,16 +100,19 @@ function list(lines, at) {
 function belongs(lines, at, indent) {
   const line = lines[at];
   if (!line.trim()) {
-    const next = lines.slice(at + 1).find((other) => other.trim());
-    return next !== undefined && next.search(/\S/) >= indent;
+    let next = at + 1;
+    while (next < lines.length && !lines[next].trim() && next < at + MAX_BLANK) next += 1;
+    return next < lines.length && Boolean(lines[next].trim()) && lines[next].search(/\S/) >= indent;
   }
   return line.search(/\S/) >= Math.min(indent, 2) || (!starts(line) && Boolean(lines[at - 1].trim()));
 }
 
 function table(lines, at) {
-  if (!lines[at].includes("|") || at + 1 >= lines.length || !lines[at + 1].includes("-") || !TABLE_RULE.test(lines[at + 1])) return null;
+  if (!lines[at].includes("|") || at + 1 >= lines.length || !lines[at + 1].includes("-")) return null;
   const head = cells(lines[at]);
-  const sides = cells(lines[at + 1]).map((mark) => (mark.endsWith(":") ? (mark.startsWith(":") ? "center" : "end") : "start"));
+  const marks = cells(lines[at + 1]);
+  if (!marks.every((mark) => TABLE_SIDE.test(mark))) return null;
+  const sides = marks.map((mark) => (mark.endsWith(":") ? (mark.startsWith(":") ? "center" : "end") : "start"));
   if (sides.length !== head.length) return null;
   let end = at + 2;
   while (end < lines.length && lines[end].includes("|")) end += 1;
@@ -143,7 +155,7 @@ function nested(lines, depth) {
 }
 
 function listItem(lines, depth) {
-  const task = /^\[([ xX])\]\s+(.*)$/.exec(lines[0]);
+  const task = /^\[([ xX])\] (.*)$/s.exec(lines[0]);
   const shown = nested(task ? [task[2], ...lines.slice(1)] : lines, depth);
   const content = shown[0]?.tagName === "P" && shown.length <= 2 ? [...shown[0].childNodes, ...shown.slice(1)] : shown;
   if (!task) return h("li", {}, content);
@@ -168,14 +180,14 @@ const INLINE = new RegExp(
   [
     String.raw`\\(?<escaped>[\\\x60*_{}\[\]()#+\-.!|~<>])`,
     String.raw`(?<ticks>\x60+)(?<code>[^\x60]|[^\x60][\s\S]*?[^\x60])\k<ticks>(?!\x60)`,
-    String.raw`!?\[(?<label>(?:[^\[\]\\]|\\.){0,1000})\]\(\s*<?(?<target>[^\s()<>]{0,2000}(?:\([^\s()<>]{0,500}\)[^\s()<>]{0,500})?)>?(?:\s+"[^"]{0,500}")?\s*\)`,
+    String.raw`!?\[(?<label>(?:[^\[\]\\]|\\.){0,1000})\]\(\s{0,8}<?(?<target>[^\s()<>]{0,2000}(?:\([^\s()<>]{0,500}\)[^\s()<>]{0,500})?)>?(?:\s{1,8}"[^"]{0,500}")?\s{0,8}\)`,
     String.raw`(?<bare>https?:\/\/[^\s<>"'\x60]{1,2000}[^\s<>"'\x60.,;:!?)\]*_~])`,
     String.raw`\*\*(?=\S)(?<strong>[\s\S]{1,4000}?\S|\S)\*\*(?!\*)`,
     String.raw`(?<![\w*])\*(?=[^\s*])(?<em>[^*]{0,4000}[^\s*]|[^\s*])\*(?!\*)`,
     String.raw`(?<![\w_])__(?=\S)(?<strong2>[\s\S]{1,4000}?\S|\S)__(?![\w_])`,
     String.raw`(?<![\w_])_(?=[^\s_])(?<em2>[^_]{0,4000}[^\s_]|[^\s_])_(?![\w_])`,
     String.raw`~~(?=\S)(?<gone>[^~]{0,4000}[^\s~]|[^\s~])~~`,
-    String.raw`(?<break> {2,}\n|\\\n)`,
+    String.raw`(?<break>(?<! ) {2,}\n|\\\n)`,
   ].join("|"),
   "u",
 );

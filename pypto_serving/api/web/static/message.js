@@ -36,15 +36,32 @@ export class MessageView {
     this.text ??= h("div", { class: "prose" });
     const shown = [this.text];
     if (node.role === "tool") shown[0] = code(node.content, `result of ${node.name}`);
-    else if (node.role === "user") this.text.textContent = node.content;
-    else showMarkdown(this.text, node.content);
+    else if (node.role === "user") {
+      this.text.textContent = node.content;
+      shown.push(...this.files());
+    } else showMarkdown(this.text, node.content);
     if (node.reasoning) shown.unshift(this.reasoning(streaming));
     if (node.calls?.length) shown.push(...node.calls.map(callCard));
     if (node.calls?.length && last && !streaming && !node.error) shown.push(this.resultsForm());
-    if (node.error) shown.push(h("p", { class: "error", role: "alert" }, node.error));
+    if (node.error) shown.push(this.failure());
     if (streaming && !node.content && !node.reasoning && !node.calls.length) shown.push(h("p", { class: "waiting" }, "Waiting for the first token"));
     const keep = shown.length === this.body.children.length && shown.every((each, i) => each === this.body.children[i]);
     if (!keep) this.body.replaceChildren(...shown);
+  }
+
+  /** What went wrong, with a button that tries again. */
+  failure() {
+    const { node } = this;
+    if (this.failed?.firstChild.textContent === node.error) return this.failed;
+    const again = h("button", { type: "button", class: "button small", click: () => this.does.regenerate(node) }, "Try again");
+    this.failed = h("div", { class: "error", role: "alert" }, h("p", {}, node.error), again);
+    return this.failed;
+  }
+
+  /** The attached files, folded. */
+  files() {
+    this.attached ??= (this.node.files ?? []).map(({ name, text }) => h("details", { class: "file" }, h("summary", {}, icon("attach"), h("span", { class: "title" }, name)), code(text, name)));
+    return this.attached;
   }
 
   /** The reasoning, folded once the answer begins. */
@@ -102,12 +119,15 @@ export class MessageView {
     const field = h("textarea", { "aria-label": "Message", rows: Math.min(16, node.content.split("\n").length + 1) });
     field.value = node.content;
     const done = (save) => {
+      if (save && this.does.edit(node, field.value) === false) return;
       this.editing = false;
-      if (save) this.does.edit(node, field.value);
-      else this.does.redraw();
+      this.does.redraw();
     };
     field.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") done(false);
+      if (event.key === "Escape") {
+        event.stopPropagation();
+        done(false);
+      }
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) done(true);
     });
     const save = h("button", { type: "button", class: "button primary", click: () => done(true) }, node.role === "user" ? "Save and send" : "Save");
@@ -118,13 +138,20 @@ export class MessageView {
     field.focus();
   }
 
-  /** Fields for the results of the calls; sending them goes on. */
+  /** Fields for the results of the calls; sending them goes on. Enter goes to the next empty field, and sends in the end. */
   resultsForm() {
     if (this.results) return this.results;
     const { node } = this;
     const fields = node.calls.map((call) => h("textarea", { class: "code", rows: 2, "aria-label": `Result of ${call.name}`, placeholder: `What ${call.name} returns` }));
     const send = h("button", { class: "button primary" }, fields.length > 1 ? "Send results" : "Send result");
     this.results = h("form", { class: "stack results" }, fields, h("div", { class: "row end" }, send));
+    this.results.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing || event.target === send) return;
+      event.preventDefault();
+      const next = event.ctrlKey || event.metaKey ? null : fields.find((field) => field !== event.target && !field.value.trim());
+      if (next) next.focus();
+      else this.results.requestSubmit();
+    });
     this.results.addEventListener("submit", (event) => {
       event.preventDefault();
       this.does.answerCalls(node, fields.map((field) => field.value));

@@ -1,7 +1,7 @@
 // The panel of settings. What is left empty is the server's to decide.
 
 import { h } from "./dom.js";
-import { CHOICES, FORMATS, NUMBERS, parsed } from "./request.js";
+import { CHOICES, FORMATS, NUMBERS, problemOf } from "./request.js";
 
 const TOOL = [
   {
@@ -79,14 +79,41 @@ function area(label, value, write, attributes) {
 
 function numeric({ name, label, min, max, step }, settings, defaults, set) {
   const given = defaults[name];
-  const input = h("input", { type: "number", name, min, max, step, placeholder: given === undefined ? "–" : String(given) });
+  const { input, whole } = checked(name, label, "input", { name, inputmode: min < 0 ? "text" : "decimal", autocomplete: "off", placeholder: given === undefined ? "–" : String(given) }, settings, set);
+  input.addEventListener("keydown", (event) => {
+    const by = { ArrowUp: step, ArrowDown: -step }[event.key];
+    if (!by) return;
+    event.preventDefault();
+    const next = (Number(input.value || given || 0) || 0) + by;
+    input.value = String(Number(Math.min(max, Math.max(min, next)).toFixed(6)));
+    input.dispatchEvent(new Event("input"));
+  });
+  return whole;
+}
+
+/** A field that keeps whatever is typed, and says what is wrong with it. */
+function checked(name, label, kind, attributes, settings, set) {
+  const id = `setting-${name}`;
+  const input = h(kind, { id, "aria-describedby": `${id}-wrong`, ...attributes });
+  const wrong = h("span", { id: `${id}-wrong`, class: "wrong", role: "status" });
+  const look = () => {
+    wrong.textContent = problemOf(name, input.value);
+    input.setAttribute("aria-invalid", String(Boolean(wrong.textContent)));
+  };
   input.value = settings[name] ?? "";
   input.addEventListener("input", () => {
-    const ok = input.checkValidity();
-    input.setAttribute("aria-invalid", String(!ok));
-    if (ok) set(name, input.value);
+    set(name, input.value);
+    look();
   });
-  return field(label, input);
+  look();
+  return { input, whole: h("div", { class: "field" }, h("label", { for: id }, label), input, wrong) };
+}
+
+/** Bring the field of a setting into view and give it the focus. */
+export function showSetting(name) {
+  const input = document.getElementById(`setting-${name}`);
+  input.closest("details").open = true;
+  input.focus();
 }
 
 function check(label, value, write) {
@@ -95,35 +122,22 @@ function check(label, value, write) {
   return h("label", { class: "check" }, input, label);
 }
 
-/** A field of JSON that says what is wrong with it, and offers an example while it is empty. */
+/** A field of JSON that offers an example while it is empty. */
 function json(label, name, settings, set, example) {
-  const id = `setting-${name}`;
-  const input = h("textarea", { id, class: "code", rows: 5, spellcheck: "false", "aria-describedby": `${id}-wrong` });
-  const wrong = h("span", { id: `${id}-wrong`, class: "wrong", role: "status" });
+  const { input, whole } = checked(name, label, "textarea", { class: "code", rows: 5, spellcheck: "false" }, settings, set);
   const insert = h("button", { type: "button", class: "button small" }, "Insert an example");
   const look = () => {
     insert.hidden = Boolean(input.value.trim());
-    wrong.textContent = "";
-    try {
-      parsed(input.value);
-    } catch (error) {
-      wrong.textContent = error.message;
-    }
-    input.setAttribute("aria-invalid", String(Boolean(wrong.textContent)));
   };
-  const write = (text) => {
-    input.value = text;
-    set(name, text);
-    look();
-  };
-  input.value = settings[name] ?? "";
-  input.addEventListener("input", () => write(input.value));
+  input.addEventListener("input", look);
   insert.addEventListener("click", () => {
-    write(JSON.stringify(example, null, 2));
+    input.value = JSON.stringify(example, null, 2);
+    input.dispatchEvent(new Event("input"));
     input.focus();
     input.setSelectionRange(0, 0);
     input.scrollTop = 0;
   });
   look();
-  return h("div", { class: "field" }, h("label", { for: id }, label), input, wrong, insert);
+  whole.append(insert);
+  return whole;
 }

@@ -1,16 +1,21 @@
 // Conversations in localStorage, within bounds: the oldest leave when there are too many, or too large ones.
 
-import { say } from "./dom.js";
+import { notify } from "./dom.js";
 
 const PREFIX = "pypto.chat.";
 const SETTINGS = "pypto.settings";
 const MAX_CHATS = 100;
 const MAX_CHARS = 3_000_000;
 
-/** Titles and times of all conversations, the newest first. */
-export function listChats() {
-  return chats().map(({ id, title, updated }) => ({ id, title, updated }));
+/** Titles and times of the conversations that have `wanted` in a title or a message, the newest first. */
+export function listChats(wanted = "") {
+  const sought = wanted.trim().toLowerCase();
+  const has = ({ title, nodes }) => [title, ...Object.values(nodes).map(({ content }) => content)].some((text) => text?.toLowerCase().includes(sought));
+  return (sought ? chats().filter(has) : chats()).map(({ id, title, updated }) => ({ id, title, updated }));
 }
+
+/** All conversations whole, the newest first. */
+export const allChats = () => chats();
 
 export function loadChat(id) {
   return read(PREFIX + id);
@@ -57,7 +62,7 @@ function write(key, text) {
     try {
       return localStorage.setItem(key, text);
     } catch {
-      if (!kept.length) return say("The browser has no room to keep this conversation");
+      if (!kept.length) return notify("The browser has no room to keep this conversation");
       drop();
     }
   }

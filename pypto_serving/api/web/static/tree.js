@@ -11,9 +11,15 @@ export function newChat(settings) {
 
 /** Add a message behind `parent` and choose it. */
 export function add(chat, parent, message) {
+  const node = addBeside(chat, parent, message);
+  chat.chosen[parent] = node.id;
+  return node;
+}
+
+/** Add a message behind `parent` as another version than the chosen one. */
+export function addBeside(chat, parent, message) {
   const node = { id: newId(), parent, ...message };
   chat.nodes[node.id] = node;
-  chat.chosen[parent] = node.id;
   return node;
 }
 
