@@ -45,7 +45,8 @@ def test_long_titles_stay_within_the_list(
     inside = page.run(
         "(() => { const panel = document.querySelector('#chats').getBoundingClientRect();"
         " return [...document.querySelectorAll('.list :is(.title, time, button)')].map(e => {"
-        " const box = e.getBoundingClientRect(); return box.left >= panel.left && box.right <= panel.right && box.width > 20;"
+        " const box = e.getBoundingClientRect();"
+        " return box.left >= panel.left && box.right <= panel.right && box.width > 20;"
         " }); })()"
     )
     assert len(inside) == 5 and all(inside)
@@ -82,7 +83,8 @@ def test_conversations_are_exported_and_imported(page_of_hello: Page) -> None:
     counts = page.run(
         "Promise.all([import('/web/transfer.js'), import('/web/store.js')]).then(([transfer, store]) => {"
         " const read = transfer.readChats(transfer.writeChats(store.allChats())); read.forEach(store.saveChat);"
-        " const told = text => { try { return transfer.readChats(text).length } catch (error) { return error.message } };"
+        " const told = text => { try { return transfer.readChats(text).length }"
+        " catch (error) { return error.message } };"
         " return [read.length, store.listChats().map(chat => chat.title), told('x'), told('{}'), told('[]'),"
         '  told(\'{"chats": [{"nodes": {"a": {"role": "user", "content": "x", "parent": "a"}}}]}\'),'
         '  told(\'[{"role": "user", "content": "hi"}]\')]; })'
