@@ -214,12 +214,18 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
         find_template(tmp_path)
     write("tokenizer_config.json", [{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}])
     assert find_template(tmp_path)[0] == "D"
+    assert find_template(tmp_path, name="tool_use")[0] == "D"
+    write("tokenizer_config.json", [{"name": "rag", "template": "R"}, {"name": "tool_use", "template": "U"}])
+    assert find_template(tmp_path)[0] == "R" and find_template(tmp_path, name="tool_use")[0] == "U"
     write("tokenizer_config.json", "T")
     assert find_template(tmp_path)[0] == "T"
     write("chat_template.json", "J")
     assert find_template(tmp_path)[0] == "J"
     (tmp_path / "chat_template.jinja").write_text("X")
     assert find_template(tmp_path)[0] == "X"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("V")
+    assert find_template(tmp_path)[0] == "X" and find_template(tmp_path, name="tool_use")[0] == "V"
     (tmp_path / "own.jinja").write_text("O")
     assert find_template(tmp_path, str(tmp_path / "own.jinja"))[0] == "O"
     with pytest.raises(ModelError, match="cannot be read"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,3 +126,51 @@ def test_a_template_that_takes_all_gets_all(template: str) -> None:
     encoder = TemplateEncoder(template, {})
     prompt = encoder.encode([*CALLED, said("user", "d"), said("system", "e"), said("user", "f")], {}).prompt
     assert isinstance(prompt, str) and prompt.index("d<") < prompt.index("system\ne") < prompt.index("f<")
+
+
+TEXT_ONLY = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.tool_calls %}{% for c in m.tool_calls %}"
+    "{{ c.function.name + ' ' + c.function.arguments }}{% endfor %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+"""As that of DeepSeek's R1-0528: it joins arguments as text."""
+NULL_ONLY = TEXT_ONLY.replace("{% if m.tool_calls %}", "{% if m.content is none %}")
+"""As DeepSeek V3's: a null content is the sign of calls."""
+MAPPING_ONLY = TEXT_ONLY.replace(
+    "{{ c.function.name + ' ' + c.function.arguments }}",
+    "{{ c.function.name }}{% for k, v in c.function.arguments | items %} {{ k }}={{ v }}{% endfor %}",
+)
+"""As Qwen3-Coder's."""
+NULL_MAPPING = MAPPING_ONLY.replace("{% if m.tool_calls %}", "{% if m.content is none %}")
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        (TEXT_ONLY, 'now {"zone": "é"}'),
+        (NULL_ONLY, 'now {"zone": "é"}'),
+        (MAPPING_ONLY, "now zone=é"),
+        (NULL_MAPPING, "now zone=é"),
+    ],
+)
+@pytest.mark.parametrize("content", [None, ""])
+@pytest.mark.parametrize("arguments", ['{"zone": "é"}', {"zone": "é"}])
+def test_calls_have_the_form_that_a_template_shows(
+    start: Start, tmp_path: Path, tokenizer: Tokenizer, template: str, shown: str, content: Any, arguments: Any
+) -> None:
+    server = start(write_checkpoint(tmp_path, template=template), config={"max_model_len": 4096})
+    calls = [{"id": "call00001", "type": "function", "function": {"name": "now", "arguments": arguments}}]
+    messages = [said("user", "a"), said("assistant", content, tool_calls=calls), CALLED[2]]
+    answer = server.http.post(CHAT, json={"messages": messages})
+    assert answer.status_code == 200, answer.text
+    assert prompt_of(server, tokenizer) == f"[user]a[assistant]{shown}[tool]c"
+
+
+def test_chats_with_tools_use_the_template_for_tools() -> None:
+    encoder = TemplateEncoder(CHATML, {}, tool_source=HERMES)
+    asked = [said("user", "a")]
+    assert "tools" in encoder.abilities
+    assert (
+        encoder.encode(asked, {"tools": [NOW_TOOL]}).prompt
+        == TemplateEncoder(HERMES, {}).encode(asked, {"tools": [NOW_TOOL]}).prompt
+    )
+    assert encoder.encode(asked, {}).prompt == TemplateEncoder(CHATML, {}).encode(asked, {}).prompt

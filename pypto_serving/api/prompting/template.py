@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ RESERVED = frozenset(
         "strftime_now",
     }
 )
+DEFAULT = "default"
+"""The name of the template for chats without tools, where a checkpoint has several."""
 _CUT_HERE = "\ue000the answer goes on here\ue001 "
 """Appended to a message that the model shall continue, to find its end in the prompt."""
 
@@ -83,20 +86,34 @@ class Manners:
         """Whether a user message may follow the result of a tool."""
         return self._takes([_ASKS, _CALLS, _RESULT], [_ASKS, _CALLS, _RESULT, _ASKS_MORE])
 
+    @cached_property
+    def form_of_calls(self) -> tuple[bool, bool]:
+        """Whether calls are shown only beside a null content, and only with their arguments as text."""
+        for as_text in (False, True):
+            for null in (False, True):
+                prompt = self._prompt([_ASKS, _with_form(_CALLS, null, as_text), _RESULT])
+                if "qz_key" in prompt and "qz_value" in prompt:
+                    return null, as_text
+        return False, False
+
     def _takes(self, plain: Sequence[Message], tried: Sequence[Message]) -> bool:
         """Return whether the rendered `tried` has all texts in order, or if the template cannot even render `plain`."""
         return self._shows(tried) or not self._shows(plain)
 
     def _shows(self, messages: Sequence[Message]) -> bool:
-        try:
-            prompt, at = self._render(messages), 0
-        except RequestError:
-            return False
+        prompt, at = self._prompt(messages), 0
         for text in filter(None, (message["content"] for message in messages)):
             at = prompt.find(text, at)
             if at < 0:
                 return False
-        return True
+        return bool(prompt)
+
+    def _prompt(self, messages: Sequence[Message]) -> str:
+        """Return the rendered messages, "" if the template refuses them."""
+        try:
+            return self._render(messages)
+        except RequestError:
+            return ""
 
     def fit(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages to render.
@@ -105,6 +122,7 @@ class Manners:
         - Keep later ones if the template accepts them; else append their text to the preceding turn of user or tool, or
           put it before the user's text that follows.
         - Merge consecutive messages of one role if the template requires alternating roles.
+        - Give calls in the form that the template shows.
         """
         fitted = _join_first(messages)
         start = int(fitted[0]["role"] in INSTRUCTING) if fitted else 0
@@ -117,7 +135,25 @@ class Manners:
             fitted = _join(fitted, ("user", "assistant"))
         if ("tool", "user") in pairs and not self.takes_user_after_tool:
             fitted = _join(fitted, ("tool",), ("user",))
+        if any("tool_calls" in message for message in fitted) and any(self.form_of_calls):
+            fitted = [_with_form(message, *self.form_of_calls) for message in fitted]
         return fitted
+
+
+def _with_form(message: Message, null: bool, as_text: bool) -> Message:
+    """Return a message whose calls have no content, if it is empty and `null`, and arguments `as_text`."""
+    if "tool_calls" not in message:
+        return message
+    calls = message["tool_calls"]
+    if as_text:
+        calls = [{**call, "function": {**call["function"], "arguments": _text(call)}} for call in calls]
+    content = None if null and not message["content"] else message["content"]
+    return {**message, "content": content, "tool_calls": calls}
+
+
+def _text(call: Mapping[str, Any]) -> str:
+    given = call["function"]["arguments"]
+    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
 
 class _Joining:
@@ -240,18 +276,20 @@ class TemplateEncoder:
         is_special: Callable[[str], bool] = lambda text: False,
         tool_parser: str = "auto",
         reasoning_parser: str = "auto",
+        tool_source: str | None = None,
     ) -> None:
-        """Compile `source`. Raises ModelError if it is not a valid template."""
+        """Compile `source`, and `tool_source`, which chats with tools use instead. Raises ModelError if one is bad."""
         self._parsers = (tool_parser, reasoning_parser)
         self._special_tokens = dict(special_tokens)
         self._template = None if source is None else self._make(source)
+        self._tool_template = self._template if tool_source in (None, source) else self._make(str(tool_source))
         self._is_special = is_special
 
     @property
     def abilities(self) -> tuple[str, ...]:
-        if self._template is None:
+        if self._template is None or self._tool_template is None:
             return ()
-        calls = self._template.takes_tools and self._template.family != "none"
+        calls = self._tool_template.takes_tools and self._tool_template.family != "none"
         return ("tools",) * calls + ("thinking",) * (self._template.habit is not None)
 
     def _make(self, source: str) -> ChatTemplate:
@@ -260,8 +298,8 @@ class TemplateEncoder:
     def encode(self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]) -> EncodedChat:
         """Render the conversation. Raises RequestError, with the template's own message if it has one."""
         options = dict(kwargs)
-        template = self._choose(options.pop("chat_template", None))
         functions = read_tools(options.get("tools"), "tools")
+        template = self._choose(options.pop("chat_template", None), bool(functions))
         if functions and not template.takes_tools:
             refuse("tools", "cannot be used: the chat template of this model describes no tools")
         continues = _continues(options)
@@ -273,9 +311,10 @@ class TemplateEncoder:
             prompt = _cut(prompt)
         return EncodedChat(prompt, self._format(template, prompt, continued, functions))
 
-    def _choose(self, source: Any) -> ChatTemplate:
-        if source is None and self._template is not None:
-            return self._template
+    def _choose(self, source: Any, with_tools: bool) -> ChatTemplate:
+        own = self._tool_template if with_tools else self._template
+        if source is None and own is not None:
+            return own
         if not isinstance(source, str):
             refuse("chat_template", f"is {brief(source)}, but must be a Jinja template: this model has none of its own")
         try:
@@ -344,47 +383,57 @@ def _with_effort(options: Mapping[str, Any]) -> dict[str, Any]:
 def load(serving: ServingConfig, tokenizer: Tokenizer) -> TemplateEncoder:
     """Find and compile the template. Raises ModelError if it is damaged, or missing while requests cannot have one."""
     source: str | None = None
+    tool_source: str | None = None
     try:
         source, origin = find_template(Path(serving.model_dir), serving.chat_template)
+        tool_source, _ = find_template(Path(serving.model_dir), serving.chat_template, "tool_use")
         logger.info("chat template from %s", origin)
     except ModelError as error:
         if serving.chat_template is not None or not serving.trust_request_chat_template:
             raise
         logger.warning("each chat request must have its own chat_template: %s", error)
     special = load_special_tokens(serving.model_dir)
-    return TemplateEncoder(source, special, tokenizer.is_special, serving.tool_call_parser, serving.reasoning_parser)
+    parsers = serving.tool_call_parser, serving.reasoning_parser
+    return TemplateEncoder(source, special, tokenizer.is_special, *parsers, tool_source)
 
 
 def origin(serving: ServingConfig) -> ChatOrigin:
     """Return names and reasons for the template and both parsers. Raises ModelError like `load`."""
     source, path = find_template(Path(serving.model_dir), serving.chat_template)
-    TemplateEncoder(source, {})
+    tool_source, _ = find_template(Path(serving.model_dir), serving.chat_template, "tool_use")
+    TemplateEncoder(source, {}, tool_source=tool_source)
     found = (path.name, "from the model's files") if serving.chat_template is None else (str(path), "given")
-    return ChatOrigin(found, choose_family(source), choose_habit(source))
+    return ChatOrigin(found, choose_family(tool_source), choose_habit(source))
 
 
-def find_template(model_dir: Path, override: str | None = None) -> tuple[str, Path]:
-    """Return the source and file of `override`, else of the template that Hugging Face uses. Raises ModelError."""
+def find_template(model_dir: Path, override: str | None = None, name: str = DEFAULT) -> tuple[str, Path]:
+    """Return the source and file of `override`, else of the checkpoint's template of this name. Raises ModelError.
+
+    Without that it is the one named "default", and without both the first.
+    """
     if override is not None:
         return _read_text(Path(override)), Path(override)
-    if (model_dir / "chat_template.jinja").is_file():
-        return _read_text(model_dir / "chat_template.jinja"), model_dir / "chat_template.jinja"
-    for name in ("chat_template.json", "tokenizer_config.json"):
-        source = _choose(read_optional_json(model_dir / name).get("chat_template"))
-        if source is not None:
-            return source, model_dir / name
-    raise ModelError("this model has no chat template")
+    named = _named_templates(model_dir)
+    if not named:
+        raise ModelError("this model has no chat template")
+    return named.get(name) or named.get(DEFAULT) or next(iter(named.values()))
 
 
-def _choose(declared: object) -> str | None:
-    """Return the template in a `chat_template` value: a string, or the entry named "default" of a list."""
-    if isinstance(declared, str):
-        return declared
-    if not isinstance(declared, list):
-        return None
-    named = {entry.get("name"): entry.get("template") for entry in declared if isinstance(entry, dict)}
-    source = named.get("default") or (next(iter(named.values())) if len(named) == 1 else None)
-    return source if isinstance(source, str) else None
+def _named_templates(model_dir: Path) -> dict[str, tuple[str, Path]]:
+    """Return the templates of a checkpoint by name, from where Hugging Face looks first."""
+    own = model_dir / "chat_template.jinja"
+    others = {path.stem: path for path in sorted((model_dir / "additional_chat_templates").glob("*.jinja"))}
+    files = ({DEFAULT: own} if own.is_file() else {}) | others
+    if files:
+        return {name: (_read_text(path), path) for name, path in files.items()}
+    for path in (model_dir / "chat_template.json", model_dir / "tokenizer_config.json"):
+        declared = read_optional_json(path).get("chat_template")
+        listed = [{"name": DEFAULT, "template": declared}] if isinstance(declared, str) else declared
+        entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+        named = {str(e.get("name")): (e["template"], path) for e in entries if isinstance(e.get("template"), str)}
+        if named:
+            return named
+    return {}
 
 
 def _read_text(path: Path) -> str:
