@@ -45,6 +45,7 @@ class _Delta(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
+    index: int = 0
     text: str | None = None
     delta: _Delta | None = None
     message: _Delta | None = None
@@ -80,6 +81,7 @@ class _Chunk(msgspec.Struct):
 class ReplyParser:
     """Owns the RequestRecord of one reply. A reply without streaming has only an end-to-end latency.
 
+    Of several choices, the text is that of the first; the time to the next chunk is counted in each.
     Parses bytes with their arrival times; times are seconds of one clock."""
 
     _decoder = msgspec.json.Decoder(_Chunk)
@@ -89,8 +91,9 @@ class ReplyParser:
         self._record = RequestRecord(prompt_tokens=prompt_tokens or 0, start_s=start_s, ttft_s=first_s)
         self._stream = stream
         self._body = bytearray()  # the body; in a stream with status 2xx, only its unfinished last line
-        self._texts: list[str] = []
-        self._last_s = start_s
+        self._texts: dict[int, list[str]] = {}
+        self._last_s: dict[int, float] = {}
+        self._ended: set[int] = set()
         self._finished = False
         self._error = ""
 
@@ -110,21 +113,26 @@ class ReplyParser:
         if not 200 <= status < 300:
             return self.fail(f"HTTP {status}: {error_text(self._body)}")
         if self._stream:
-            self._record.output_tokens = self._record.output_tokens or len(self._texts)
-            if not self._error and not self._finished:
-                chunks = counted(len(self._texts), "chunk")
+            num_chunks = sum(map(len, self._texts.values()))
+            self._record.output_tokens = self._record.output_tokens or num_chunks
+            if not self._error and not (self._finished or (self._ended and self._ended >= self._texts.keys())):
+                chunks = counted(num_chunks, "chunk")
                 self._error = f"the stream ended after {chunks}, before finish_reason or [DONE]"
         else:
             self._read_whole()
         if self._error:
             return self.fail(self._error)
-        self._record.text = "".join(self._texts)
+        self._record.text = self._text
         return self._record
 
     def fail(self, error: str) -> RequestRecord:
         """Return the record of a failed request: the error and the text so far, without latencies and output tokens."""
-        record, text = self._record, "".join(self._texts)
-        return RequestRecord(prompt_tokens=record.prompt_tokens, start_s=record.start_s, text=text, error=error)
+        record = self._record
+        return RequestRecord(prompt_tokens=record.prompt_tokens, start_s=record.start_s, text=self._text, error=error)
+
+    @property
+    def _text(self) -> str:
+        return "".join(self._texts.get(0, ()))
 
     def _read_event(self, event: bytes, now_s: float) -> None:
         if event == b"[DONE]":
@@ -137,8 +145,8 @@ class ReplyParser:
             return
         if chunk.error:
             self._error = self._error or f"error in the stream: {_message(chunk.error)}"
-        if chunk.choices:
-            self._read_choice(chunk.choices[0], now_s)
+        for choice in chunk.choices or ():
+            self._read_choice(choice, now_s)
         if chunk.usage is not None:
             self._count_tokens(chunk.usage)
 
@@ -146,16 +154,16 @@ class ReplyParser:
         record, text = self._record, choice.visible_text()
         has_content = bool(text) or choice.calls_tool()
         if has_content:
-            if self._texts:
-                record.itls_s.append(now_s - self._last_s)
-            else:
+            if choice.index in self._last_s:
+                record.itls_s.append(now_s - self._last_s[choice.index])
+            elif not self._texts:
                 record.ttft_s = now_s - record.start_s
-            self._last_s = now_s
-            self._texts.append(text)
+            self._last_s[choice.index] = now_s
+            self._texts.setdefault(choice.index, []).append(text)
         if has_content or choice.finish_reason:
             record.latency_s = now_s - record.start_s
         if choice.finish_reason:
-            self._finished = True
+            self._ended.add(choice.index)
             if not self._texts:
                 record.ttft_s = record.latency_s
 
@@ -168,7 +176,7 @@ class ReplyParser:
         if reply.error or not reply.choices:
             self._error = f"error in the reply: {error_text(self._body)}"
             return
-        self._texts.append(reply.choices[0].visible_text())
+        self._texts[0] = [reply.choices[0].visible_text()]
         if reply.usage is not None:
             self._count_tokens(reply.usage)
 

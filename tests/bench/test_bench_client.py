@@ -174,6 +174,17 @@ def test_usage_after_the_finish_does_not_extend_the_latency():
     assert record.tpot_s == pytest.approx(1.0 / 5)
 
 
+def test_choices_are_told_apart():
+    """The text is that of the first, gaps are those within each, and the reply ends with its last choice."""
+    other = TEXT.replace(b'"text": "ab"', b'"index": 1, "text": "cd"')
+    last = FINISH.replace(b'"text": ""', b'"index": 1, "text": ""')
+    events = [(11.0, TEXT), (12.0, other), (12.5, TEXT), (14.0, other), (14.0, FINISH), (15.0, last)]
+    record = parse(*events)
+    assert (record.text, record.ttft_s, record.itls_s) == ("abab", 1.0, [1.5, 2.0])
+    assert (record.latency_s, record.output_tokens) == (5.0, 4)
+    assert "before finish_reason" in parse(*events[:-1]).error
+
+
 def test_reply_without_visible_text_counts_from_its_finish():
     usage = b'data: {"choices": [], "usage": {"completion_tokens": 1}}\n\n'
     record = parse((12.0, FINISH), (12.0, usage))
