@@ -220,7 +220,7 @@ def test_answers_and_bodies_are_as_described(server: RunningServer) -> None:
 def test_a_request_needs_a_bounded_number_of_prompts_and_tokens(
     chat_server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = chat_server.app.state.reading._here.read
+    read = chat_server.app.state.reading._read_here
     choices = [{"value": str(i)} for i in range(255)]
     many = {"input": "a", "questions": [{**CHOICE, "choices": choices}] * 60}
     with pytest.raises(RequestError, match=r"more than \d+ prompts"):

@@ -373,7 +373,7 @@ def test_bodies_of_many_prompts_are_not_small() -> None:
 def test_a_full_server_reads_no_body(start: Callable[..., RunningServer]) -> None:
     server = start()
     server.engine.refusal = QueueFullError("the queue is full", 7)
-    server.app.state.reading._here = None
+    server.app.state.reading._read_here = None
     for size in (0, SMALL_BYTES):
         assert server.http.post(COMPLETIONS, content=completion([1], size)).status_code == 429
     assert server.app.state.reading._reader.child is None
