@@ -11,10 +11,14 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from pypto_serving.errors import ModelError
 from pypto_serving.model.convert.files import as_json
 from pypto_serving.model.fields import Fields
+from pypto_serving.util import brief
 
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 """Types of tokens."""
-_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end_of_turn|>", "<end_of_turn>", "<|end|>", "<|eom_id|>", "<|endoftext|>")
+_ENDS = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_turn|>", "<end_of_turn>", "<|end|>"),
+    *("<|endoftext|>", "<|end_of_text|>"),
+)
 """Tokens that end a turn, which files often do not name as such."""
 _SPACE = "▁"
 """A space, in SentencePiece's tokens."""
@@ -32,7 +36,10 @@ _PATTERNS = {"llama-bpe": _WORDS % "{1,3}", "qwen2": _WORDS % "", "deepseek-r1-q
 _GPT2 = ("default", "gpt-2")
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r")
 """Those that split digits one by one, then as GPT-2 does."""
-_IGNORE_MERGES = ("llama-bpe", "tekken")
+_IGNORE_MERGES = _BEGIN_WITH_BOS = ("llama-bpe", "tekken")
+"""Those that take a token as it is, whatever the merges; texts begin with BOS unless the file says otherwise."""
+_MAX_TOKEN = 4096
+"""Limit of characters of a token."""
 
 
 def write_tokenizer(metadata: Mapping[str, Any], source: Path, target: Path) -> dict[str, Any]:
@@ -54,6 +61,8 @@ class _TokenizerReader:
         self._keys = Fields(own, str(source))
         self._tokens = self._strings("ggml.tokens")
         self._require(bool(self._tokens), "ggml.tokens", "a list of tokens")
+        longest = max(map(len, self._tokens))
+        self._require(longest <= _MAX_TOKEN, "ggml.tokens", f"tokens of at most {_MAX_TOKEN} characters")
         self._types = self._keys.int_list("ggml.token_type") or (1,) * len(self._tokens)
         self._require(len(self._types) == len(self._tokens), "ggml.token_type", "as long as the list of tokens")
         self._kind = self._keys.get("ggml.model")
@@ -66,14 +75,19 @@ class _TokenizerReader:
             tokenizer = self._sentence_piece()
         else:
             raise ModelError(
-                f"{self._keys.source} has a tokenizer of the kind {self._kind}; gpt2 and llama can be read"
+                f"{self._keys.source} has a tokenizer of the kind {brief(self._kind)}; gpt2 and llama can be read"
             )
-        for token, type in zip(self._tokens, self._types, strict=True):
-            if type in (_CONTROL, _USER_DEFINED):
-                tokenizer.add_tokens([AddedToken(token, special=type == _CONTROL, normalized=False)])
-        if (bos := self._special("bos")) and self._keys.flag("ggml.add_bos_token", self._kind == "llama"):
-            token = self._tokens[bos]
-            begin = processors.TemplateProcessing(f"{token} $A", f"{token} $A {token} $B", [(token, bos)])
+        added = [
+            AddedToken(token, special=type == _CONTROL, normalized=False)
+            for token, type in zip(self._tokens, self._types, strict=True)
+            if type in (_CONTROL, _USER_DEFINED)
+        ]
+        tokenizer.add_tokens(added)
+        bos = self._special("bos")
+        begins = self._kind == "llama" or self._keys.get("ggml.pre") in _BEGIN_WITH_BOS
+        if bos is not None and self._keys.flag("ggml.add_bos_token", begins):
+            token = {"id": "bos", "ids": [bos], "tokens": [self._tokens[bos]]}
+            begin = processors.TemplateProcessing("bos $A", "bos $A bos $B", [token])
             before = [] if tokenizer.post_processor is None else [tokenizer.post_processor]
             tokenizer.post_processor = processors.Sequence([*before, begin])
         return tokenizer
@@ -90,6 +104,8 @@ class _TokenizerReader:
             if key.startswith("chat_template.")
         ]
         template = self._keys.get("chat_template")
+        for each in [template, *(entry["template"] for entry in named)]:
+            self._require(each is None or isinstance(each, str), "chat_template", "a text")
         if named:
             config["chat_template"] = [{"name": "default", "template": template}] * bool(template) + named
         elif template:
@@ -99,8 +115,8 @@ class _TokenizerReader:
     def ids(self) -> dict[str, Any]:
         """Return the ids of the token that begins a text, and of those that end one."""
         named = [self._special(key) for key in ("eos", "eot", "eom")]
-        control = {token: id for id, token in enumerate(self._tokens) if self._types[id] == _CONTROL}
-        known = [control.get(token) for token in _ENDS]
+        whole = {token: id for id, token in enumerate(self._tokens) if self._types[id] in (_CONTROL, _USER_DEFINED)}
+        known = [whole.get(token) for token in _ENDS]
         ends = sorted({id for id in named + known if id is not None})
         return {"bos_token_id": self._special("bos"), "eos_token_id": ends}
 
@@ -108,10 +124,12 @@ class _TokenizerReader:
         """BPE over bytes, as in GPT-2: Sennrich et al. 2016, arXiv:1508.07909."""
         pre = str(self._keys.get("ggml.pre") or "default")
         merges = [merge.partition(" ")[::2] for merge in self._strings("ggml.merges")]
+        plain = (token for token, type in zip(self._tokens, self._types, strict=True) if type == _NORMAL)
+        self._require(bool(merges) or all(len(token) < 2 for token in plain), "ggml.merges", "a list of joins")
         vocabulary = {token: id for id, token in enumerate(self._tokens)}
         for first, second in merges:
             if not {first, second, first + second} <= vocabulary.keys():
-                pair = f"{first!r} and {second!r}"
+                pair = f"{brief(first)} and {brief(second)}"
                 raise ModelError(f"{self._keys.source}: tokenizer.ggml.merges has {pair}, which join to no token")
         tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _IGNORE_MERGES))
         if pre in _PATTERNS:
@@ -123,7 +141,9 @@ class _TokenizerReader:
             tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, pre_tokenizers.ByteLevel(False)])
         else:
             known = ", ".join((*_GPT2, *_SINGLE_DIGITS, *_PATTERNS))
-            raise ModelError(f"{self._keys.source} splits texts as {pre}, which is not known here; known are {known}")
+            raise ModelError(
+                f"{self._keys.source} splits texts as {brief(pre)}, which is not known here; known are {known}"
+            )
         if pre in ("qwen2", "deepseek-r1-qwen"):
             tokenizer.normalizer = normalizers.NFC()
         tokenizer.decoder = decoders.ByteLevel()

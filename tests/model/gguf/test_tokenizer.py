@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 
 from pypto_serving.errors import ModelError
 from pypto_serving.model.gguf.tokenizer import write_tokenizer
@@ -78,8 +78,6 @@ def test_switches(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "tekken"])
 def test_splits(tmp_path: Path, pre: str) -> None:
     """Without merges a token is a byte; with one merge of digits, only what is not split apart before can join."""
-    from tokenizers import pre_tokenizers
-
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     metadata = keys([*alphabet, "12", "<|im_end|>"], [1] * 257 + [3], model="gpt2", pre=pre, merges=["1 2"])
     tokenizer, _, ids = written(tmp_path, metadata)
@@ -99,9 +97,45 @@ def test_splits(tmp_path: Path, pre: str) -> None:
         {"scores": None},
         {"scores": ["a"]},
         {"model": "gpt2", "merges": ["a q"]},
+        {"model": "gpt2", "merges": None},
+        {"tokens": ["a" * 100_000] * 323},
     ],
 )
 def test_damage(tmp_path: Path, changes: dict[str, Any]) -> None:
     metadata = sentence_piece() | {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
     with pytest.raises(ModelError, match=r"tokenizer\.ggml"):
         write_tokenizer(metadata, Path("model.gguf"), tmp_path)
+
+
+def byte_level(*tokens: str, kind: int = 3, **more: Any) -> dict[str, Any]:
+    """All bytes, and special tokens in front of them."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return keys([*tokens, *alphabet], [kind] * len(tokens) + [1] * 256, model="gpt2", **more)
+
+
+@pytest.mark.parametrize("token", ["<s>", "begin of text $A:1", "$A"])
+@pytest.mark.parametrize(
+    ("more", "begins"),
+    [
+        ({"pre": "gpt-2"}, False),
+        ({"pre": "gpt-2", "add_bos_token": True}, True),
+        ({"pre": "llama-bpe"}, True),
+        ({"pre": "tekken"}, True),
+        ({"pre": "llama-bpe", "add_bos_token": False}, False),
+    ],
+)
+def test_begin_of_text(tmp_path: Path, token: str, more: dict[str, Any], begins: bool) -> None:
+    tokenizer, _, _ = written(tmp_path, byte_level(token, bos_token_id=0, **more))
+    assert tokenizer.encode("hi").tokens == [token] * begins + ["h", "i"]
+
+
+@pytest.mark.parametrize("kind", [3, 4])
+def test_ends_of_turns(tmp_path: Path, kind: int) -> None:
+    _, _, ids = written(tmp_path, byte_level("<|im_end|>", "<|end_of_text|>", "<|other|>", kind=kind))
+    assert ids["eos_token_id"] == [0, 1]
+
+
+def test_thousands_of_special_tokens(tmp_path: Path) -> None:
+    tokens = [f"<|{i}|>" for i in range(10_000)]
+    tokenizer, _, _ = written(tmp_path, byte_level(*tokens))
+    assert tokenizer.encode("<|7|><|9999|>").ids == [7, 9999]
