@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from http import HTTPStatus
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from pypto_serving.setup.host import read_cache_dir
 
 BUNDLED = Path(__file__).resolve().parent.parent / "assets" / "bundled"
 WANTED_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "encoding/encoding_*.py"]
-_GGUF_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+):(\w+)")
+_GGUF_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+):([\w.-]+)")
 """A hub name and the quantization of the GGUF file in it, as in owner/name:Q4_K_M."""
 _GGUF_FILES = ("*{}*.gguf", "*{}/*.gguf")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -40,8 +40,8 @@ def locate_model(name: str | None, revision: str | None = None) -> Path:
             if revision is not None:
                 raise ModelError(f"revision is {revision}, but {name} is a folder, not a model of the hub; drop it")
             return _of_folder(path.resolve())
-        if path.suffix == ".gguf" and path.is_file():
-            return _unpacked(path.resolve())
+        if path.suffix.lower() == ".gguf" and path.is_file():
+            return _unpacked(path.absolute())
         if path.exists():
             raise ModelError(f"{name} is a file; give a .gguf file, or the folder that holds config.json")
     except OSError as error:
@@ -50,7 +50,8 @@ def locate_model(name: str | None, revision: str | None = None) -> Path:
     if name in CATALOG:
         return _unpacked(CATALOG[name].fetch(_cache_dir(name) / "models" / f"{name}.gguf"))
     if quantized := _GGUF_NAME.fullmatch(name):
-        return _of_folder(_fetch(quantized[1], revision, [pattern.format(quantized[2]) for pattern in _GGUF_FILES]))
+        patterns = [pattern.format(quantized[2]) for pattern in _GGUF_FILES]
+        return _of_quantization(name, _fetch(quantized[1], revision, patterns), patterns)
     if not HUB_NAME.fullmatch(name):
         raise ModelError(f"{name} does not exist; give an existing folder or a hub name such as owner/name")
     return _fetch(name, revision)
@@ -58,16 +59,34 @@ def locate_model(name: str | None, revision: str | None = None) -> Path:
 
 def _of_folder(folder: Path) -> Path:
     """Return a folder as it is, or what its only GGUF model unpacks to. Raises ModelError if it has several."""
-    from pypto_serving.model.gguf.container import parts_of
-
     if (folder / CONFIG_FILE).exists():
         return folder
-    files = [path for path in sorted(folder.glob("*.gguf")) if not path.name.startswith("mmproj")]
-    models = {parts_of(path)[0] for path in files}
+    models = _models([path for path in folder.iterdir() if path.suffix.lower() == ".gguf"])
     if len(models) > 1:
-        names = ", ".join(path.name for path in sorted(models))
+        names = ", ".join(path.name for path in models)
         raise ModelError(f"{folder} has several GGUF models: {names}; give the path of one")
-    return _unpacked(models.pop()) if models else folder
+    return _unpacked(models[0]) if models else folder
+
+
+def _of_quantization(name: str, folder: Path, patterns: Sequence[str]) -> Path:
+    """Return what the only GGUF model in `folder` whose name fits one of `patterns` unpacks to, whatever else it has.
+
+    Of Q4_K, Q4_K_M and Q4_K_L the first is Q4_K.
+    """
+    models = _models([path for pattern in patterns for path in folder.glob(pattern)])
+    wanted = name.rpartition(":")[2]
+    exact = [path for path in models if re.search(rf"[-.]{re.escape(wanted)}(-\d{{5}}-of-\d{{5}})?$", path.stem)]
+    if len(models := exact or models) != 1:
+        found = ", ".join(path.name for path in models) or "no GGUF model of that name"
+        raise ModelError(f"{name} must name one GGUF model of the hub, but there is {found}")
+    return _unpacked(models[0])
+
+
+def _models(files: Iterable[Path]) -> list[Path]:
+    """Return the models in these GGUF files: the first parts of split ones, without vision encoders."""
+    from pypto_serving.model.gguf.container import parts_of
+
+    return sorted({parts_of(path)[0] for path in files if not path.name.startswith("mmproj")})
 
 
 def _unpacked(path: Path) -> Path:

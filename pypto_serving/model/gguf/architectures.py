@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.errors import ModelError
-from pypto_serving.model.fields import Fields
+from pypto_serving.model.fields import MOST_LAYERS, Fields
 from pypto_serving.model.gguf.container import Gguf, GgufTensor
 from pypto_serving.model.rope import Rope
+from pypto_serving.util import brief
 
 Rows = Callable[[int, int], NDArray[np.float32]]
 """Reads rows [first, last) of a tensor, float32."""
@@ -47,6 +48,10 @@ _MIXTRAL_PARTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _FREQUENCIES = "rope_freqs.weight"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Llama 3's extension of the context; a file holds only the resulting divisors of frequencies."""
+_FACTORS = ("logit_scale", "residual_scale", "embedding_scale", "expert_weights_scale", "rope.scaling.attn_factor")
+"""Keys of factors that no model here has, so they must be 1 if they are there; 0 means absent."""
+_ABSENT = ("attention.scale", "attention.temperature_scale", "attn_logit_softcapping", "final_logit_softcapping")
+"""Keys of what no model here has, so they must be 0 if they are there."""
 
 
 class GgufModel:
@@ -54,10 +59,10 @@ class GgufModel:
 
     def __init__(self, gguf: Gguf) -> None:
         self._gguf = gguf
-        self.name = str(gguf.metadata.get("general.architecture"))
-        if self.name not in _ARCHITECTURES:
+        self.name = gguf.metadata.get("general.architecture")
+        if not isinstance(self.name, str) or self.name not in _ARCHITECTURES:
             known = ", ".join(_ARCHITECTURES)
-            kind = "a vision encoder, no model" if self.name == "clip" else f"of the architecture {self.name}"
+            kind = "a vision encoder, no model" if self.name == "clip" else f"of the architecture {brief(self.name)}"
             raise ModelError(f"{gguf.path} is {kind}; GGUF files of {known} can be served")
         prefix = f"{self.name}."
         own = {key.removeprefix(prefix): value for key, value in gguf.metadata.items() if key.startswith(prefix)}
@@ -75,6 +80,11 @@ class GgufModel:
         keys, tensors = self._keys, self._gguf.tensors
         rotated = keys.positive_int("rope.dimension_count", default=self.head_dim)
         keys.require(rotated == self.head_dim, "rope.dimension_count", rotated, f"head_dim, {self.head_dim}")
+        values = keys.positive_int("attention.value_length", default=self.head_dim)
+        keys.require(values == self.head_dim, "attention.value_length", values, f"head_dim, {self.head_dim}")
+        for key in _FACTORS + _ABSENT:
+            allowed = (None, 0, 1) if key in _FACTORS else (None, 0)
+            keys.require(keys.get(key) in allowed, key, keys.get(key), f"{allowed[-1]}, or absent")
         width = keys.positive_int("feed_forward_length")
         config: dict[str, Any] = {
             "architectures": [self._architecture],
@@ -83,7 +93,7 @@ class GgufModel:
             "vocab_size": self._require("token_embd.weight").shape[0],
             "hidden_size": keys.positive_int("embedding_length"),
             "intermediate_size": width,
-            "num_hidden_layers": keys.positive_int("block_count"),
+            "num_hidden_layers": keys.positive_int("block_count", most=MOST_LAYERS),
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_dim,
@@ -155,13 +165,21 @@ class GgufModel:
     def _rope_scaling(self, config: dict[str, Any]) -> dict[str, Any] | None:
         """Return `rope_scaling` of config.json; the divisors of Llama 3's frequencies must be those of its formula."""
         keys = self._keys
-        kind = keys.get("rope.scaling.type")
+        factors = ("rope.scaling.factor", "rope.scale_linear")
+        kind = keys.get("rope.scaling.type") or ("linear" if keys.get(*factors) else None)
         keys.require(kind in (None, "none", "linear", "yarn"), "rope.scaling.type", kind, "none, linear or yarn")
         if kind in ("linear", "yarn"):
-            scaling: dict[str, Any] = {"rope_type": kind, "factor": keys.positive_float("rope.scaling.factor")}
+            scaling: dict[str, Any] = {"rope_type": kind, "factor": keys.positive_float(*factors)}
             if kind == "yarn":
                 length = keys.positive_int("rope.scaling.original_context_length")
                 scaling["original_max_position_embeddings"] = length
+                scaling["beta_fast"] = keys.positive_float("rope.scaling.yarn_beta_fast", default=32.0)
+                scaling["beta_slow"] = keys.positive_float("rope.scaling.yarn_beta_slow", default=1.0)
+                if keys.get("rope.scaling.yarn_log_multiplier"):
+                    scaling |= {
+                        "mscale": 1.0,
+                        "mscale_all_dim": keys.positive_float("rope.scaling.yarn_log_multiplier"),
+                    }
             return scaling
         if (tensor := self._gguf.tensors.get(_FREQUENCIES)) is None:
             return None
@@ -172,7 +190,7 @@ class GgufModel:
             Rope.from_config(Fields(config | extra, str(self._gguf.path)), self.head_dim, length).frequencies(length)
             for extra in ({}, {"rope_scaling": scaling})
         )
-        if divisors.shape != plain.shape or not np.allclose(plain / scaled, divisors, rtol=1e-3):
+        if tensor.shape != plain.shape or not np.allclose(plain / scaled, divisors, rtol=1e-3):
             raise ModelError(f"{self._gguf.path}: {_FREQUENCIES} does not hold the divisors of Llama 3's frequencies")
         return scaling
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import re
 import struct
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from pypto_serving.errors import ModelError
 from pypto_serving.model.gguf.blocks import TYPES, BlockType
-from pypto_serving.util import brief
+from pypto_serving.util import brief, open_regular
 
 _VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -74,7 +75,7 @@ class Gguf:
 
 def parts_of(path: Path) -> list[Path]:
     """Return all parts of the file at `path`, of which it may be any. Raises ModelError for a missing one."""
-    if not (named := _PART.fullmatch(path.name)):
+    if not (named := _PART.fullmatch(path.name)) or not 1 <= int(named[2]) <= int(named[3]):
         return [path]
     count = int(named[3])
     parts = [path.with_name(f"{named[1]}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
@@ -90,7 +91,7 @@ class _Reader:
     def __init__(self, path: Path) -> None:
         self._path, self._at = path, 0
         try:
-            with path.open("rb") as file:
+            with os.fdopen(open_regular(path), "rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise ModelError(f"{path} cannot be read: {error.strerror}") from None

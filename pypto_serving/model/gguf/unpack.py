@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,12 +17,15 @@ from pypto_serving.model.convert.files import as_json, new_file, write
 from pypto_serving.model.gguf.architectures import GgufModel, Rows
 from pypto_serving.model.gguf.container import Gguf, parts_of
 from pypto_serving.model.gguf.tokenizer import write_tokenizer
-from pypto_serving.util import hash128, write_at
+from pypto_serving.model.registry import model_family
+from pypto_serving.util import brief, hash128, write_at
 
-_FORM = "1"
+_FORM = "2"
 """Changes when folders unpacked before must be unpacked again."""
 _PIECE = 1 << 22
 """Weights that are dequantized at once."""
+_LARGEST = 3.3895e38
+"""The largest number of bfloat16, rounded down."""
 
 
 def unpack(path: Path, cache: Path, progress: Progress) -> Path:
@@ -29,10 +34,12 @@ def unpack(path: Path, cache: Path, progress: Progress) -> Path:
     Of several processes, one writes it and the others wait. Reports `progress("weights", bytes written, bytes in
     total)`. Raises ModelError in one line.
     """
-    states = [(part.name, (stat := part.stat()).st_size, stat.st_mtime_ns, stat.st_ino) for part in parts_of(path)]
-    identity = hash128(repr((_FORM, states)).encode()).hex()
-    target = cache / "gguf" / f"{path.stem}-{identity[:12]}" / path.stem
+    target = path
     try:
+        identity = _identity(path)
+        target = cache / "gguf" / f"{path.stem}-{identity[:12]}" / path.stem
+        if target.exists():
+            return target
         target.parent.mkdir(parents=True, exist_ok=True)
         with (target.parent / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -40,26 +47,47 @@ def unpack(path: Path, cache: Path, progress: Progress) -> Path:
                 unfinished = target.with_name(f"{target.name}.part")
                 shutil.rmtree(unfinished, ignore_errors=True)
                 unfinished.mkdir()
-                _write(Gguf.open(path), unfinished, progress)
-                unfinished.rename(target)
+                try:
+                    _write(Gguf.open(path), unfinished, progress)
+                    if _identity(path) != identity:
+                        raise ModelError(f"{path} changed while it was unpacked; start again")
+                    unfinished.rename(target)
+                finally:
+                    shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as error:
         reason = f"{error.filename or target}: {error.strerror}"
         raise ModelError(f"{path} cannot be unpacked: {reason}") from None
     return target
 
 
+def _identity(path: Path) -> str:
+    """Return a name of the form of folders, and of the state of all parts of the file."""
+    states = [(part.name, (stat := part.stat()).st_size, stat.st_mtime_ns, stat.st_ino) for part in parts_of(path)]
+    return hash128(repr((_FORM, states)).encode()).hex()
+
+
 def _write(gguf: Gguf, folder: Path, progress: Progress) -> None:
     model = GgufModel(gguf)
-    config = model.config() | write_tokenizer(gguf.metadata, gguf.path, folder)
-    _write_weights(model, folder / SINGLE_FILE, progress)
+    config, tensors = model.config(), {name: (shape, rows) for name, shape, rows in model.tensors()}
+    _require_shapes(config, {name: shape for name, (shape, _) in tensors.items()}, gguf.path)
+    config |= write_tokenizer(gguf.metadata, gguf.path, folder)
+    _write_weights(tensors, gguf.path, folder / SINGLE_FILE, progress)
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
     write(folder / "generation_config.json", as_json(ids))
     write(folder / "config.json", as_json(config))
 
 
-def _write_weights(model: GgufModel, path: Path, progress: Progress) -> None:
+def _require_shapes(config: dict[str, Any], found: Mapping[str, tuple[int, ...]], source: Path) -> None:
+    """Raise ModelError unless the tensors are those of a model with this config.json."""
+    family = model_family(config["architectures"][0])
+    wanted = family.inventory(family.parse(config, str(source))).tensors()
+    if wrong := sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)):
+        name, shapes = wrong[0], [brief(shapes.get(wrong[0], "none")) for shapes in (found, wanted)]
+        raise ModelError(f"{source}: its tensor for {name} has the shape {shapes[0]}, but the model needs {shapes[1]}")
+
+
+def _write_weights(tensors: Mapping[str, Any], source: Path, path: Path, progress: Progress) -> None:
     """Write vectors in float32, and matrices in bfloat16."""
-    tensors = {name: (shape, rows) for name, shape, rows in model.tensors()}
     places: dict[str, Place] = {}
     end = 0
     for name, (shape, _) in sorted(tensors.items(), key=lambda item: len(item[1][0])):
@@ -70,15 +98,22 @@ def _write_weights(model: GgufModel, path: Path, progress: Progress) -> None:
     with new_file(path, len(header) + end) as file:
         write_at(file.fileno(), header, 0)
         for name, place in places.items():
-            _write_tensor(file.fileno(), len(header) + place.begin, place, tensors[name][1])
+            try:
+                _write_tensor(file.fileno(), len(header) + place.begin, place, tensors[name][1])
+            except FloatingPointError:
+                raise ModelError(f"{source}: its tensor for {name} has values that are no finite numbers") from None
             progress("weights", place.end, end)
 
 
 def _write_tensor(file: int, at: int, place: Place, rows: Rows) -> None:
+    """Write one tensor. Raises FloatingPointError for values that bfloat16 does not hold."""
     count, width = (1, place.shape[0]) if len(place.shape) == 1 else place.shape
     step = max(1, _PIECE // width)
     for first in range(0, count, step):
-        values = rows(first, min(count, first + step))
+        with np.errstate(all="ignore"):
+            values = rows(first, min(count, first + step))
+            if not max(values.max(), -values.min()) <= _LARGEST:
+                raise FloatingPointError
         stored = values.astype("<f4") if place.dtype == "F32" else bfloat16(values)
         write_at(file, np.ascontiguousarray(stored).data.cast("B"), at)
         at += stored.nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from pypto_serving.model.checkpoint import Checkpoint
 from pypto_serving.model.gguf.container import Gguf
 from pypto_serving.model.gguf.unpack import unpack
 from pypto_serving.model.registry import read_config
+from pypto_serving.setup.locate import locate_model
 from tests.checkpoints import random_model
+from tests.model.gguf import files
 from tests.model.gguf.files import ARCHITECTURES, write_model
 from tests.model.sequences import Sequences, load_program
 
@@ -91,11 +94,128 @@ def test_a_folder_is_unpacked_once(tmp_path: Path) -> None:
         ({"qwen3.rope.dimension_count": (8, Value.UINT32)}, "rope.dimension_count"),
         ({"qwen3.attention.head_count": (0, Value.UINT32)}, "attention.head_count"),
         ({"qwen3.rope.scaling.type": ("longrope", Value.STRING)}, "longrope"),
+        ({"qwen3.block_count": (10**9, Value.UINT32)}, "block_count"),
+        ({"qwen3.block_count": (4, Value.UINT32)}, "layers.3.*'none'"),
+        ({"qwen3.attention.value_length": (64, Value.UINT32)}, "value_length"),
+        ({"qwen3.logit_scale": (4.0, Value.FLOAT32)}, "logit_scale"),
+        ({"qwen3.attention.temperature_scale": (0.1, Value.FLOAT32)}, "temperature_scale"),
+        ({"general.architecture": ("a\nb" * 999, Value.STRING)}, "architecture 'a"),
+        ({"tokenizer.ggml.pre": ("a\nb" * 999, Value.STRING)}, "splits texts as 'a"),
+        ({"tokenizer.chat_template": (5, Value.UINT32)}, "chat_template"),
     ],
 )
 def test_what_is_not_known_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     path = write_model(tmp_path / "model.gguf", "qwen3", random_model("qwen3"), **changes)
     with pytest.raises(ModelError, match=words) as caught:
         unpacked(path)
-    assert "\n" not in str(caught.value)
-    assert not list((tmp_path / "cache").glob("gguf/*/model"))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+    assert not list((tmp_path / "cache").glob("gguf/*/model*"))
+
+
+def test_a_file_of_many_layers_takes_no_time(tmp_path: Path) -> None:
+    count = {"qwen3moe.block_count": (10**9, Value.UINT32)}
+    path = write_model(tmp_path / "model.gguf", "qwen3_moe", random_model("qwen3_moe"), **count)
+    with pytest.raises(ModelError, match="block_count"):
+        unpacked(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "words"),
+    [
+        ("blk.0.attn_v.weight", np.ones((64, 1, 64)), "v_proj"),
+        ("blk.0.attn_v.weight", np.ones((61, 64)), "v_proj"),
+        ("blk.0.attn_q.weight", np.ones(128), "q_proj"),
+        ("blk.0.attn_norm.weight", np.ones((1, 64)), "layernorm"),
+        ("blk.7.attn_norm.weight", np.ones(64), r"layers\.7"),
+        ("blk.0.attn_norm.weight", np.full(64, np.inf), "finite"),
+        ("blk.0.attn_v.weight", np.full((64, 64), np.nan), "finite"),
+        ("blk.0.attn_v.weight", np.full((64, 64), 3.4e38), "finite"),
+    ],
+)
+def test_tensors_that_do_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, values: Any, words: str
+) -> None:
+    made = files.tensors_of
+    monkeypatch.setattr(files, "tensors_of", lambda *given: made(*given) | {key: values.astype(np.float32)})
+    path = write_model(tmp_path / "model.gguf", "llama", random_model("llama", **SIZES["llama"]))
+    with pytest.raises(ModelError, match=words):
+        unpacked(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"scaling.type": "none", "scaling.factor": 4.0}, None),
+        (
+            {
+                **{"scaling.type": "yarn", "scaling.factor": 16.0, "scaling.original_context_length": 256},
+                **{"scaling.yarn_beta_fast": 48.0, "scaling.yarn_log_multiplier": 1.0},
+            },
+            {
+                **{"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 256},
+                **{"beta_fast": 48.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+            },
+        ),
+    ],
+)
+def test_rope_scaling(tmp_path: Path, changes: dict[str, Any], wanted: Any) -> None:
+    types = {str: Value.STRING, float: Value.FLOAT32, int: Value.UINT32}
+    keys = {f"qwen3.rope.{key}": (value, types[type(value)]) for key, value in changes.items()}
+    folder = unpacked(write_model(tmp_path / "model.gguf", "qwen3", random_model("qwen3"), **keys))
+    assert read_config(folder).raw.get("rope_scaling") == wanted
+
+
+def test_files_by_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links as the hub's client makes them, capitals, and names that only look like those of parts."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    blob = write_model(tmp_path / "0123abcd", "qwen3", random_model("qwen3"))
+    for name in ("a Q8_0.gguf", "b.GGUF", "c-00001-of-00000.gguf"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).symlink_to(blob)
+        for given in (tmp_path / name, tmp_path / name / name):
+            assert locate_model(str(given)).name == Path(name).stem
+    monkeypatch.chdir(tmp_path / "b.GGUF")
+    assert locate_model("b.GGUF").name == "b"
+
+
+def test_a_folder_with_no_regular_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name, words in (("pipe", "regular file"), ("folder", "regular file"), ("link", "No such file")):
+        path = tmp_path / name / "x.gguf"
+        path.parent.mkdir()
+        {"pipe": os.mkfifo, "folder": Path.mkdir, "link": lambda path: path.symlink_to("nowhere")}[name](path)
+        with pytest.raises(ModelError, match=words):
+            locate_model(str(path.parent))
+
+
+def test_quantizations_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a repository is served, whatever else of it was fetched before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    hub, fetched = tmp_path / "hub", []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **more: fetched.append(more) or hub)
+    for name in ("m-Q4_K.gguf", "m-Q4_K_M.gguf", "UD-IQ4_NL/m-UD-IQ4_NL.gguf", "m-Q8_0.gguf", "mmproj-m-Q8_0.gguf"):
+        (hub / name).parent.mkdir(parents=True, exist_ok=True)
+        write_model(hub / name, "qwen3", random_model("qwen3"))
+    (hub / "config.json").write_text("{}")
+    for wanted in ("Q4_K", "Q4_K_M", "UD-IQ4_NL", "Q8_0"):
+        assert locate_model(f"owner/m-GGUF:{wanted}").name == f"m-{wanted}"
+    for wanted, words in (("Q6_K", "no GGUF model"), ("Q4", "m-Q4_K.gguf, m-Q4_K_M.gguf")):
+        with pytest.raises(ModelError, match=words):
+            locate_model(f"owner/m-GGUF:{wanted}")
+
+
+def test_a_file_that_changes(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf", "qwen3", random_model("qwen3"))
+    with pytest.raises(ModelError, match="changed"):
+        unpack(path, tmp_path / "cache", lambda *_: os.utime(path, (1, 1)))
+    assert unpacked(path).exists()
+
+
+def test_an_unpacked_file_needs_no_writable_cache(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf", "qwen3", random_model("qwen3"))
+    lock = unpacked(path).parent / "lock"
+    lock.unlink()
+    lock.mkdir()
+    assert unpacked(path).exists()
