@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, MistralConfig, MixtralConfig
 
 from pypto_serving.errors import ModelError
 from pypto_serving.model.decoder.inventory import DecoderInventory
@@ -61,6 +63,22 @@ def test_both_spellings_mean_the_same(tmp_path: Path) -> None:
 def test_models_with_a_window_are_served_up_to_its_length(tmp_path: Path, changes: dict[str, Any], length: int) -> None:
     spec = load_spec(write(tmp_path, RELEASED, sliding_window=512, **changes))
     assert spec.max_position_embeddings == length
+
+
+@pytest.mark.parametrize(
+    ("architecture", "theirs"),
+    [("LlamaForCausalLM", LlamaConfig), ("MistralForCausalLM", MistralConfig), ("MixtralForCausalLM", MixtralConfig)],
+)
+def test_absent_keys_have_the_values_of_transformers(tmp_path: Path, architecture: str, theirs: Any) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 16, "head_dim": 32, "max_position_embeddings": 8192}
+    sizes |= {"intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 320}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"architectures": [architecture]}))
+    wanted, (_, found) = theirs(**sizes), load_config(tmp_path)
+    assert found.num_kv_heads == wanted.num_key_value_heads
+    assert found.rms_norm_eps == wanted.rms_norm_eps
+    assert found.attention.rope.theta == wanted.rope_parameters["rope_theta"]
+    assert found.tied_embeddings == wanted.tie_word_embeddings
+    assert found.max_position_embeddings == (getattr(wanted, "sliding_window", None) or 8192)
 
 
 def test_expert_layers(tmp_path: Path) -> None:

@@ -12,16 +12,20 @@ _MIXTRAL_NAMES = TensorNames(
     router="block_sparse_moe.gate", experts="block_sparse_moe.experts", parts=("w1", "w3", "w2")
 )
 
+# What transformers takes for keys that are absent, where other families take something else. null is no absent key.
+_DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}
+_MIXTRAL_DEFAULTS = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+
 
 def parse(raw: dict[str, Any], source: str) -> DecoderConfig:
     """Read the object in config.json at `source`. Raises ModelError naming an unsupported key and value."""
-    config = Fields(raw, source)
+    config = Fields(_DEFAULTS | raw, source)
     return DecoderConfig.from_fields(config, window=sliding_window(config, True))
 
 
 def parse_mixtral(raw: dict[str, Any], source: str) -> DecoderConfig:
     """Read the object in a Mixtral's config.json at `source`. Raises ModelError naming an unsupported value."""
-    config = Fields(raw, source)
+    config = Fields(_MIXTRAL_DEFAULTS | raw, source)
     layers = config.positive_int("num_hidden_layers", most=MOST_LAYERS)
     count = config.positive_int("num_local_experts", default=8, most=MOST_EXPERTS // layers)
     per_token = config.positive_int("num_experts_per_tok", default=2)
