@@ -36,9 +36,10 @@ def locate_model(name: str | None, revision: str | None = None) -> Path:
     with contextlib.suppress(RuntimeError):  # ~NAME without a user NAME
         path = path.expanduser()
     try:
+        if path.exists() and revision is not None:
+            kind = "folder" if path.is_dir() else "file"
+            raise ModelError(f"revision is {revision}, but {name} is a {kind}, not a model of the hub; drop it")
         if path.is_dir():
-            if revision is not None:
-                raise ModelError(f"revision is {revision}, but {name} is a folder, not a model of the hub; drop it")
             return _of_folder(path.resolve())
         if path.suffix.lower() == ".gguf" and path.is_file():
             return _unpacked(path.absolute())

@@ -178,6 +178,8 @@ def test_files_by_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             assert locate_model(str(given)).name == Path(name).stem
     monkeypatch.chdir(tmp_path / "b.GGUF")
     assert locate_model("b.GGUF").name == "b"
+    with pytest.raises(ModelError, match=r"b\.GGUF is a file"):
+        locate_model("b.GGUF", revision="main")
 
 
 def test_a_folder_with_no_regular_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
