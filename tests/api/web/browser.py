@@ -28,7 +28,7 @@ FLAGS = (
     "--remote-debugging-pipe",
     "about:blank",
 )
-WAIT_S = 30.0
+WAIT_S = 60.0
 COMMANDS_FD, EVENTS_FD = 3, 4
 HIGH_FD = 10
 

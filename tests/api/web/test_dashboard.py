@@ -147,7 +147,7 @@ def test_a_key_is_asked_for_once(start: Callable[..., RunningServer], open_page:
     page = open_page(start(api_keys=("sesame",)).url + "/dashboard")
     page.wait("document.querySelector('dialog[open]')")
     page.press("Escape", 27)
-    page.wait("document.querySelector('#state').textContent.startsWith('No answer: the API key')")
+    page.wait("document.querySelector('#state').textContent.startsWith('No answer: The server wants an API key')")
     asked = len(page.requests)
     page.until(lambda: len(page.requests) > asked + 1)
     assert page.run("document.querySelector('dialog')") is None
