@@ -19,19 +19,9 @@ from pypto_serving.cli import main
 from pypto_serving.errors import ConfigError
 from tests.api.running import COMPLETIONS, RunningServer
 from tests.api.scripted_engine import WAIT_S
+from tests.certificates import make_certificate
 
 BODY = {"prompt": "hello", "max_tokens": 3}
-
-
-def make_certificate(folder: Path, name: str) -> Path:
-    """A file with a certificate for 127.0.0.1, in `name`'s name, and its key."""
-    made = folder / f"{name}.pem"
-    key, subject = folder / f"{name}.key", ("-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1")
-    kind = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1")
-    command = ["openssl", "req", "-x509", *kind, *subject, "-out", str(made), "-keyout", str(key)]
-    subprocess.run(command, check=True, capture_output=True)
-    made.write_text(made.read_text() + key.read_text())
-    return made
 
 
 def trusting(*certificates: Path) -> httpx.Client:

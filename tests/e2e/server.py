@@ -24,10 +24,11 @@ class Server:
         self,
         *arguments: str | Path,
         wait: bool = True,
-        port: int = 0,
+        port: int | None = 0,
         program: Sequence[str] = (sys.executable, "-m", "pypto_serving"),
     ) -> None:
-        command = [*program, "serve", *map(str, arguments), "--port", str(port)]
+        listening = () if port is None else ("--port", str(port))
+        command = [*program, "serve", *map(str, arguments), *listening]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.ready: dict[str, Any] = {}
         self._family: list[psutil.Process] = []
