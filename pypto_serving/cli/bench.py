@@ -101,12 +101,8 @@ def serve(
     seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0,
     extra_body: Annotated[str, typer.Option(help="JSON object merged into each request.")] = "{}",
     timeout: common.Timeout = 3600.0,
-    random_input_len: Annotated[
-        int, typer.Option("--random-input-len", "--input-len", help="Mean prompt tokens after the shared prefix.")
-    ] = 1024,
-    random_output_len: Annotated[
-        int, typer.Option("--random-output-len", "--output-len", help="Mean output tokens.")
-    ] = 128,
+    random_input_len: Annotated[int, typer.Option(help="Mean prompt tokens after the shared prefix.")] = 1024,
+    random_output_len: Annotated[int, typer.Option(help="Mean output tokens.")] = 128,
     random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by up to this fraction, in [0, 1).")] = 0.0,
     random_prefix_len: Annotated[int, typer.Option(help="Tokens that all prompts share.")] = 0,
     prefix_repetition_prefix_len: Annotated[int, typer.Option(**_LENGTH, help="Tokens per prefix.")] = 256,
@@ -213,15 +209,11 @@ def sweep(
     base_url: common.BaseUrl = None,
     host: common.Host = common.HOST,
     port: common.Port = common.PORT,
-    max_concurrency: Annotated[
-        str, typer.Option("--max-concurrency", "--concurrency", metavar="N,N,...", help="Requests in flight.")
-    ] = "1,2,4,8,16",
-    request_rate: Annotated[
-        str | None, typer.Option("--request-rate", "--rates", metavar="R,R,...", help="Requests per second, instead.")
-    ] = None,
+    max_concurrency: Annotated[str, typer.Option(metavar="N,N,...", help="Requests in flight.")] = "1,2,4,8,16",
+    request_rate: Annotated[str | None, typer.Option(metavar="R,R,...", help="Requests per second, instead.")] = None,
     num_prompts: Annotated[int, typer.Option(help="Requests at each load.")] = 64,
-    random_input_len: Annotated[int, typer.Option("--random-input-len", "--input-len", help="Prompt tokens.")] = 128,
-    random_output_len: Annotated[int, typer.Option("--random-output-len", "--output-len", help="Output tokens.")] = 64,
+    random_input_len: Annotated[int, typer.Option(help="Prompt tokens.")] = 128,
+    random_output_len: Annotated[int, typer.Option(help="Output tokens.")] = 64,
     seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0,
     output_json: common.OutputJson = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw the results into this image.")] = None,

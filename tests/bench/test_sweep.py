@@ -17,7 +17,7 @@ def invoke(*arguments):
 
 def test_each_load_has_a_line_and_a_result(server, tmp_path):
     file = tmp_path / "r.json"
-    small = ("--num-prompts", 4, "--input-len", 8, "--output-len", 3)
+    small = ("--num-prompts", 4, "--random-input-len", 8, "--random-output-len", 3)
     result = invoke("--base-url", server.url, "--max-concurrency", "2,1", *small, "--output-json", file)
     assert result.exit_code == 0, result.output
     heading, one, two = result.stdout.splitlines()
@@ -29,39 +29,41 @@ def test_each_load_has_a_line_and_a_result(server, tmp_path):
 
 
 def test_rates_are_loads_too(server):
-    small = ("--num-prompts", 3, "--input-len", 8, "--output-len", 3)
-    result = invoke("--base-url", server.url, "--rates", "50,200.5", *small)
+    small = ("--num-prompts", 3, "--random-input-len", 8, "--random-output-len", 3)
+    result = invoke("--base-url", server.url, "--request-rate", "50,200.5", *small)
     assert [line.split()[0] for line in result.stdout.splitlines()] == ["sent/s", "50", "200.5"], result.output
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1,2", "a", "1,,2", "nan", "1,inf"])
 def test_loads_are_positive_numbers(text):
-    with pytest.raises(ConfigError, match=r"--rates is .* must be positive numbers"):
-        parse_loads("--rates", text, float)
+    with pytest.raises(ConfigError, match=r"--request-rate is .* must be positive numbers"):
+        parse_loads("--request-rate", text, float)
 
 
 @pytest.mark.parametrize("text", ["0", "0.5", "1.5,2", "inf"])
 def test_requests_in_flight_are_whole(text):
-    with pytest.raises(ConfigError, match=r"--concurrency is .* must be positive whole numbers"):
-        parse_loads("--concurrency", text, int)
+    with pytest.raises(ConfigError, match=r"--max-concurrency is .* must be positive whole numbers"):
+        parse_loads("--max-concurrency", text, int)
 
 
 def test_what_does_not_go_together_is_refused(server):
-    result = invoke("--base-url", server.url, "--concurrency", "1", "--rates", "1")
+    result = invoke("--base-url", server.url, "--max-concurrency", "1", "--request-rate", "1")
     assert result.exit_code == 2 and "exclude each other" in result.output
     result = invoke("--base-url", server.url, "--port", 1)
     assert result.exit_code == 2 and "drop --port" in result.output
 
 
 def test_a_file_that_cannot_be_written_is_one_line(server, tmp_path):
-    small = ("--num-prompts", 2, "--input-len", 8, "--output-len", 3)
-    result = invoke("--base-url", server.url, "--concurrency", 1, *small, "--output-json", tmp_path / "none" / "r.json")
+    small = ("--num-prompts", 2, "--random-input-len", 8, "--random-output-len", 3)
+    result = invoke(
+        "--base-url", server.url, "--max-concurrency", 1, *small, "--output-json", tmp_path / "none" / "r.json"
+    )
     assert result.exit_code == 2 and len(result.stdout.splitlines()) == 2
     assert result.stderr.endswith("r.json cannot be written: No such file or directory; give another\n")
 
 
 def test_a_plot_is_drawn(server, tmp_path):
-    small = ("--num-prompts", 2, "--input-len", 8, "--output-len", 3)
-    result = invoke("--base-url", server.url, "--concurrency", "1,2", *small, "--plot", tmp_path / "plot.png")
+    small = ("--num-prompts", 2, "--random-input-len", 8, "--random-output-len", 3)
+    result = invoke("--base-url", server.url, "--max-concurrency", "1,2", *small, "--plot", tmp_path / "plot.png")
     assert result.exit_code == 0, result.output
     assert (tmp_path / "plot.png").stat().st_size > 1000

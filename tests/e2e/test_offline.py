@@ -333,7 +333,7 @@ WAITING: dict[str, Callable[[LLM], object]] = {
     "grammars": lambda llm: llm.generate(["a"] * 100, [guided(f"{SLOW}\n// {i}") for i in range(100)]),
     "answers": lambda llm: llm.generate(["Hello"] * 2000, SamplingParams(max_tokens=2000, ignore_eos=True)),
     "a stream": lambda llm: list(llm.stream("Hello", SamplingParams(max_tokens=4000, ignore_eos=True))),
-    "a stream of a long text": lambda llm: list(llm.stream("zq " * 300_000)),
+    "a stream of a long text": lambda llm: list(llm.stream("zq " * 3_000_000)),
 }
 
 

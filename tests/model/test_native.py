@@ -90,18 +90,23 @@ def test_kernels_that_this_machine_does_not_run(checkpoint: MakeCheckpoint) -> N
         ({}, 32, "bfloat16", ""),
         ({}, 32, "float32", "bfloat16 only, not float32"),
         ({}, 24, "bfloat16", "multiple of 32 tokens, not 24"),
-        ({"head_dim": 48}, 32, "bfloat16", "head_dim of 32, 64, ... 256, not 48"),
-        ({"head_dim": 288}, 32, "bfloat16", "not 288"),
-        ({"num_heads": 97, "num_kv_heads": 1}, 32, "bfloat16", "at most 96 queries"),
+        ({"attention": {"head_dim": 48}}, 32, "bfloat16", "head_dim of 32, 64, ... 256, not 48"),
+        ({"attention": {"head_dim": 288}}, 32, "bfloat16", "not 288"),
+        ({"attention": {"num_heads": 97, "num_kv_heads": 1}}, 32, "bfloat16", "at most 96 queries"),
         ({"hidden_size": 63}, 32, "bfloat16", "even hidden_size"),
-        ({"intermediate_size": 100}, 32, "bfloat16", "multiples of 16, not (100,)"),
+        ({"mlp": {"width": 100}}, 32, "bfloat16", "multiples of 16, not [100]"),
+        ({"mlp": {"bias": True}}, 32, "bfloat16", "no biases in an MLP"),
     ],
 )
 def test_why_a_model_needs_torch(
     checkpoint: MakeCheckpoint, changes: dict[str, Any], block_size: int, dtype: str, reason: str
 ) -> None:
     architecture, model = load_config(checkpoint())
-    changed = dataclasses.replace(model, **changes)
+    own, parts = dict(changes), {}
+    for part in {"attention", "mlp"} & changes.keys():
+        parts[part] = dataclasses.replace(getattr(model.layers[0], part), **own.pop(part))
+    layers = tuple(dataclasses.replace(layer, **parts) for layer in model.layers)
+    changed = dataclasses.replace(model, layers=layers, **own)
     spec = model_family(architecture).spec(changed, Serving(dtype, block_size), {})
     assert (reason in spec.needs_torch) if reason else not spec.needs_torch
 

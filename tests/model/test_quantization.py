@@ -243,4 +243,4 @@ def test_the_fingerprint_names_int8(compressed: Path) -> None:
     config = json.loads((compressed / "config.json").read_text())
     assert config["quantization_config"]["ignore"] == ["lm_head", "re:.*mlp.gate$"]
     program = load_program(compressed, "bfloat16", kernels=runnable()[0])
-    assert program.model.name(program.model.model, null_config(num_blocks=20)) == "qwen3-native-3 w8a8"
+    assert program.model.name(program.model.model, null_config(num_blocks=20)) == "decoder-native-1 w8a8"
