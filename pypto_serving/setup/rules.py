@@ -24,6 +24,7 @@ TOOL_CALL_PARSERS = (
     "qwen3_coder",
     "llama3_json",
     "pythonic",
+    "olmo3",
     "mistral",
     "mistral_named",
     "deepseek_v3",

@@ -41,7 +41,7 @@ NOT_NORMAL = ("e\u0301", "\ufb01x", "a\u00b7b", "\u0928\u093e\u092e", "class")
 
 def read(family: str, functions: Sequence[Function], text: str, one: bool = False) -> AssistantMessage:
     types = {function["name"]: parameter_types(function.get("parameters", {})) for function in functions}
-    return read_output(OutputFormat(None, Calls(family, types, one))(), [text])
+    return read_output(OutputFormat(None, Calls(family, types, one, exact=True))(), [text])
 
 
 def random_tool(rng: random.Random, number: int) -> Function:

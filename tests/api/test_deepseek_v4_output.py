@@ -83,15 +83,15 @@ CALLS = [
     (f"a{START}{END}b", "ab", []),
     (f"{START}{invoke(parameter('1'))}{END}", "", [ParsedCall("f", '{"x": "1"}')]),
     (f"{START}{invoke(parameter('1', 'false'))}{END}", "", [ParsedCall("f", '{"x": 1}')]),
-    (f"{START}{invoke(parameter('{bad', 'false'))}{END}", "", [ParsedCall("f", '{"x": "{bad"}')]),
+    (f"{START}{invoke(parameter('bad', 'false'))}{END}", "", [ParsedCall("f", '{"x": "bad"}')]),
     (START + invoke(parameter(MARKS, "false")) + END, "", [ParsedCall("f", f'{{"x": {MARKS}}}')]),
     (START + invoke(parameter(f'"{VALUE_END}"', "false")) + END, "", [ParsedCall("f", f'{{"x": "{VALUE_END}"}}')]),
     (
-        START + invoke(parameter('"a', "false", "y"), parameter("NaN", "false")) + END,
+        START + invoke(parameter("None", "False", "y"), parameter("NaN", "false")) + END,
         "",
-        [ParsedCall("f", '{"y": "\\"a", "x": "NaN"}')],
+        [ParsedCall("f", '{"y": null, "x": "NaN"}')],
     ),
-    (f"{START}{invoke(parameter('1'), parameter('2'))}{END}", "", [ParsedCall("f", '{"x": "2"}')]),
+    (f"{START}{invoke(parameter('1'), parameter('2'))}{END}", "", [ParsedCall("f", '{"x": "1", "x": "2"}')]),
     (f"{START}{invoke(parameter(f'<p>{NOW}{END}{START}'))}{END}", "", None),
     (START + invoke(parameter('ü\n"')) + END, "", [ParsedCall("f", '{"x": "ü\\n\\""}')]),
 ]
@@ -110,10 +110,10 @@ def test_calls(text: str, content: str, calls: list[ParsedCall] | None) -> None:
 BROKEN = [
     (f"a{START}", f"a{START}", 0),
     (f"a{START}{WEATHER[:-9]}", f"a{START}{WEATHER[:-9]}", 0),
-    (f"a{START}garbage{NOW}{END}", f"a{START}garbage{NOW}{END}", 0),
     (f"a{START}{NOW}{WEATHER[:30]}", f"a\n{WEATHER[:30]}", 1),
     (f"a{START}{NOW}\n ", "a", 1),
     (f"a{START}{invoke(parameter('1', 'maybe'))}{END}", None, 0),
+    (f"a{START}{invoke(parameter('{bad', 'false'))}{END}", None, 0),
     ("a\n\n<｜DSML｜tool", "a\n\n<｜DSML｜tool", 0),
 ]
 
@@ -133,7 +133,7 @@ def test_calls_are_read_only_where_there_are_tools() -> None:
 def test_parts_come_as_soon_as_they_are_certain() -> None:
     assert read_output(new_parser(True, True), []) == AssistantMessage()
     parser = new_parser(True, True)
-    texts = ["why", "</", "b>", "</think", ">", "so\n", "\nx", f"{START}{NOW}"]
+    texts = ["why", "</", "b>", "</think", ">", "so\n", "\nx", f"{START}{NOW}{NOW}"]
     given = [[getattr(part, "text", part) for part in parser.push(text)] for text in texts]
     assert given == [["why"], [], ["</b>"], [], [], ["so"], ["\n\nx"], [ToolCallStart("now"), "{}"]]
 

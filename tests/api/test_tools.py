@@ -84,7 +84,8 @@ def test_calls_of_every_family(
 
 
 def test_arguments_stream(says: Callable[..., RunningServer]) -> None:
-    server = says(HERMES_TEXT)
+    arguments = json.dumps({"city": "Paris " * 300})
+    server = says(f'<tool_call>\n{{"name": "get_weather", "arguments": {arguments}}}\n</tool_call>')
     server.engine.largest_portion = 1
     try:
         events = server.events(PATH, request())
@@ -94,7 +95,7 @@ def test_arguments_stream(says: Callable[..., RunningServer]) -> None:
     first = [delta["function"]["arguments"] for delta in deltas if delta["index"] == 0]
     assert first[0] == ""
     assert len(first) > 5
-    assert "".join(first) == ARGUMENTS
+    assert "".join(first) == arguments
 
 
 def test_the_official_client_streams_calls(says: Callable[..., RunningServer]) -> None:
@@ -155,15 +156,20 @@ def test_calls_after_the_first_are_dropped_if_parallel_ones_are_off(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_is_cut(says: Callable[..., RunningServer], stream: bool) -> None:
-    server = says(HERMES_TEXT[: HERMES_TEXT.index(" é")], "length")
-    if stream:
-        message = join_events(server.events(PATH, request()))
-        calls, reason = message["calls"], message["finish_reason"]
-    else:
-        choice = server.post(PATH, request()).json()["choices"][0]
-        calls, reason = choice["message"]["tool_calls"], choice["finish_reason"]
-    assert reason == "length"
-    assert calls[0]["function"] == {"name": "get_weather", "arguments": '{"city": "Paris'}
+    """It is content, unless it is so long that it was sent already."""
+    cut = HERMES_TEXT[: HERMES_TEXT.index(" é")]
+    for text, content, arguments in ((cut, cut, []), (cut + "x" * 2000, "I look.", ['{"city": "Paris' + "x" * 2000])):
+        for reason in ("length", "stop"):
+            server = says(text, reason)
+            if stream:
+                message = join_events(server.events(PATH, request()))
+                calls, ended, said = message["calls"], message["finish_reason"], message["content"]
+            else:
+                choice = server.post(PATH, request()).json()["choices"][0]
+                calls, ended = choice["message"].get("tool_calls", []), choice["finish_reason"]
+                said = choice["message"]["content"]
+            assert (ended, said or "") == (reason, content)
+            assert [call["function"]["arguments"] for call in calls] == arguments
 
 
 NAMED = {"type": "function", "function": {"name": "now"}}

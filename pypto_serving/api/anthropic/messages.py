@@ -155,7 +155,7 @@ class MessageFormat(AnswerFormat):
         elif isinstance(stopped_by, str):
             self._stop_reason, self._stop_sequence = "stop_sequence", stopped_by
         else:
-            self._stop_reason = "tool_use" if self._calls else "end_turn"
+            self._stop_reason = "tool_use" if self._calls and not self._parser.broken else "end_turn"
 
     def _message(self, content: list[answers.ContentBlock], usage: TokenUsage) -> answers.Message:
         return answers.Message(

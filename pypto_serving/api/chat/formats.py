@@ -21,11 +21,13 @@ class Calls(msgspec.Struct, frozen=True):
     - `family`: one of FAMILIES
     - `types`: the JSON types of each tool's parameters: types[tool][parameter]
     - `one`: drop all calls after the first
+    - `exact`: a grammar writes calls, of all functions or of strict ones
     """
 
     family: str
     types: dict[str, dict[str, list[str]]] = {}
     one: bool = False
+    exact: bool = False
 
 
 class OutputFormat(msgspec.Struct, frozen=True):
@@ -40,8 +42,8 @@ class OutputFormat(msgspec.Struct, frozen=True):
     hides_reasoning: bool = False
 
     def __call__(self) -> OutputParser:
-        one_call = self.calls is not None and self.calls.one
-        scanner = OutputScanner(one_call, self.hides_reasoning)
+        one, exact = (False, False) if self.calls is None else (self.calls.one, self.calls.exact)
+        scanner = OutputScanner(one, self.hides_reasoning, exact)
         return OutputParser(scanner, _read(scanner, self))
 
     def new_call_id(self, prefix: str) -> str:

@@ -321,7 +321,8 @@ def encode_chat(prompter: Prompter, chat: ChatRequest) -> tuple[list[int], Outpu
     ids = prompter.encode_chat(encoded, chat.messages_field, chat.add_special_tokens)
     form = encoded.new_parser
     if form is not None:
-        calls = form.calls if form.calls is None or chat.tools.parallel else replace(form.calls, one=True)
+        calls, exact = form.calls, bool(chat.tools.forced) or any(f.get("strict") for f in chat.tools.functions)
+        calls = calls if calls is None else replace(calls, one=not chat.tools.parallel, exact=exact)
         form = replace(form, calls=calls, hides_reasoning=chat.hides_reasoning)
     return ids, form
 

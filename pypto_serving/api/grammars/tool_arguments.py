@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pypto_serving.api.chat.parsers import dsml, qwen3_coder
+from pypto_serving.api.chat.parsers.tagged import MAX_TAG, as_json
 from pypto_serving.api.chat.tools import MAX_HOPS, parameter_types, types_of
 from pypto_serving.api.grammars.grammar_text import ANY, GrammarText, any_of, joined, regex, without
 from pypto_serving.api.grammars.json_schema import Definitions, SchemaError, prepare_parts
@@ -295,7 +296,7 @@ def _xml_text(rules: GrammarText, text: ParameterText, kinds: Sequence[str]) -> 
         for value in text.values:
             if XML_END in value:
                 raise SchemaError(f"a text with {XML_END} cannot stand in this form of calls")
-            if set(kinds) != {"string"} and not qwen3_coder.as_json(value, kinds).startswith('"'):
+            if set(kinds) != {"string"} and not (as_json(value, kinds) or "").startswith('"'):
                 raise SchemaError(f"the text {brief(value)} is read as another type in this form of calls")
         return any_of([json.dumps(f"{value}\n{XML_END}") for value in text.values])
     looks = "|".join(
@@ -360,7 +361,7 @@ def _dsml_json(rules: GrammarText, schema: Schema) -> str:
 
 
 def _dsml_parameter(rules: GrammarText, one: Property) -> str:
-    fits = dsml.NAME.fullmatch(one.name) is not None and len(one.name) <= dsml.MAX_HEAD // 2
+    fits = dsml.NAME.fullmatch(one.name) is not None and len(one.name) <= MAX_TAG // 2
     check_name(one.name, fits)
     others = [kind for kind in one.types if kind != "string"]
     texts = _dsml_texts(one.schema) if not others or "string" in one.types else None

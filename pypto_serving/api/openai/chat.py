@@ -254,7 +254,7 @@ class ParsedChatFormat(ChatFormat):
         details = self.details(delta)
         if not bodies and (details or delta.logprobs is not None):
             bodies = [b',"delta":{}']
-        reason = _finish_reason(delta.finish_reason, self._num_calls[index])
+        reason = _finish_reason(delta.finish_reason, self._num_calls[index] > 0 and not parser.broken)
         events = [self.choice(index, body, None, None) for body in bodies[:-1]]
         events += [self.choice(index, body, chat_logprobs(delta.logprobs), reason, details) for body in bodies[-1:]]
         return b"".join(events)
@@ -280,13 +280,14 @@ class ParsedChatFormat(ChatFormat):
         if read.tool_calls:
             calls = [self._tool_call(call.name, call.arguments) for call in read.tool_calls]
             message |= {"content": read.content or None, "tool_calls": calls}
-        return {"message": message, "finish_reason": _finish_reason(output.finish_reason, len(read.tool_calls))}
+        called = bool(read.tool_calls) and not read.broken
+        return {"message": message, "finish_reason": _finish_reason(output.finish_reason, called)}
 
     def _tool_call(self, name: str, arguments: str) -> dict[str, Any]:
         call_id = self._form.new_call_id("call_")
         return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _finish_reason(reason: str | None, num_calls: int) -> str | None:
-    """Return `reason`, but OpenAI's "tool_calls" for a stop after calls."""
-    return "tool_calls" if reason == "stop" and num_calls else reason
+def _finish_reason(reason: str | None, called: bool) -> str | None:
+    """Return `reason`, but OpenAI's "tool_calls" for a stop after whole calls."""
+    return "tool_calls" if reason == "stop" and called else reason

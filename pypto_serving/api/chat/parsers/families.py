@@ -12,30 +12,27 @@ from pypto_serving.api.chat.parsers import dsml, pythonic, qwen3_coder
 from pypto_serving.api.chat.parsers.json_calls import (
     FIRST_KEY,
     SPACE,
+    Names,
+    end_braces,
+    may_call,
+    read_arguments,
     read_array,
-    read_calls,
+    read_call,
     read_head,
-    stream_arguments,
 )
-from pypto_serving.api.chat.parsers.scanner import (
-    OutputScanner,
-    Steps,
-    Thinking,
-    Tools,
-    drop_if,
-    end_calls,
-    meets,
-    past_space,
-    read_marked,
-)
+from pypto_serving.api.chat.parsers.recovery import Markup
+from pypto_serving.api.chat.parsers.scanner import OutputScanner, Steps, Thinking, Tools, drop_if, past_space
 
 _FENCE, _FENCE_END = "```json", "```"
 _PYTHON_TAG, _SEPARATOR = "<|python_tag|>", ";"
 _TOOL_CALLS, _ARGS = "[TOOL_CALLS]", "[ARGS]"
-_MISTRAL_NAME = re.compile(r"([\w.:/-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
+_BEGINS = r"(?=\{|null|None)"
+_MISTRAL_HEAD = re.compile(rf"([\w.:/-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:(?:\[ARGS\]\s*)+{_BEGINS}|(?=\{{))")
 _V3_CALLS, _V3_CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _V3_CALL, _V3_CALL_END, _V3_SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
-_V3_HEAD = re.compile(rf"(?:function{_V3_SEPARATOR}([^\n<]+)\n{_FENCE}\s*|([^\n<]+){_V3_SEPARATOR}\s*)(?=\{{)")
+_V3_HEAD = re.compile(
+    rf"(?:function(?:{_V3_SEPARATOR})+([^\n<]+)\n\s*(?:`+\w*\s*)?|([^\n<]+)(?:{_V3_SEPARATOR})+\s*){_BEGINS}"
+)
 _MAX_HEAD = 512
 
 
@@ -74,73 +71,68 @@ class CallForm:
     short_ids: bool = False
 
 
-def _read_hermes(scanner: OutputScanner, tools: Tools) -> Steps[None]:
-    """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, of Hermes and Qwen."""
-    return read_marked(scanner, (qwen3_coder.START,), read_calls, ends=(qwen3_coder.END,))
+def _read_mistral(scanner: OutputScanner, tools: Tools, any_name: bool) -> Steps[bool]:
+    """Read `[{...}, ...]`, or `name[ARGS]{...}`."""
+    at = yield from past_space(scanner)
+    if scanner.text.startswith(("[", "{"), at):
+        return (yield from read_array(scanner))
+    head = yield from read_head(scanner, at, _MISTRAL_HEAD, "{", _MAX_HEAD)
+    return head is not None and (yield from _read_named(scanner, head[1], head.end(), None if any_name else tools))
 
 
-def _read_llama3(scanner: OutputScanner, tools: Tools) -> Steps[None]:
-    """Read the calls of Llama 3: JSON after `<|python_tag|>`, or alone at the beginning, with `;` between several.
+def _read_named(scanner: OutputScanner, name: str, at: int, names: Names) -> Steps[bool]:
+    """Read the arguments at `at` of the call `name`."""
+    if not may_call(name, names):
+        return False
+    scanner.call(name)
+    scanner.drop(at)
+    given: list[str] = []
 
-    Without the tag a call must name one of `tools`: the content may be JSON, too.
-    """
-    if (yield from read_calls(scanner, 0, tools, _SEPARATOR)):
-        yield from end_calls(scanner, _PYTHON_TAG)
-    yield from read_marked(scanner, (_PYTHON_TAG,), partial(read_calls, separator=_SEPARATOR))
+    def give(text: str) -> None:
+        given.append(text)
+        scanner.arguments(text)
 
-
-def _read_mistral(scanner: OutputScanner, tools: Tools) -> Steps[None]:
-    """Read `[TOOL_CALLS][{...}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}` for each call."""
-    return read_marked(scanner, (_TOOL_CALLS,), _read_mistral_calls)
-
-
-def _read_mistral_calls(scanner: OutputScanner, at: int) -> Steps[bool]:
-    if (yield from read_array(scanner, at)):
-        return True
-    at = yield from past_space(scanner, at)
-    head = yield from read_head(scanner, at, _MISTRAL_NAME, "{", _MAX_HEAD)
-    if head is not None:
-        scanner.call(head[1])
-        scanner.drop(head.end())
-        yield from stream_arguments(scanner)
-    return head is not None
+    return (yield from read_arguments(scanner, give)) and (yield from end_braces(scanner, given))
 
 
-def _read_deepseek_v3(scanner: OutputScanner, tools: Tools) -> Steps[None]:
-    """Read the calls of DeepSeek V3, R1 and V3.1, whose marks are special tokens.
+def _read_deepseek_v3(scanner: OutputScanner, tools: Tools, any_name: bool) -> Steps[bool]:
+    """Read a call of DeepSeek V3, R1 and V3.1, whose marks are special tokens.
 
     - V3 and R1: the word `function`, a separator, the name, and the arguments in a code block
     - V3.1: the name, a separator, and the arguments
     """
-    starts = (_V3_CALLS + _V3_CALL, _V3_CALL)
-    return read_marked(
-        scanner, starts, _read_deepseek_v3_call, ends=(_V3_CALL_END, _V3_CALLS_END), more=(_V3_CALL, _V3_CALLS)
-    )
-
-
-def _read_deepseek_v3_call(scanner: OutputScanner, at: int) -> Steps[bool]:
+    at = yield from past_space(scanner)
     head = yield from read_head(scanner, at, _V3_HEAD, "{", _MAX_HEAD)
     if head is None:
         return False
-    scanner.call(head[1] or head[2])
-    scanner.drop(head.end())
-    yield from stream_arguments(scanner)
-    if head[1] is not None:
-        yield from drop_if(scanner, _FENCE_END)
-    return True
+    name, names = (head[1] or head[2]).strip(), None if any_name or head[1] else tools
+    return (yield from _read_named(scanner, name, head.end(), names))
 
 
-def _read_json(scanner: OutputScanner, tools: Tools) -> Steps[None]:
-    """Read calls of models without a form of their own: an output that begins with JSON, maybe in a code block.
+def _read_object(scanner: OutputScanner, tools: Tools, any_name: bool) -> Steps[bool]:
+    """Read `{"name": ..., "arguments": {...}}`."""
+    return read_call(scanner, None if any_name else tools)
 
-    Calls must name one of `tools`. What follows them is content.
-    """
-    at = yield from past_space(scanner)
-    fenced = yield from meets(scanner, at, _FENCE)
-    if (yield from read_array(scanner, at + len(_FENCE) * fenced, tools)):
-        if fenced:
-            yield from drop_if(scanner, _FENCE_END)
-        yield from end_calls(scanner)
+
+def _read_json(scanner: OutputScanner, tools: Tools, any_name: bool) -> Steps[bool]:
+    """Read calls of models without a form of their own: JSON, maybe in a code block."""
+    yield from drop_if(scanner, _FENCE)
+    return (yield from read_array(scanner, tools))
+
+
+_HERMES = Markup(
+    _read_object, starts=(qwen3_coder.START,), loose_heads=('{"name"',), ends=(qwen3_coder.END,), opener="{"
+)
+_LLAMA3 = Markup(_read_object, starts=(_PYTHON_TAG,), opener="{", between=_SEPARATOR)
+_MISTRAL = Markup(_read_mistral, starts=(_TOOL_CALLS,))
+_DEEPSEEK_V3 = Markup(_read_deepseek_v3, starts=(_V3_CALL, _V3_CALLS), ends=(_FENCE_END, _V3_CALL_END, _V3_CALLS_END))
+_JSON = Markup(_read_json, starts=(_FENCE,), ends=(_FENCE_END,))
+
+
+def _first(markup: Markup, scanner: OutputScanner, tools: Tools) -> Steps[None]:
+    """Read calls at the beginning of the output, without a mark, then content and calls."""
+    yield from markup.read_first(scanner, tools)
+    yield from markup.read_text(scanner, tools)
 
 
 _NAME, _ARGUMENTS = '{"name": "', '", "arguments": '
@@ -150,54 +142,59 @@ _V3_MARKS = (_V3_CALLS, _V3_CALLS_END, _V3_CALL, _V3_CALL_END, _V3_SEPARATOR)
 
 FAMILIES: Mapping[str, CallForm] = {
     "hermes": CallForm(
-        read=_read_hermes,
+        read=_HERMES.read_text,
         head=f"{qwen3_coder.START}\n{_NAME}", middle=_ARGUMENTS, tail=f"}}\n{qwen3_coder.END}", between="\n",
         starts=(qwen3_coder.START,), marks=(qwen3_coder.START, qwen3_coder.END),
     ),
     "qwen3_coder": CallForm(
-        read=qwen3_coder.read,
+        read=qwen3_coder.MARKUP.read_text,
         head=f"{qwen3_coder.START}\n{qwen3_coder.FUNCTION}", middle=">\n",
         tail=f"{qwen3_coder.FUNCTION_END}\n{qwen3_coder.END}", between="\n", arguments="xml",
         starts=qwen3_coder.STARTS, marks=(qwen3_coder.START, qwen3_coder.END),
         end_thinking=(f"{qwen3_coder.START}\n{qwen3_coder.FUNCTION}",),  # some models call from within it
     ),
     "llama3_json": CallForm(
-        read=_read_llama3,
+        read=partial(_first, _LLAMA3),
         head=_NAME, middle='", "parameters": ', tail="}", between=f"{_SEPARATOR} ",
         starts=(_PYTHON_TAG,), opens=_OPENS, goes_on=rf"{SPACE}{_SEPARATOR}?{_OPENS}", marks=(_PYTHON_TAG,),
     ),
     "pythonic": CallForm(
-        read=pythonic.read,
+        read=partial(_first, pythonic.MARKUP),
         head="", middle="(", tail=")", begin="[", between=", ", end="]", arguments="python",
         starts=(pythonic.START,), close=pythonic.END, opens=pythonic.OPENS, marks=(pythonic.START, pythonic.END),
     ),
+    "olmo3": CallForm(
+        read=pythonic.MARKUP_OF_LINES.read_text,
+        head="", middle="(", tail=")", begin=pythonic.LINES, between="\n", end=pythonic.LINES_END,
+        arguments="python", starts=(pythonic.LINES,), marks=(pythonic.LINES, pythonic.LINES_END),
+    ),
     "mistral": CallForm(
-        read=_read_mistral,
+        read=_MISTRAL.read_text,
         head=_NAME, middle=_ARGUMENTS, tail="}", begin=f"{_TOOL_CALLS}[", between=", ", end="]",
         starts=(_TOOL_CALLS,), marks=_MISTRAL_MARKS, short_ids=True,
     ),
     "mistral_named": CallForm(
-        read=_read_mistral,
+        read=_MISTRAL.read_text,
         head=_TOOL_CALLS, middle=_ARGS, tail="", starts=(_TOOL_CALLS,), marks=_MISTRAL_MARKS, short_ids=True,
     ),
     "deepseek_v3": CallForm(
-        read=_read_deepseek_v3,
+        read=_DEEPSEEK_V3.read_text,
         head=f"{_V3_CALL}function{_V3_SEPARATOR}", middle=f"\n{_FENCE}\n", tail=f"\n{_FENCE_END}{_V3_CALL_END}",
         begin=_V3_CALLS, between="\n", end=_V3_CALLS_END, starts=(_V3_CALLS + _V3_CALL, _V3_CALL), marks=_V3_MARKS,
     ),
     "deepseek_v31": CallForm(
-        read=_read_deepseek_v3,
+        read=_DEEPSEEK_V3.read_text,
         head=_V3_CALL, middle=_V3_SEPARATOR, tail=_V3_CALL_END,
         begin=_V3_CALLS, end=_V3_CALLS_END, starts=(_V3_CALLS + _V3_CALL, _V3_CALL), marks=_V3_MARKS,
     ),
     "deepseek_v4": CallForm(
-        read=dsml.read,
+        read=dsml.MARKUP.read_text,
         head=f'<{dsml.MARK}invoke name="', middle='">\n', tail=f"{dsml.INVOKE_END}\n",
         begin=f"{dsml.CALLS_START}\n", end=dsml.CALLS_END, arguments="dsml",
         starts=(dsml.CALLS_START,), marks=(dsml.MARK,),
     ),
     "json": CallForm(
-        read=_read_json,
+        read=_JSON.read_first,
         head=_NAME, middle=_ARGUMENTS, tail="}", begin="[", between=", ", end="]", alone=True,
         opens=rf"{SPACE}(?:{_FENCE}{SPACE})?(?:\[{SPACE})?{FIRST_KEY}",
         fences=((f"{_FENCE}\n", f"\n{_FENCE_END}"),),
@@ -213,6 +210,7 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("mistral", (_TOOL_CALLS,)),
     ("qwen3_coder", (qwen3_coder.START, qwen3_coder.FUNCTION)),
     ("hermes", (qwen3_coder.START, '"name"', "arguments")),
+    ("olmo3", (pythonic.LINES,)),
     ("pythonic", ("<|python_start|>",)),
     ("pythonic", ("[func_name1(",)),
     ("llama3_json", (_PYTHON_TAG,)),

@@ -4,34 +4,51 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Generator
+from typing import Any, NoReturn, TypeVar
 
-from pypto_serving.api.chat.parsers.scanner import OutputScanner, Steps, find, meets, past_space, to_json
+from pypto_serving.api.chat.parsers.scanner import OutputScanner, Steps, drop_if, past_space, to_json
 
-_STRING_END = {quote: re.compile(rf"{quote}|\\.", re.DOTALL) for quote in "\"'"}
-_JSON = re.compile(r'["{}\[\]]|[^\s\w:,.+\-]')
-_PYTHON = re.compile(r"""["'(){}\[\]]""")
+T = TypeVar("T")
+Give = Callable[[str], None]
+SPACE = r"[\s\x1c-\x1f]*"
+"""White space of Python, also for engines that count less as such."""
+_ARGUMENTS = ("arguments", "parameters")
+_KEYS = {"name", "id", "type", *_ARGUMENTS}
+FIRST_KEY = rf'\{{{SPACE}"(?:(?:{"|".join(sorted(_KEYS))})"|[^"]*\\)'
+"""What a call begins with; a key with an escape may be any."""
+_ESCAPE = r"(?:[\"\\/bfnrt]|u[0-9a-fA-F]{4})"
+_INSIDE = {'"': re.compile(rf'(?:[^"\\]+|\\{_ESCAPE})*'), "'": re.compile(rf"(?:[^'\\]+|\\(?:'|{_ESCAPE}))*")}
+_OPEN_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
+_TO_ESCAPE = {'"': re.compile(r"[\x00-\x1f]"), "'": re.compile(r"""\\[^']|(\\')|["\x00-\x1f]""")}
+_WORD = re.compile(r"[\w.+-]*")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+_CONSTANTS = {"true", "false", "null"}
+_VALUE = '{["v'
+_PYTHON_STRING = {quote: re.compile(rf"{quote}|\\.", re.DOTALL) for quote in "\"'"}
+_BRACKET = re.compile(r"""["'(){}\[\]]""")
+
+Names = Collection[str] | None
+"""The tools that a call may name; None for any."""
 
 
 class BracketScanner:
-    """Find the end of a value that begins with a bracket, counting brackets outside of strings.
+    """Find the end of a value that begins with a bracket or a quote, counting brackets outside of strings.
 
-    `at` is how far the text was read: with `done` the end of the value, else everything before it is certain. `depth`
-    is the number of open brackets. A character that JSON has in strings only is `broken`: the value ends before it.
+    `at` is how far the text was read: with `done` the end of the value, else everything before it is certain.
     """
 
-    def __init__(self, at: int = 0, depth: int = 0, python: bool = False) -> None:
+    def __init__(self, at: int) -> None:
         self.at = at
-        self.done = self.broken = False
-        self._depth = depth
-        self._outside = _PYTHON if python else _JSON
+        self.done = False
+        self.depth = 0
         self._quote = ""
 
     def advance(self, text: str) -> bool:
         """Read on in `text`, which begins as it did before; return `done`."""
         while not self.done:
-            found = (_STRING_END[self._quote] if self._quote else self._outside).search(text, self.at)
+            found = (_PYTHON_STRING[self._quote] if self._quote else _BRACKET).search(text, self.at)
             if found is None:
                 self.at = len(text) - (1 if self._quote and text.endswith("\\", self.at) else 0)
                 break
@@ -43,96 +60,190 @@ class BracketScanner:
         self.at = found.end()
         if self._quote:
             self._quote = self._quote if char != self._quote else ""
+            self.done = not self._quote and self.depth == 0
         elif char in "\"'":
             self._quote = char
-        elif char in "([{":
-            self._depth += 1
-        elif char in ")]}":
-            self._depth -= 1
-            self.done = self._depth <= 0
         else:
-            self.at = found.start()
-            self.done = self.broken = True
+            self.depth += 1 if char in "([{" else -1
+            self.done = self.depth <= 0
 
 
-MAX_HEAD, MAX_TAIL = 4096, 256
-"""Characters of a call before and after its arguments."""
-_STRING = r'"((?:[^"\\]|\\.)*)"'
-_ARGUMENTS = ("arguments", "parameters")
-_BESIDE = r'"(?:id|type)"\s*:\s*"[^"\\]*"'
-_HEAD = re.compile(
-    rf'\{{\s*(?:{_BESIDE}\s*,\s*)*"name"\s*:\s*{_STRING}\s*,\s*"(?:{"|".join(_ARGUMENTS)})"\s*:\s*(?=\{{)'
-)
-_TAIL = re.compile(rf"(?:\s*,\s*{_BESIDE})*\s*\}}")
-_FIRST_KEY = re.compile(rf"\{{\s*(?:{_STRING}|[^\s\"])")
-_KEYS = {"name", "id", "type", *_ARGUMENTS}
-SPACE = r"[\s\x1c-\x1f]*"
-"""White space of Python, also for engines that count less as such."""
-FIRST_KEY = rf'\{{{SPACE}"(?:(?:{"|".join(sorted(_KEYS))})"|[^"]*\\)'
-"""What a call begins with; a key with an escape may be any."""
+def read_json(scanner: OutputScanner, give: Give, wanted: str = "{") -> Steps[bool]:
+    """Consume one value, and `give` it as JSON while it comes; False where it breaks.
 
-Names = Collection[str] | None
-"""The tools that a call may name; None for any."""
-
-
-def read_call(scanner: OutputScanner, at: int, names: Names = None) -> Steps[bool]:
-    """Read the call at `at`, and consume all up to its end; without a call there, consume nothing and return False.
-
-    Arguments are given out as they come if the name stands before them, else once the call is complete.
+    `wanted`: the characters with which the value may begin, `v` for numbers and constants.
     """
-    brackets = BracketScanner(at)
+    opened, at = "", 0
     while True:
-        head = _HEAD.match(scanner.text, at, at + MAX_HEAD)
-        if head is not None:
-            name = _unquoted(head[1])
-            if name is None or not _may_call(name, names):
-                return False
-            scanner.call(name)
-            scanner.drop(head.end())
-            yield from stream_arguments(scanner)
-            yield from _end_call(scanner)
-            return True
-        if not _may_begin(scanner.text, at):
+        begin = at
+        at = yield from past_space(scanner, at)
+        give("".join(filter(" \t\r\n".__contains__, scanner.text[begin:at])))
+        char = scanner.text[at : at + 1]
+        kind = '"' if char == "'" and not scanner.exact else char if char in '{}[]:,"' else "v"
+        if not char or kind not in wanted:
+            scanner.drop(at)
             return False
-        if brackets.advance(scanner.text):
-            return not brackets.broken and _whole_call(scanner, at, brackets.at, names)
-        if scanner.ended:
+        if kind == "v" or kind == '"':
+            scanner.drop(at + (kind == '"'))
+            at = 0
+            is_key = "v" not in wanted
+            if not (yield from (_read_word(scanner, give) if kind == "v" else read_string(scanner, give, char))):
+                return False
+            if is_key:
+                wanted = ":"
+                continue
+        else:
+            give(char)
+            at += 1
+            if char in "{[":
+                opened += char
+                wanted = '"}' if char == "{" else _VALUE + "]"
+                continue
+            if char in ":,":
+                wanted = '"' if char == "," and opened[-1] == "{" else _VALUE
+                continue
+            opened = opened[:-1]
+        if not opened:
+            scanner.drop(at)
+            return True
+        wanted = ",}" if opened[-1] == "{" else ",]"
+
+
+def read_string(scanner: OutputScanner, give: Give, quote: str) -> Steps[bool]:
+    """Consume the rest of a string after its `quote`, and `give` it as JSON while it comes; False where it breaks."""
+    give('"')
+    while True:
+        inside = _INSIDE[quote].match(scanner.text)
+        assert inside is not None
+        give(_TO_ESCAPE[quote].sub(_escaped, inside[0]))
+        scanner.drop(inside.end())
+        if scanner.text.startswith(quote):
+            scanner.drop(1)
+            give('"')
+            return True
+        if scanner.ended or not (scanner.text == "" or _OPEN_ESCAPE.match(scanner.text)):
             return False
         yield
 
 
-def read_calls(scanner: OutputScanner, at: int, names: Names = None, separator: str = "") -> Steps[bool]:
-    """Read one call after the other, with white space and maybe a `separator` between them; tell if there was one."""
-    found = False
+def _escaped(found: re.Match[str]) -> str:
+    """Return how JSON writes what only Python has in strings."""
+    text = found[0]
+    return "'" if text == "\\'" else text if text.startswith("\\") else json.dumps(text)[1:-1]
+
+
+def _read_word(scanner: OutputScanner, give: Give) -> Steps[bool]:
     while True:
-        at = yield from past_space(scanner, at)
-        if found and separator and scanner.text.startswith(separator, at):
-            at = yield from past_space(scanner, at + len(separator))
-        if not (yield from read_call(scanner, at, names)):
-            return found
-        found, at = True, 0
-
-
-def read_array(scanner: OutputScanner, at: int, names: Names = None) -> Steps[bool]:
-    """Read a JSON array of calls, or a call alone, like `read_calls`."""
-    at = yield from past_space(scanner, at)
-    in_array = scanner.text.startswith("[", at)
-    if not (yield from read_calls(scanner, at + in_array, names, ",")):
+        found = _WORD.match(scanner.text)
+        assert found is not None
+        if found.end() < len(scanner.text) or scanner.ended:
+            break
+        yield
+    word = _PYTHON.get(found[0], found[0])
+    if word not in _CONSTANTS and not _NUMBER.fullmatch(word):
         return False
-    at = yield from past_space(scanner)
-    if in_array and scanner.text.startswith("]", at):
-        scanner.drop(at + 1)
+    give(word)
+    scanner.drop(found.end())
     return True
 
 
-def stream_arguments(scanner: OutputScanner) -> Steps[None]:
-    """Give out the JSON value at the beginning of the scanner as arguments, as it comes."""
-    brackets = BracketScanner()
-    while not brackets.advance(scanner.text) and not scanner.ended:
-        scanner.argue(brackets.at)
-        brackets.at = 0
-        yield
-    scanner.argue(brackets.at if brackets.done else len(scanner.text))
+def read_call(scanner: OutputScanner, names: Names = None) -> Steps[bool]:
+    """Read a call that is one object. Arguments that come before the name are given out after it."""
+    if not (yield from drop_if(scanner, "{")):
+        return False
+    arguments: list[str] | None = None
+    keys: list[str] = []
+
+    def give(text: str) -> None:
+        assert arguments is not None
+        arguments.append(text)
+        if "name" in keys:
+            scanner.arguments(text)
+
+    while not keys or (yield from drop_if(scanner, ",")):
+        key = yield from _read_text(scanner)
+        key = "arguments" if key in _ARGUMENTS else key
+        if key not in _KEYS or key in keys or not (yield from drop_if(scanner, ":")):
+            return False
+        keys.append(key)
+        if key == "arguments":
+            arguments = []
+            if not (yield from read_arguments(scanner, give)):
+                return False
+        else:
+            text = yield from _read_text(scanner)
+            if text is None or (key == "name" and not may_call(text, names)):
+                return False
+            if key == "name":
+                scanner.call(text)
+                scanner.arguments("".join(arguments or ()))
+    if "name" not in keys or (arguments is None and names is not None):
+        return False
+    if arguments is None:
+        scanner.arguments("{}")
+    if (yield from drop_if(scanner, "}")):
+        return keys[-1] != "arguments" or (yield from end_braces(scanner, arguments or []))
+    return keys[-1] == "arguments" and _is_flat(arguments or [], {"id", "type"})
+
+
+def read_array(scanner: OutputScanner, names: Names = None) -> Steps[bool]:
+    """Read an array of calls, or a call alone."""
+    in_array = closed = False
+    while (yield from drop_if(scanner, "[")):
+        in_array = True
+    if not (yield from read_call(scanner, names)):
+        return False
+    while (yield from drop_if(scanner, ",")):
+        if not (yield from read_call(scanner, names)):
+            return False
+    while (yield from drop_if(scanner, "]")):
+        closed = True
+    at = yield from past_space(scanner)
+    return closed or not in_array or scanner.text[at : at + 1] in ("", "[", "`")
+
+
+def read_arguments(scanner: OutputScanner, give: Give) -> Steps[bool]:
+    """Read the arguments of a call: an object, also as a text; or null, which stands for none."""
+    at = yield from past_space(scanner)
+    scanner.drop(at)
+    if scanner.text.startswith("{"):
+        return (yield from read_json(scanner, give))
+    given: list[str] = []
+    if not (yield from read_json(scanner, given.append, '"v')):
+        return False
+    value = load_json("".join(given))
+    value = load_json(loosened(value) or "") if isinstance(value, str) else {} if given[-1] == "null" else None
+    give(to_json(value))
+    return isinstance(value, dict)
+
+
+def end_braces(scanner: OutputScanner, arguments: list[str]) -> Steps[bool]:
+    """Consume a brace too many after `arguments`; False if it may belong within them."""
+    return not (yield from drop_if(scanner, "}")) or _is_flat(arguments)
+
+
+def _is_flat(arguments: list[str], without: Collection[str] = ()) -> bool:
+    """Tell whether arguments hold no object, nor any of the keys `without`."""
+    value = load_json("".join(arguments))
+    return isinstance(value, dict) and not value.keys() & set(without) and "{" not in _outside_strings(arguments)[1:]
+
+
+def _outside_strings(arguments: list[str]) -> str:
+    return re.sub(r'"(?:[^"\\]|\\.)*"', "", "".join(arguments)).strip()
+
+
+def _read_text(scanner: OutputScanner) -> Steps[str | None]:
+    """Read a string; None if there is none."""
+    given: list[str] = []
+    at = yield from past_space(scanner)
+    scanner.drop(at)
+    quote = scanner.text[:1]
+    if not quote or quote not in ('"' if scanner.exact else "\"'"):
+        return None
+    scanner.drop(1)
+    whole = yield from read_string(scanner, given.append, quote)
+    value = load_json("".join(given)) if whole else None
+    return value if isinstance(value, str) else None
 
 
 def read_head(
@@ -144,26 +255,22 @@ def read_head(
     return pattern.match(scanner.text, at, at + most)
 
 
-def end_of_value(scanner: OutputScanner, mark: str, at: int, opens: str) -> Steps[int]:
-    """Return where `mark` ends the value at `at`; -1 if nowhere.
-
-    JSON that begins with one of the characters `opens` may hold the mark in its strings; other text may not.
-    """
-    begin = yield from past_space(scanner, at)
-    if begin < len(scanner.text) and scanner.text[begin] in opens:
-        brackets = BracketScanner(begin)
-        while not brackets.advance(scanner.text) and not scanner.ended:
-            yield
-        if brackets.done and is_json(scanner.text[begin : brackets.at]):
-            end = yield from past_space(scanner, brackets.at)
-            if (yield from meets(scanner, end, mark)):
-                return end
-    return (yield from find(scanner, mark, at))
+def loosened(text: str) -> str | None:
+    """Return the JSON that `text` stands for; None if it is not one value."""
+    scanner, given = OutputScanner(), list[str]()
+    scanner.text, scanner.ended = text.strip(), True
+    whole = finished(read_json(scanner, given.append, _VALUE))
+    return "".join(given) if whole and not scanner.text else None
 
 
-def is_json(text: str) -> bool:
-    """Tell whether a text is JSON."""
-    return json_type(text) is not None
+def finished(steps: Generator[None, None, T]) -> T:
+    """Return the result of steps that need not wait for text."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 def json_type(text: str) -> type | None:
@@ -190,47 +297,6 @@ def refuse_constant(constant: str) -> NoReturn:
 _TYPES = json.JSONDecoder(parse_int=lambda digits: 0, parse_constant=refuse_constant)
 
 
-def _may_begin(text: str, at: int) -> bool:
-    """Tell whether what stands at `at` may become a call."""
-    if not text.startswith("{", at):
-        return at == len(text)
-    first = _FIRST_KEY.match(text, at, at + MAX_HEAD)
-    return first is None or _unquoted(first[1] or "") in _KEYS
-
-
-def _may_call(name: str, names: Names) -> bool:
+def may_call(name: str, names: Names) -> bool:
+    """Tell whether `name` is one that a call may have."""
     return bool(name) and name.isprintable() and (names is None or name in names)
-
-
-def _whole_call(scanner: OutputScanner, at: int, end: int, names: Names) -> bool:
-    """Read a complete object whose arguments come before its name, are text, or are missing."""
-    value = load_json(scanner.text[at:end])
-    if not isinstance(value, dict) or not _KEYS.issuperset(value):
-        return False
-    name, given = value.get("name"), [value[key] for key in _ARGUMENTS if key in value]
-    arguments = given[0] if len(given) == 1 else ({} if names is None and not given else None)
-    if isinstance(arguments, str):
-        arguments = load_json(arguments)
-    if not isinstance(name, str) or not _may_call(name, names) or not isinstance(arguments, dict):
-        return False
-    scanner.call(name)
-    scanner.arguments(to_json(arguments))
-    scanner.drop(end)
-    return True
-
-
-def _end_call(scanner: OutputScanner) -> Steps[None]:
-    """Consume the rest of a call whose arguments were given out. What does not belong there stays."""
-    brackets = BracketScanner(depth=1)
-    while not brackets.advance(scanner.text):
-        if scanner.ended or len(scanner.text) > MAX_TAIL:
-            return
-        yield
-    if brackets.at <= MAX_TAIL and _TAIL.fullmatch(scanner.text, 0, brackets.at):
-        scanner.drop(brackets.at)
-
-
-def _unquoted(text: str) -> str | None:
-    """Return what the inside of a JSON string stands for; None if it is none."""
-    value = load_json(f'"{text}"')
-    return value if isinstance(value, str) else None

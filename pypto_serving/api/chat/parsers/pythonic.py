@@ -1,4 +1,4 @@
-"""Read calls written as a Python list: `[f(a=1), g(b="x")]` at the beginning, as of Llama 3.2, Llama 4 and OLMo."""
+"""Read calls written as Python: `[f(a=1), g(b="x")]` at the beginning (Llama 3.2, Llama 4), or one a line (OLMo 3)."""
 
 from __future__ import annotations
 
@@ -6,20 +6,15 @@ import ast
 import json
 import re
 import unicodedata
+import warnings
 from typing import Any
 
 from pypto_serving.api.chat.parsers.json_calls import SPACE, BracketScanner, refuse_constant
-from pypto_serving.api.chat.parsers.scanner import (
-    OutputScanner,
-    Steps,
-    Tools,
-    end_calls,
-    past_space,
-    read_marked,
-    to_json,
-)
+from pypto_serving.api.chat.parsers.recovery import Markup, without_slip
+from pypto_serving.api.chat.parsers.scanner import OutputScanner, Steps, Tools, find, past_space, to_json
 
 START, END = "<|python_start|>", "<|python_end|>"
+LINES, LINES_END = "<function_calls>", "</function_calls>"
 _BEGUN = rf"""\[{SPACE}[^\s\x1c-\x1f()\[\]{{}}"',:;=]*"""
 OPENS = rf"{SPACE}{_BEGUN}\("
 _OPENING = re.compile(rf"{_BEGUN}\(")
@@ -31,36 +26,46 @@ _WRITTEN = re.compile(rb"[^\s=(\\]+")
 _LINE_END = re.compile(rb"\r\n|\r|\n")
 _NEXT = {end: re.compile(rf"\s*(?:,\s*|(?={re.escape(end)}))") for end in ")]"}
 _DECODER = json.JSONDecoder(parse_int=lambda digits: 0, parse_constant=refuse_constant)
+_STRING = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'", re.DOTALL)
+_CONTROL = re.compile(r"[\x00-\x1f]")
+_BETWEEN_LINES = re.compile(r"\)\s*\n(?=\s*[^\W\d][\w.]*\()")
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
-def read(scanner: OutputScanner, tools: Tools) -> Steps[None]:
-    """Read content and calls; a list without marks counts only where the output begins with it."""
-    if (yield from _read_list(scanner, 0)):
-        yield from end_calls(scanner, START)
-    yield from read_marked(scanner, (START,), _read_list, ends=(END,))
-
-
-def _read_list(scanner: OutputScanner, at: int) -> Steps[bool]:
-    """Read the list at `at`, and give out its calls once it is complete; consume nothing if it is none."""
-    at = yield from past_space(scanner, at)
+def read_list(scanner: OutputScanner, tools: Tools, any_name: bool) -> Steps[bool]:
+    """Read a list of calls, and give them out once it is complete. Its last bracket may be missing at the end."""
+    at = yield from past_space(scanner)
     while not _OPENING.match(scanner.text, at, at + _MAX_NAME):
         begun = _BEGINNING.match(scanner.text, at, at + _MAX_NAME)
         if begun is None or begun.end() < len(scanner.text) or scanner.ended:
             return False
         yield
-    brackets = BracketScanner(at, python=True)
-    while not brackets.advance(scanner.text):
-        if scanner.ended:
-            return False
+    brackets = BracketScanner(at)
+    while not brackets.advance(scanner.text) and not scanner.ended:
         yield
-    text = scanner.text[at : brackets.at]
+    missing = "" if brackets.done else "]"
+    return _give_calls(scanner, scanner.text[at : brackets.at] + missing, brackets.at)
+
+
+def read_lines(scanner: OutputScanner, tools: Tools, any_name: bool) -> Steps[bool]:
+    """Read calls that stand in a line each, without brackets, up to the mark after them or the end."""
+    end = yield from find(scanner, LINES_END)
+    end = len(scanner.text) if end < 0 else end
+    text = without_slip(scanner.text[:end].rstrip(), LINES_END)
+    if text.lstrip().startswith("["):
+        return (yield from read_list(scanner, tools, any_name))
+    return _give_calls(scanner, f"[{text}]", len(text))
+
+
+def _give_calls(scanner: OutputScanner, text: str, end: int) -> bool:
+    """Give out the calls of a list that ends at `end`; False if it is none. Between calls may stand line breaks."""
+    text = _STRING.sub(lambda found: _CONTROL.sub(lambda char: json.dumps(char[0])[1:-1], found[0]), text)
+    text = _BETWEEN_LINES.sub("),", text)
     calls = _parse_json(text) or _parse_python(text)
     for name, arguments in calls:
         scanner.call(name)
         scanner.arguments(arguments)
-    if calls:
-        scanner.drop(brackets.at)
+    scanner.drop(end)
     return bool(calls)
 
 
@@ -94,7 +99,9 @@ def _parse_json(text: str) -> list[tuple[str, str]]:
 def _parse_python(text: str) -> list[tuple[str, str]]:
     """Return the name and the JSON arguments of each call; [] if the text is no list of calls with literal values."""
     try:
-        listed = ast.parse(text, mode="eval").body
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # of escapes that are none
+            listed = ast.parse(text, mode="eval").body
         lines = _LINE_END.split(text.encode())
         return [_call(entry, lines) for entry in listed.elts] if isinstance(listed, ast.List) else []
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
@@ -137,3 +144,7 @@ def _key(node: ast.expr | None) -> str:
     if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
         raise ValueError
     return node.value
+
+
+MARKUP = Markup(read_list, starts=(START,), ends=(END,))
+MARKUP_OF_LINES = Markup(read_lines, starts=(LINES,), ends=(LINES_END,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -41,40 +42,103 @@ class ParsedCall(msgspec.Struct, frozen=True):
 
 
 class AssistantMessage(msgspec.Struct):
-    """One whole output."""
+    """One whole output. `broken`: the arguments of one of the calls are not whole."""
 
     reasoning: str = ""
     content: str = ""
     tool_calls: list[ParsedCall] = []
+    broken: bool = False
 
 
 T = TypeVar("T")
+_SPACE, _EXACT_SPACE = re.compile(r"[\s\x00-\x1f]*"), re.compile(r"\s*")
 Steps = Generator[None, None, T]
 Tools = Mapping[str, Mapping[str, Sequence[str]]]
 """The JSON types of each tool's parameters, by the names of tool and parameter; none are known for some."""
+
+
+MAX_HELD, MAX_SAID = 1024, 48
+"""Characters of a call that are held back until it is known to be whole; characters of the content to look back at."""
 
 
 class OutputScanner:
     """The text of one output, and the parts read from it. Owned by one parser; changed by its readers.
 
     - `text` is what readers have not consumed yet; no more is added once `ended`.
-    - `inside` tells whether the reader is inside the reasoning.
-    - With `one_call`, calls after the first are read and dropped; with `hides_reasoning`, so is the reasoning.
+    - `inside` tells whether the reader is inside the reasoning. `said` is the end of the content so far.
+    - `broken` tells whether a call was given out whose arguments are not whole.
+    - With `one_call`, calls after the first are read and dropped; with `hides_reasoning`, so is the reasoning. With
+      `exact`, a grammar wrote the calls, and only what it writes as a beginning of calls is one.
     """
 
-    __slots__ = ("ended", "hides_reasoning", "inside", "num_calls", "one_call", "parts", "text")
+    __slots__ = (
+        "_before",
+        "_num_taken",
+        "_taken",
+        "broken",
+        "ended",
+        "exact",
+        "hides_reasoning",
+        "inside",
+        "num_calls",
+        "one_call",
+        "parts",
+        "said",
+        "text",
+    )
 
-    def __init__(self, one_call: bool = False, hides_reasoning: bool = False) -> None:
-        self.text = ""
-        self.ended = False
-        self.inside = False
+    def __init__(self, one_call: bool = False, hides_reasoning: bool = False, exact: bool = False) -> None:
+        self.text = self.said = ""
+        self.ended = self.inside = self.broken = False
         self.num_calls = 0
         self.one_call = one_call
         self.hides_reasoning = hides_reasoning
+        self.exact = exact
         self.parts: list[OutputPart] = []
+        self._taken: list[str] | None = None
+        self._num_taken = 0
+        self._before = (0, 0)
+
+    def begin(self) -> None:
+        """Hold back what follows until `keep` or `undo`."""
+        self._taken, self._num_taken, self._before = [], 0, (len(self.parts), self.num_calls)
+
+    def keep(self) -> None:
+        """Give out what was held back: a call is whole."""
+        self._taken, self.said = None, ""
+
+    def undo(self) -> bool:
+        """Put back all since `begin`; False if that is too long, so that a broken call stands."""
+        given, taken, self._taken = self._given, self._taken or [], None
+        num_parts, num_calls = self._before
+        if given:
+            self.broken = True
+            return False
+        self.text = "".join(taken) + self.text
+        self.num_calls = num_calls
+        del self.parts[num_parts:]
+        return True
+
+    def take(self) -> list[OutputPart]:
+        """Return the parts that are certain."""
+        if self._taken is None or self._given:
+            parts, self.parts = self.parts, []
+            return parts
+        num_parts, num_calls = self._before
+        parts, self.parts, self._before = self.parts[:num_parts], self.parts[num_parts:], (0, num_calls)
+        return parts
+
+    @property
+    def _given(self) -> bool:
+        """Tell whether a call is too long to be held back."""
+        return self._num_taken > MAX_HELD and self.num_calls > self._before[1]
 
     def drop(self, count: int) -> None:
         """Consume `count` characters of markup."""
+        if self._taken is not None:
+            if not self._given:
+                self._taken.append(self.text[:count])
+            self._num_taken += count
         self.text = self.text[count:]
 
     def say(self, count: int, kind: TextKind = "content") -> None:
@@ -82,7 +146,9 @@ class OutputScanner:
         if not count:
             return
         text, self.text = self.text[:count], self.text[count:]
-        if kind == "reasoning" and self.hides_reasoning:
+        if kind == "content":
+            self.said = text[-MAX_SAID:] if len(text) >= MAX_SAID else (self.said + text)[-MAX_SAID:]
+        elif self.hides_reasoning:
             return
         last = self.parts[-1] if self.parts else None
         if isinstance(last, TextPart) and last.kind == kind:
@@ -131,6 +197,11 @@ class OutputParser:
         self._scanner = scanner
         self._reader = reader
 
+    @property
+    def broken(self) -> bool:
+        """Tell whether a call was given out whose arguments are not whole."""
+        return self._scanner.broken
+
     def push(self, text: str) -> list[OutputPart]:
         """Add text; return the parts that became certain."""
         self._scanner.text += text
@@ -144,8 +215,7 @@ class OutputParser:
     def _run(self) -> list[OutputPart]:
         next(self._reader, None)
         self._scanner.say(len(self._scanner.text) if self._scanner.ended else 0)
-        parts, self._scanner.parts = self._scanner.parts, []
-        return parts
+        return self._scanner.take()
 
 
 def read_output(parser: OutputParser, pieces: Iterable[str]) -> AssistantMessage:
@@ -160,7 +230,7 @@ def read_output(parser: OutputParser, pieces: Iterable[str]) -> AssistantMessage
         else:
             calls[-1][1].append(part.text)
     whole = [ParsedCall(name, "".join(arguments)) for name, arguments in calls]
-    return AssistantMessage("".join(texts["reasoning"]), "".join(texts["content"]), whole)
+    return AssistantMessage("".join(texts["reasoning"]), "".join(texts["content"]), whole, parser.broken)
 
 
 def to_json(value: Any) -> str:
@@ -171,11 +241,6 @@ def to_json(value: Any) -> str:
     except UnicodeEncodeError:  # the model wrote half of a surrogate pair as an escape
         return json.dumps(value)
     return text
-
-
-def with_gaps(marks: Sequence[str]) -> tuple[str, ...]:
-    """Return `marks`, each also with the line breaks that models write before it and that belong to it."""
-    return tuple(gap + mark for mark in marks for gap in ("\n\n", "\n", ""))
 
 
 def seek(scanner: OutputScanner, marks: Sequence[str], give: Callable[[int], None]) -> Steps[str]:
@@ -205,9 +270,14 @@ def overlap(text: str, mark: str) -> int:
 
 
 def past_space(scanner: OutputScanner, at: int = 0) -> Steps[int]:
-    """Return the index of the first character from `at` on that is not white space; the end if there is none."""
+    """Return the index of the first character from `at` on that is not white space; the end if there is none.
+
+    Control characters count as white space, but not where a grammar wrote the calls.
+    """
+    space = _EXACT_SPACE if scanner.exact else _SPACE
     while True:
-        at = len(scanner.text) - len(scanner.text[at:].lstrip())
+        found = space.match(scanner.text, at)
+        at = at if found is None else found.end()
         if at < len(scanner.text) or scanner.ended:
             return at
         yield
@@ -237,28 +307,7 @@ def drop_if(scanner: OutputScanner, mark: str) -> Steps[bool]:
     return found
 
 
-def read_marked(
-    scanner: OutputScanner,
-    starts: Sequence[str],
-    read: Callable[[OutputScanner, int], Steps[bool]],
-    ends: Sequence[str] = (),
-    more: Sequence[str] | None = None,
-) -> Steps[None]:
-    """Read content, and with `read` the calls after each of `starts`. If there are none, `read` consumes nothing.
-
-    After calls, `ends` are consumed. So is white space before one of `more`, by default `starts`, and at the end.
-    """
-    sought = with_gaps(starts)
-    while mark := (yield from seek(scanner, sought, scanner.say)):
-        if (yield from read(scanner, len(mark))):
-            for end in ends:
-                yield from drop_if(scanner, end)
-            yield from end_calls(scanner, *(starts if more is None else more))
-        else:
-            scanner.say(len(mark))
-
-
-def end_calls(scanner: OutputScanner, *marks: str) -> Steps[None]:
+def end_calls(scanner: OutputScanner, marks: Sequence[str] = ()) -> Steps[None]:
     """Consume the white space after a call if one of `marks` or the end of the output follows."""
     at = yield from past_space(scanner)
     for mark in marks:
