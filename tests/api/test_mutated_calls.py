@@ -219,6 +219,9 @@ def check(seed: int) -> bool:
         for c, d in (separators if missed else [("", "")])
         for between in ("", sample.between)
     }
+    last = f"{begin}{calls[-1]}{end}".rpartition("<")[2]
+    if f"</{last}" in f"{sample.calls[-1]}{sample.end}":  # it lost its slash, and reads as a start without a call
+        possible.add(visible(f"{sample.before}<{last}{sample.after}"))
     assert said in possible, (text, message, possible)
     return not missed
 
@@ -229,8 +232,9 @@ def test_a_mutant_is_what_was_meant_or_content(first: int) -> None:
 
 
 @pytest.mark.soak
-def test_many_mutants() -> None:
-    assert sum(map(check, range(100_000))) > 45_000
+@pytest.mark.parametrize("first", range(0, 100_000, 10_000))
+def test_many_mutants(first: int) -> None:
+    assert sum(map(check, range(first, first + 10_000))) > 4_500
 
 
 def test_every_form_has_samples() -> None:
