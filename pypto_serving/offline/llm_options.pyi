@@ -14,6 +14,7 @@ class LLMOptions(TypedDict, total=False):
             "qwen3_coder",
             "llama3_json",
             "pythonic",
+            "olmo3",
             "mistral",
             "mistral_named",
             "deepseek_v3",
