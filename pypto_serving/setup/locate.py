@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 
@@ -49,7 +49,8 @@ def locate_model(name: str | None, revision: str | None = None) -> Path:
         reason = os.strerror(error.errno or 0).lower()
         raise ModelError(f"{name} cannot be opened: {reason}; give an existing folder or a hub name") from None
     if name in CATALOG:
-        return _unpacked(CATALOG[name].fetch(_cache_dir(name) / "models" / f"{name}.gguf"))
+        known = CATALOG[name]
+        return _unpacked(known.fetch(_cache_dir(name) / "models" / f"{name}.gguf"), known.sampling)
     if quantized := _GGUF_NAME.fullmatch(name):
         patterns = [pattern.format(quantized[2]) for pattern in _GGUF_FILES]
         return _of_quantization(name, _fetch(quantized[1], revision, patterns), patterns)
@@ -90,7 +91,7 @@ def _models(files: Iterable[Path]) -> list[Path]:
     return sorted({parts_of(path)[0] for path in files if not path.name.startswith("mmproj")})
 
 
-def _unpacked(path: Path) -> Path:
+def _unpacked(path: Path, sampling: Mapping[str, float] | None = None) -> Path:
     """Unpack a GGUF file into the user's cache, with a progress bar on a terminal, unless that was done before."""
     from rich.console import Console
     from rich.progress import Progress
@@ -101,7 +102,7 @@ def _unpacked(path: Path) -> Path:
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"unpacking {path.name}")
-        return unpack(path, cache, lambda _, done, total: bar.update(task, completed=done, total=total))
+        return unpack(path, cache, lambda _, done, total: bar.update(task, completed=done, total=total), sampling)
 
 
 def _cache_dir(name: object) -> Path:

@@ -125,6 +125,10 @@ def test_perplexity(llm: LLM, reference: Any) -> None:
     assert abs(np.exp(-found) / np.exp(-float(wanted)) - 1) < 0.005
 
 
+def test_its_default_sampling_is_what_its_authors_recommend(folder: Path) -> None:
+    assert '"temperature": 0.2' in (folder / "generation_config.json").read_text()
+
+
 def test_a_chat(llm: LLM) -> None:
     """The template's own system prompt comes first, and the answer ends at the end of its turn."""
     (output,) = llm.chat([{"role": "user", "content": "What is 2 + 2?"}], SamplingParams(temperature=0, max_tokens=64))

@@ -28,15 +28,15 @@ _LARGEST = 3.3895e38
 """The largest number of bfloat16, rounded down."""
 
 
-def unpack(path: Path, cache: Path, progress: Progress) -> Path:
+def unpack(path: Path, cache: Path, progress: Progress, sampling: Mapping[str, float] | None = None) -> Path:
     """Return the folder in `cache` that holds the model of the GGUF file `path`; make it if it is not there.
 
-    Of several processes, one writes it and the others wait. Reports `progress("weights", bytes written, bytes in
-    total)`. Raises ModelError in one line.
+    `sampling`: defaults for generation_config.json, which no file holds. Of several processes, one writes the folder
+    and the others wait. Reports `progress("weights", bytes written, bytes in total)`. Raises ModelError in one line.
     """
     target = path
     try:
-        identity = _identity(path)
+        identity = _identity(path, sampling)
         target = cache / "gguf" / f"{path.stem}-{identity[:12]}" / path.stem
         if target.exists():
             return target
@@ -48,8 +48,8 @@ def unpack(path: Path, cache: Path, progress: Progress) -> Path:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 unfinished.mkdir()
                 try:
-                    _write(Gguf.open(path), unfinished, progress)
-                    if _identity(path) != identity:
+                    _write(Gguf.open(path), unfinished, progress, sampling or {})
+                    if _identity(path, sampling) != identity:
                         raise ModelError(f"{path} changed while it was unpacked; start again")
                     unfinished.rename(target)
                 finally:
@@ -60,20 +60,20 @@ def unpack(path: Path, cache: Path, progress: Progress) -> Path:
     return target
 
 
-def _identity(path: Path) -> str:
-    """Return a name of the form of folders, and of the state of all parts of the file."""
+def _identity(path: Path, sampling: Mapping[str, float] | None) -> str:
+    """Return a name of the form of folders, of the state of all parts of the file, and of `sampling`."""
     states = [(part.name, (stat := part.stat()).st_size, stat.st_mtime_ns, stat.st_ino) for part in parts_of(path)]
-    return hash128(repr((_FORM, states)).encode()).hex()
+    return hash128(repr((_FORM, states, sampling)).encode()).hex()
 
 
-def _write(gguf: Gguf, folder: Path, progress: Progress) -> None:
+def _write(gguf: Gguf, folder: Path, progress: Progress, sampling: Mapping[str, float]) -> None:
     model = GgufModel(gguf)
     config, tensors = model.config(), {name: (shape, rows) for name, shape, rows in model.tensors()}
     _require_shapes(config, {name: shape for name, (shape, _) in tensors.items()}, gguf.path)
     config |= write_tokenizer(gguf.metadata, gguf.path, folder)
     _write_weights(tensors, gguf.path, folder / SINGLE_FILE, progress)
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
-    write(folder / "generation_config.json", as_json(ids))
+    write(folder / "generation_config.json", as_json(ids | dict(sampling)))
     write(folder / "config.json", as_json(config))
 
 
