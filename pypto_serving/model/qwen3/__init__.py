@@ -1,1 +1,1 @@
-"""Qwen3, dense and mixture of experts."""
+"""Qwen3 on NPUs: its compiled PyPTO programs, and their contract."""
