@@ -20,7 +20,7 @@ from pypto_serving.kernels import (
     zeros,
 )
 from pypto_serving.model.decoder.inventory import DecoderInventory
-from pypto_serving.model.decoder.recipe import MLP, DecoderConfig, ExpertsRecipe
+from pypto_serving.model.decoder.recipe import MLP, AttentionRecipe, DecoderConfig, ExpertsRecipe
 from pypto_serving.model.packed_weights import PackedWeights
 from pypto_serving.model.products import AttentionShare, ExpertBuffers, Feed, Products, columns_of, rows_of
 from pypto_serving.parallel.topology import Rank
@@ -144,7 +144,7 @@ class NativeDecoder:
         qkv = self._weights.matrix(names, outputs, bias=recipe.qkv_bias)
         self._products.linear(self._normed(x, f"{prefix}input_layernorm.weight"), qkv, b.projected)
         if heads:
-            norms, eps = self._head_norms(prefix, len(heads), len(kv_heads)), model.rms_norm_eps
+            norms, eps = self._head_norms(recipe, prefix, len(heads), len(kv_heads)), model.rms_norm_eps
             cache = KVCacheLayer(self.pages, index, model.head_dim, kv_heads)
             self.step.qk_norm_rope(
                 b.projected, norms, cos, sin, eps if recipe.head_norms else NO_NORM, b.queries, cache
@@ -153,15 +153,15 @@ class NativeDecoder:
             self.step.paged_attention(b.queries, cache, StripColumns(b.attended, width, outputs[0].start))
         self._add_to(x, share.rank, share.peers, b.attended, f"{prefix}self_attn.o_proj", recipe.o_bias)
 
-    def _head_norms(self, prefix: str, heads: int, kv_heads: int) -> NDArray[np.float32]:
+    def _head_norms(self, recipe: AttentionRecipe, prefix: str, heads: int, kv_heads: int) -> NDArray[np.float32]:
         """Norm weights of query and key heads, [heads + kv_heads, head_dim], with the scores' scale in base 2.
 
         Without norms they are ones.
         """
-        q = k = np.ones(self.model.head_dim, np.float32)
-        if self.model.attention.head_norms:
+        q = k = np.ones(recipe.head_dim, np.float32)
+        if recipe.head_norms:
             q, k = (self._weights.vector(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")
-        q = (q.astype(np.float64) * (self.model.head_dim**-0.5 * LOG2_E)).astype(np.float32)
+        q = (q.astype(np.float64) * (recipe.head_dim**-0.5 * LOG2_E)).astype(np.float32)
         return np.concatenate([np.tile(q, (heads, 1)), np.tile(k, (kv_heads, 1))])
 
     def _record_mlp(self, index: int) -> None:
