@@ -208,4 +208,10 @@ def _halves_first(tensor: GgufTensor, heads: int, bias: bool) -> Rows:
     order = np.arange(tensor.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
     if bias:
         return lambda first, last: tensor.rows(first, last)[:, order]
-    return lambda first, last: tensor.type.dequantize(tensor.data[order[first:last]])
+
+    def rows(first: int, last: int) -> NDArray[np.float32]:
+        wanted = order[first:last]
+        low = int(wanted.min())
+        return tensor.rows(low, int(wanted.max()) + 1)[wanted - low]
+
+    return rows

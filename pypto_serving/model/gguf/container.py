@@ -7,14 +7,13 @@ tensors, u64 count of keys; the keys; the tensors' names, dimensions, types and 
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,16 +32,44 @@ _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor: its shape, the outermost dimension first, and its bytes, uint8 [rows, bytes of a row]."""
+    """A tensor: its shape, the outermost dimension first, and its place, from byte `begin` of `file` on."""
 
     name: str
     shape: tuple[int, ...]
     type: BlockType
-    data: NDArray[np.uint8]
+    file: Path
+    begin: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of weights."""
+        return self.shape[-1] // self.type.weights * self.type.bytes
+
+    @property
+    def end(self) -> int:
+        """The byte of the file behind the tensor."""
+        return self.begin + math.prod(self.shape[:-1]) * self.row_bytes
+
+    def blocks(self, first: int, last: int) -> NDArray[np.uint8]:
+        """Read rows [first, last) as stored, uint8 [last - first, row_bytes].
+
+        A mapped file that is cut off meanwhile would end the process; here it raises ModelError.
+        """
+        found = np.empty((last - first, self.row_bytes), np.uint8)
+        left, at = found.data.cast("B"), self.begin + first * self.row_bytes
+        try:
+            with os.fdopen(open_regular(self.file), "rb", buffering=0) as file:
+                while left:
+                    if not (count := os.preadv(file.fileno(), [left], at)):
+                        raise ModelError(f"{self.file} was cut off while it was read; start again")
+                    left, at = left[count:], at + count
+        except OSError as error:
+            raise ModelError(f"{self.file} cannot be read: {error.strerror}") from None
+        return found
 
     def rows(self, first: int, last: int) -> NDArray[np.float32]:
         """Dequantize rows [first, last), float32 [last - first, k]."""
-        return self.type.dequantize(self.data[first:last])
+        return self.type.dequantize(self.blocks(first, last))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +82,11 @@ class Gguf:
 
     @classmethod
     def open(cls, path: Path) -> Gguf:
-        """Map a file, or all parts of a split one. Raises ModelError naming what is wrong."""
+        """Read the head of a file, or of all parts of a split one. Raises ModelError naming what is wrong."""
         metadata: dict[str, Any] = {}
         tensors: dict[str, GgufTensor] = {}
         for index, part in enumerate(parts_of(path)):
-            keys, found = _Reader(part).read()
+            keys, found = _read(part)
             metadata = metadata or keys
             if keys.get("split.no", index) != index:
                 raise ModelError(f"{part}: split.no is {brief(keys['split.no'])}, but its name says part {index + 1}")
@@ -85,24 +112,28 @@ def parts_of(path: Path) -> list[Path]:
     return parts
 
 
+def _read(path: Path) -> tuple[dict[str, Any], list[GgufTensor]]:
+    """Return the metadata and the tensors of one file."""
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            return _Reader(path, file).read()
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
+
+
 class _Reader:
     """Reads one file from its start to its data."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._at = path, 0
-        try:
-            with os.fdopen(open_regular(path), "rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise ModelError(f"{path} cannot be read: {error.strerror}") from None
-        except ValueError:
-            raise ModelError(f"{path} is empty") from None
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path, self._file, self._at = path, file, 0
+        self._size = os.fstat(file.fileno()).st_size
 
     def read(self) -> tuple[dict[str, Any], list[GgufTensor]]:
         """Return the metadata and the tensors."""
-        if self._map[:4] != b"GGUF":
+        if not self._size:
+            raise self._refuse("is empty")
+        if self._size < 4 or self._bytes(4) != b"GGUF":
             raise self._refuse("is no GGUF file: it does not begin with GGUF (a part cut by `split` is none)")
-        self._at = 4
         version = self._number("I")
         if version not in _VERSIONS:
             raise self._refuse(f"has GGUF version {version}; versions 2 and 3, little-endian, can be read")
@@ -122,20 +153,17 @@ class _Reader:
             raise self._refuse(f"has general.alignment {brief(alignment)}, which is no power of two up to 65536")
         data, end = -(-self._at // alignment) * alignment, 0
         for name, shape, type, offset in sorted(infos, key=lambda info: info[3]):
-            rows, k = math.prod(shape[:-1]), shape[-1]
-            if k % type.weights:
+            if shape[-1] % type.weights:
+                needs = f"{type.name} needs multiples of {type.weights}"
+                raise self._refuse(f"has tensor {name} with rows of {shape[-1]}, but {needs}")
+            tensor = GgufTensor(name, shape, type, self._path, data + offset)
+            if offset % alignment or tensor.begin < end or tensor.end > self._size:
                 raise self._refuse(
-                    f"has tensor {name} with rows of {k}, but {type.name} needs multiples of {type.weights}"
+                    f"has tensor {name} at {offset} with {tensor.end - tensor.begin} bytes, which is unaligned, "
+                    f"overlaps another, or passes the end of the file; download it again"
                 )
-            size = rows * (k // type.weights) * type.bytes
-            if offset % alignment or offset < end or data + offset + size > len(self._map):
-                raise self._refuse(
-                    f"has tensor {name} at {offset} with {size} bytes, which is unaligned, overlaps another, or passes "
-                    f"the end of the file; download it again"
-                )
-            end = offset + size
-            stored = np.frombuffer(self._map, np.uint8, size, data + offset).reshape(rows, -1)
-            yield GgufTensor(name, shape, type, stored)
+            end = tensor.end
+            yield tensor
 
     def _info(self) -> tuple[str, tuple[int, ...], BlockType, int]:
         name, dims = self._string(), self._number("I")
@@ -161,33 +189,34 @@ class _Reader:
         if item in _SCALARS:
             dtype = np.dtype(_SCALARS[item]).newbyteorder("<")
             count = self._count(dtype.itemsize)
-            values = np.frombuffer(self._map, dtype, count, self._at).tolist()
-            self._at += count * dtype.itemsize
+            values: list[Any] = np.frombuffer(self._bytes(count * dtype.itemsize), dtype).tolist()
             return values
         return [self._value(item, nested=True) for _ in range(self._count(8))]
 
     def _string(self) -> str:
-        length = self._count(1)
-        self._at += length
+        length, at = self._count(1), self._at
         try:
-            return self._map[self._at - length : self._at].decode()
+            return self._bytes(length).decode()
         except UnicodeDecodeError:
-            raise self._refuse(f"has a string at byte {self._at - length} that is not UTF-8") from None
+            raise self._refuse(f"has a string at byte {at} that is not UTF-8") from None
 
     def _count(self, least: int) -> int:
         """Read a count of things that take at least `least` bytes each."""
         count: int = self._number("Q")
-        if count * least > len(self._map) - self._at:
+        if count * least > self._size - self._at:
             raise self._refuse(f"is cut off, or damaged: {count} items at byte {self._at} pass its end")
         return count
 
     def _number(self, code: str) -> Any:
-        size = struct.calcsize(f"<{code}")
-        if self._at + size > len(self._map):
-            raise self._refuse("is cut off in its metadata; download it again")
-        (value,) = struct.unpack_from(f"<{code}", self._map, self._at)
-        self._at += size
+        (value,) = struct.unpack(f"<{code}", self._bytes(struct.calcsize(f"<{code}")))
         return value
+
+    def _bytes(self, count: int) -> bytes:
+        data = self._file.read(count)
+        self._at += count
+        if len(data) != count:
+            raise self._refuse("is cut off in its metadata; download it again")
+        return data
 
     def _refuse(self, why: str) -> ModelError:
         return ModelError(f"{self._path} {why}")

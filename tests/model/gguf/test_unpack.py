@@ -215,6 +215,14 @@ def test_a_file_that_changes(tmp_path: Path) -> None:
     assert unpacked(path).exists()
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_a_file_that_is_cut_off_while_it_is_read(tmp_path: Path, kind: str) -> None:
+    path = write_model(tmp_path / "model.gguf", kind, random_model(kind, **SIZES.get(kind, {})))
+    with pytest.raises(ModelError, match="was cut off while it was read"):
+        unpack(path, tmp_path / "cache", lambda *_: os.truncate(path, 50_000))
+    assert not list((tmp_path / "cache").glob("gguf/*/model*"))
+
+
 def test_an_unpacked_file_needs_no_writable_cache(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model.gguf", "qwen3", random_model("qwen3"))
     lock = unpacked(path).parent / "lock"
