@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pkgutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,6 +23,8 @@ from pypto_serving.model.inventory import STORED_DTYPES, Inventory
 from pypto_serving.types.kv import DEFAULT_BLOCK_SIZE, KVCacheGroupSpec
 from pypto_serving.types.model import SERVING_DTYPES, Contents, ModelSpec
 from pypto_serving.util import brief, one_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +154,10 @@ class CheckpointConfig:
 
     def spec(self, serving: Serving = DEFAULT_SERVING) -> ModelSpec:
         """Describe the checkpoint to the engine, without its weights. Headers of its files say which are quantised."""
+        if unread := getattr(self.model, "unread", ()):
+            logger.warning(
+                "%s: the type of RoPE does not read %s", Path(self.directory) / CONFIG_FILE, ", ".join(unread)
+            )
         serving = replace(serving, dtype=self.serving_dtype(serving.dtype))
         headers = {} if self.raw.get(SECTION) is None else read_headers(Path(self.directory))[0]
         spec = self.family.spec(self.served_model(serving.drafts), serving, headers)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Self, TypeVar, cast, get_args
+from typing import Any, Literal, Self, TypeVar, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,13 +25,29 @@ _PIECE = 4096
 """Positions whose angles are computed at once."""
 _MOST_FACTOR = 1 << 20
 """Limit of the extension factor of a context."""
+_TRAINED = "original_max_position_embeddings"
+_READ: dict[RopeKind, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": (
+        *("factor", _TRAINED, "attention_factor", "attn_factor", "beta_fast", "beta_slow"),
+        *("mscale", "mscale_all_dim", "truncate"),
+    ),
+    "llama3": ("factor", _TRAINED, "low_freq_factor", "high_freq_factor"),
+}
+"""The keys that a kind of RoPE reads, beside `_READ_BY_ALL`."""
+_READ_BY_ALL = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+"""Keys that every kind reads; those of mrope change nothing in text, where all sections have the same positions."""
+_READ_BY_SOME = {"short_factor", "long_factor"}.union(*_READ.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
     """The RoPE of a model. Lengths are in tokens; `trained_len` is the context before extension.
 
-    `attention_factor` scales cosines and sines (YaRN); it is 1 for every other kind.
+    `attention_factor` scales cosines and sines (YaRN); it is 1 for every other kind. `unread` names keys of
+    config.json that other kinds read, and this one does not.
     """
 
     kind: RopeKind
@@ -45,63 +61,46 @@ class Rope:
     truncate: bool = True
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    unread: tuple[str, ...] = ()
 
     @classmethod
     def from_config(cls, config: Fields, head_dim: int, max_position_embeddings: int) -> Self:
-        """Read `rope_parameters`, or `rope_theta` with `rope_scaling`; raises ModelError for unknown values."""
-        scaling = config.section("rope_parameters", "rope_scaling")
-        kind = scaling.get("rope_type", "type") or "default"
+        """Read `rope_scaling`, else `rope_parameters`; a missing `rope_theta` is beside them. Raises ModelError."""
+        scaling = config.section("rope_scaling" if config.get("rope_scaling") else "rope_parameters")
+        given = scaling.get("rope_type", "type") or "default"
+        kind = cast(RopeKind, "default" if given == "mrope" else given)
         scaling.require(kind in get_args(RopeKind), "rope_type", kind, f"one of {', '.join(get_args(RopeKind))}")
         for source in (scaling, config):
             partial = source.get("partial_rotary_factor")
             source.require(partial in (None, 1, 1.0), "partial_rotary_factor", partial, "1")
         theta = scaling.positive_float("rope_theta", default=config.positive_float("rope_theta", default=10000.0))
         scaling.require(theta > 1, "rope_theta", theta, "a number above 1")
-        base = cls(kind="default", head_dim=head_dim, theta=theta, trained_len=max_position_embeddings)
-        if kind == "default":
-            return base
+        max_len, read = max_position_embeddings, _READ[kind]
+        trained = max_len
+        if _TRAINED in read:
+            trained = (scaling if config.get(_TRAINED) is None else config).positive_int(_TRAINED, default=max_len)
+        implied = kind == "yarn" and scaling.get("factor") is None
+        factor = _factor(scaling) if "factor" in read and not implied else max_len / trained
+        values: dict[str, Any] = {}
         if kind == "yarn":
-            return cls._yarn(scaling, config, base)
-        if kind == "llama3":
-            return cls._llama3(scaling, base)
+            values = {
+                "attention_factor": _yarn_attention_factor(scaling, factor),
+                "beta_fast": scaling.positive_float("beta_fast", default=32.0),
+                "beta_slow": scaling.positive_float("beta_slow", default=1.0),
+                "truncate": scaling.flag("truncate", True),
+            }
+        elif kind == "llama3":
+            low, high = scaling.positive_float("low_freq_factor"), scaling.positive_float("high_freq_factor")
+            scaling.require(low < high, "high_freq_factor", high, f"above low_freq_factor, {low}")
+            values = {"low_freq_factor": low, "high_freq_factor": high}
         return cls(
-            kind=cast(RopeKind, kind),
+            kind=kind,
             head_dim=head_dim,
-            theta=base.theta,
-            trained_len=max_position_embeddings,
-            factor=_factor(scaling),
-        )
-
-    @classmethod
-    def _yarn(cls, scaling: Fields, config: Fields, base: Rope) -> Self:
-        max_len, key = base.trained_len, "original_max_position_embeddings"
-        trained = (scaling if config.get(key) is None else config).positive_int(key, default=max_len)
-        factor = _factor(scaling) if scaling.get("factor") is not None else max_len / trained
-        attention = scaling.positive_float("attention_factor", default=_yarn_attention_factor(scaling, factor))
-        return cls(
-            kind="yarn",
-            head_dim=base.head_dim,
-            theta=base.theta,
+            theta=theta,
             trained_len=trained,
             factor=factor,
-            attention_factor=attention,
-            beta_fast=scaling.positive_float("beta_fast", default=32.0),
-            beta_slow=scaling.positive_float("beta_slow", default=1.0),
-            truncate=scaling.flag("truncate", True),
-        )
-
-    @classmethod
-    def _llama3(cls, scaling: Fields, base: Rope) -> Self:
-        low, high = scaling.positive_float("low_freq_factor"), scaling.positive_float("high_freq_factor")
-        scaling.require(low < high, "high_freq_factor", high, f"above low_freq_factor, {low}")
-        return cls(
-            kind="llama3",
-            head_dim=base.head_dim,
-            theta=base.theta,
-            trained_len=scaling.positive_int("original_max_position_embeddings"),
-            factor=_factor(scaling),
-            low_freq_factor=low,
-            high_freq_factor=high,
+            unread=_unread(scaling, kind),
+            **values,
         )
 
     @property
@@ -186,14 +185,28 @@ def _factor(scaling: Fields) -> float:
     return factor
 
 
+def _unread(scaling: Fields, kind: RopeKind) -> tuple[str, ...]:
+    """Name the keys that only other kinds read. Raises ModelError for a key of unknown meaning with a number."""
+    left = {key: value for key, value in scaling.values.items() if key not in (*_READ_BY_ALL, *_READ[kind])}
+    for key, value in left.items():
+        harmless = key in _READ_BY_SOME or value is None or isinstance(value, bool | str)
+        scaling.require(harmless or value == 1, key, value, f"absent: RoPE of type {kind} does not read it here")
+    return tuple(f"{key} {value}" for key, value in left.items() if key in _READ_BY_SOME and value not in (None, 1))
+
+
 def _yarn_attention_factor(scaling: Fields, factor: float) -> float:
+    """Read the scale of cosines and sines; `attn_factor` multiplies the usual one, as in vLLM and llama.cpp."""
+
     def magnitude(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
+    if scaling.get("attention_factor") is not None:
+        return scaling.positive_float("attention_factor")
+    own = scaling.positive_float("attn_factor", default=1.0)
     mscale, mscale_all_dim = (scaling.get(key) and scaling.positive_float(key) for key in ("mscale", "mscale_all_dim"))
     if mscale and mscale_all_dim:
-        return magnitude(mscale) / magnitude(mscale_all_dim)
-    return magnitude(1.0)
+        return own * magnitude(mscale) / magnitude(mscale_all_dim)
+    return own * magnitude(1.0)
 
 
 def rope_tables(ropes: Mapping[Kind, Rope], max_model_len: int) -> dict[Kind, Tables]:

@@ -159,7 +159,7 @@ def test_longest_sequence(tmp_path: Path, scaling: Any, longest: int) -> None:
         ({"rope_scaling": {"rope_type": "yarn", "mscale": [1], "mscale_all_dim": 1}}, ["mscale", "[1]"]),
         ({"rope_scaling": {"rope_type": "yarn"}, "original_max_position_embeddings": "x"}, ["original_max", '"x"']),
         ({"rope_scaling": {"rope_type": "yarn", "rope_theta": 10**400}}, ["rope_theta", "float32"]),
-        ({"rope_scaling": [1]}, ["rope_parameters", "[1]"]),
+        ({"rope_scaling": [1]}, ["rope_scaling", "[1]"]),
         ({"rope_theta": -1}, ["rope_theta", "-1"]),
         ({"torch_dtype": "int8"}, ["dtype", "int8"]),
         ({"architectures": []}, ["architectures"]),

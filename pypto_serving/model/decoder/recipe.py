@@ -155,6 +155,11 @@ class DecoderConfig:
         return self.layers[0].attention
 
     @property
+    def unread(self) -> tuple[str, ...]:
+        """Name keys of config.json that would change numbers elsewhere, and are not read."""
+        return self.attention.rope.unread
+
+    @property
     def num_heads(self) -> int:
         return self.attention.num_heads
 
