@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 EXIT_OK = 0
 EXIT_CRASH = 1
@@ -16,7 +15,7 @@ class PyptoError(Exception):
     """Base of all errors that we raise; `str(error)` is one line for the user."""
 
     status: int = 500
-    code: ClassVar[str] = "internal_error"
+    code: str = "internal_error"
     exit_code: int = EXIT_CRASH
 
 
@@ -44,10 +43,13 @@ class RequestError(PyptoError):
     status = 400
     code = "invalid_request_error"
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, status: int | None = None
+    ) -> None:
         super().__init__(message)
         self.param = param
-        self.error_code = code or self.code
+        self.code = code or self.code
+        self.status = status or self.status
 
 
 class ContextLengthError(RequestError):

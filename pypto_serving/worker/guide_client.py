@@ -96,8 +96,8 @@ class GuidedRow:
         """Fail the row. If its grammar is the reason, name the request's field with the grammar."""
         self.fault = error
         if error.status < HTTPStatus.INTERNAL_SERVER_ERROR and self.guide.grammar is not None:
-            self.fault = RequestError(f"{self.guide.field}: {error}", param=self.guide.field, code=error.error_code)
-            self.fault.status = error.status
+            field = self.guide.field
+            self.fault = RequestError(f"{field}: {error}", param=field, code=error.code, status=error.status)
 
 
 class Death(NamedTuple):
@@ -320,9 +320,7 @@ class GuideClient:
                 guided.ahead = masks[guided.row, 1 : 1 + ahead.num_drafts]
         for refusal in answers.refusals:
             if (guided := self.rows.pop(refusal.life, None)) is not None:
-                error = RequestError(refusal.message, code=refusal.code)
-                error.status = refusal.status
-                guided.fail(error)
+                guided.fail(RequestError(refusal.message, code=refusal.code, status=refusal.status))
 
     def _recover(self, death: Death) -> None:
         """Fail the row that ended the process, if it is still there, and let another process follow the others."""

@@ -140,7 +140,7 @@ def apply_guides(dispatch: Dispatch, chosen: DispatchResult, constraints: StepCo
             right[i] = _num_equal(dispatch.drafts(i), forced[:-1])
     dropped = {int(rows[i]) for i in silent}
     faults = [
-        RowFault(int(rows[i]), error.error_code, str(error), error.status, error.param)
+        RowFault(int(rows[i]), error.code, str(error), error.status, error.param)
         for i, error in constraints.faults.items()
     ]
     return chosen._replace(

@@ -20,4 +20,4 @@ def test_text_parts_are_joined_as_over_http() -> None:
 def test_a_part_that_is_no_text_is_refused_as_over_http() -> None:
     with pytest.raises(RequestError, match="a part of type 'image_url'") as caught:
         read_conversation([{"role": "user", "content": [{"type": "image_url"}]}])
-    assert (caught.value.param, caught.value.error_code) == ("messages[0].content[0]", "unsupported_content")
+    assert (caught.value.param, caught.value.code) == ("messages[0].content[0]", "unsupported_content")

@@ -229,7 +229,7 @@ def test_who_ended_the_process_is_refused_and_remembered(rows: Rows, ended_by: i
     rows.append(rows.constrain(1, 2), [1, 2], ids("aa"))
     constraints = rows.ready(1, 2)
     assert constraints.faults.keys() == {0} and rows.allowed(2) == tokens("ab")
-    assert (constraints.faults[0].status, constraints.faults[0].error_code) == (400, "invalid_grammar")
+    assert (constraints.faults[0].status, constraints.faults[0].code) == (400, "invalid_grammar")
     rows.process.is_stuck = True
     rows.start(3, REGEX)
     assert rows.constrain(3).faults.keys() == {0}
@@ -320,7 +320,7 @@ def test_a_panic_ends_its_row_alone(rows: Rows, monkeypatch: pytest.MonkeyPatch)
 def test_a_grammar_that_only_the_tokenizer_refuses_is_a_fault(rows: Rows) -> None:
     rows.start(0, Guide(Grammar("lark", "start: <unheard_of>")))
     fault = rows.ready(0).faults[0]
-    assert (fault.status, fault.error_code, fault.param) == (400, "invalid_grammar", "structured_outputs")
+    assert (fault.status, fault.code, fault.param) == (400, "invalid_grammar", "structured_outputs")
     assert str(fault).startswith("structured_outputs: ") and "unheard_of" in str(fault)
 
 

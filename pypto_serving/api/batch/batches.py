@@ -108,7 +108,7 @@ class Batches:
             raise RequestError(f"{MAX_BATCHES} batches have not ended; cancel some", code="too_many_batches")
 
     def cancel(self, store: KeyStore, batch_id: str) -> Batch:
-        """End a batch, but keep its answers so far. Raises LostError, RequestError if it has ended already."""
+        """End a batch, but keep its answers so far. Raises RequestError if there is none, or it has ended already."""
         batch = self.shown(store.batch(batch_id))
         if batch.status in FINAL:
             raise RequestError(f"the batch is {batch.status} already", param="batch_id", code="batch_ended")

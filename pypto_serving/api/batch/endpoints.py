@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from pypto_serving.api.batch.batches import Batches
 from pypto_serving.api.batch.multipart import read_form
 from pypto_serving.api.batch.schemas import MAX_METADATA_CHARS, Batch, BatchBody, BatchList, DeletedFile, File, FileList
-from pypto_serving.api.batch.store import KeyStore, StorageError
+from pypto_serving.api.batch.store import KeyStore
 from pypto_serving.api.common.body import parse_json, read_body, read_page, require_json, telling_when_parsed
 from pypto_serving.api.common.respond import answer_json
 from pypto_serving.api.http.keys import client_of
@@ -32,7 +32,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def stored(handler: Handler) -> Handler:
-    """Wrap a handler so that it raises StorageError if the folder cannot be read or written."""
+    """Wrap a handler so that it answers 507 if the folder cannot be read or written."""
 
     @functools.wraps(handler)
     async def handle(request: Request) -> Response:
@@ -40,7 +40,8 @@ def stored(handler: Handler) -> Handler:
             return await handler(request)
         except OSError as error:
             logger.warning("the folder of batches cannot be used: %s", error)
-            raise StorageError(f"the server cannot store files or read them: {error.strerror}") from error
+            message = f"the server cannot store files or read them: {error.strerror}"
+            raise RequestError(message, code="storage_failed", status=507) from error
 
     return handle
 

@@ -26,20 +26,6 @@ T = TypeVar("T", File, Batch)
 Buffer = bytes | memoryview
 
 
-class StorageError(RequestError):
-    """The folder of files and batches cannot be read or written, for instance because the disk is full."""
-
-    status = 507
-    code = "storage_failed"
-
-
-class LostError(RequestError):
-    """There is no such file or batch."""
-
-    status = 404
-    code = "not_found"
-
-
 class KeyStore:
     """Owns the files and batches of one client, in a folder of its own. A change is on disk when its call returns."""
 
@@ -68,7 +54,7 @@ class KeyStore:
         return self._path(file_id, ".jsonl")
 
     def read(self, file: File) -> Iterator[bytes]:
-        """Open a file, and iterate over its bytes up to the size in its record. Raises LostError."""
+        """Open a file; iterate over its bytes up to the size in its record. Raises RequestError if there is none."""
         try:
             opened = self.content(file.id).open("rb")
         except FileNotFoundError:
@@ -99,7 +85,7 @@ class KeyStore:
             )
 
     def file(self, file_id: str) -> File:
-        """Return the record of a file. Raises LostError."""
+        """Return the record of a file. Raises RequestError if there is none."""
         file = self._load(file_id, File)
         try:
             return msgspec.structs.replace(file, bytes=self.content(file_id).stat().st_size)
@@ -111,7 +97,7 @@ class KeyStore:
         return self._all("file-*.json", self.file)
 
     def batch(self, batch_id: str) -> Batch:
-        """Return the record of a batch. Raises LostError."""
+        """Return the record of a batch. Raises RequestError if there is none."""
         return self._load(batch_id, Batch)
 
     def batches(self) -> list[Batch]:
@@ -130,7 +116,7 @@ class KeyStore:
             raise
 
     def delete(self, file_id: str) -> None:
-        """Delete a file. Raises LostError."""
+        """Delete a file. Raises RequestError if there is none."""
         self.file(file_id)
         self._path(file_id, ".json").unlink()
         self.content(file_id).unlink()
@@ -149,7 +135,7 @@ class KeyStore:
     def _all(self, pattern: str, load: Callable[[str], T]) -> list[T]:
         found: list[T] = []
         for path in self._folder.glob(pattern):
-            with suppress(LostError):  # deleted meanwhile, or damaged
+            with suppress(RequestError):  # deleted meanwhile, or damaged
                 found.append(load(path.stem))
         return sorted(found, key=lambda each: (-each.created_at, each.id))
 
@@ -183,8 +169,8 @@ def occupy(folder: Path) -> BinaryIO:
     return file
 
 
-def _lost(name: str) -> LostError:
-    return LostError(f"there is no {name[:100]!r}")
+def _lost(name: str) -> RequestError:
+    return RequestError(f"there is no {name[:100]!r}", code="not_found", status=404)
 
 
 def read_salt(folder: Path) -> bytes:

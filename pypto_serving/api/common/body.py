@@ -18,7 +18,7 @@ from starlette.responses import Response
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.generation.labels import Asked
 from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, new_prompt_logprobs
-from pypto_serving.api.http.errors import MAX_DROPPED_BODIES, OLLAMA_PATH, BodyTooLargeError, ContentTypeError
+from pypto_serving.api.http.errors import MAX_DROPPED_BODIES, OLLAMA_PATH, BodyTooLargeError
 from pypto_serving.api.http.middleware import BODY_PARSED
 from pypto_serving.errors import RequestError
 from pypto_serving.types.guide import Guide
@@ -226,7 +226,7 @@ async def answer_read(request: Request, endpoint: Answering, prepare: Prepare | 
 
 
 def require_json(request: Request) -> None:
-    """Raise ContentTypeError unless Content-Type is JSON, which HTML forms cannot send.
+    """Raise RequestError unless Content-Type is JSON, which HTML forms cannot send.
 
     Ollama's clients need not declare their bodies, but browsers, which name the `Origin` of forms, must.
     """
@@ -235,7 +235,8 @@ def require_json(request: Request) -> None:
     if request.scope["path"].startswith(OLLAMA_PATH) and "origin" not in request.headers:
         return
     if kind != "application/json" and not kind.endswith("+json"):
-        raise ContentTypeError(f"Content-Type is {declared[:100]!r}, but must be application/json")
+        message = f"Content-Type is {declared[:100]!r}, but must be application/json"
+        raise RequestError(message, code="unsupported_media_type", status=415)
 
 
 async def read_body(request: Request, limit: int) -> bytearray:

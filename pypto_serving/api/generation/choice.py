@@ -22,8 +22,6 @@ class StopPatterns:
     `shown`: keep the found stop string in the text.
     """
 
-    __slots__ = ("patterns", "shown")
-
     def __init__(self, stops: Sequence[str], shown: bool = False) -> None:
         self.shown = shown
         self.patterns = [(stop, _failure_table(stop)) for stop in sorted(stops, key=len, reverse=True)]
@@ -35,8 +33,6 @@ class StopStrings:
     The match that ends first wins; of matches with the same end, the longest. How the text is cut does not matter. Text
     is held back only while it may begin a stop string. `matched`: the string found; later text is dropped.
     """
-
-    __slots__ = ("_held", "_patterns", "_shown", "_states", "matched")
 
     def __init__(self, stops: StopPatterns) -> None:
         self._patterns, self._shown = stops.patterns, stops.shown
@@ -124,34 +120,6 @@ class Choice:
     no texts of tokens. `num_reasoning` counts the tokens of the reasoning that `thinking` describes, `num_drafts` the
     verified drafts, and `num_accepted` the accepted ones among the tokens.
     """
-
-    __slots__ = (
-        "_detokenizer",
-        "_entries",
-        "_min_tokens",
-        "_num_chars",
-        "_pending_ids",
-        "_plain",
-        "_push_plain",
-        "_reasoning",
-        "_shows_stop",
-        "_stops",
-        "_texts",
-        "cached_by_tier",
-        "finish_reason",
-        "index",
-        "last_s",
-        "num_accepted",
-        "num_cached",
-        "num_drafts",
-        "num_prompt",
-        "num_reasoning",
-        "num_tokens",
-        "prompt",
-        "replica",
-        "request_id",
-        "timeline",
-    )
 
     def __init__(
         self,
@@ -287,8 +255,6 @@ class Choice:
 
 class ChoiceOutput:
     """Collects all deltas of one choice. `logprobs` and `token_ids` stay None unless the request asked for them."""
-
-    __slots__ = ("finish_reason", "index", "logprobs", "stop_reason", "texts", "token_ids")
 
     def __init__(self, index: int) -> None:
         self.index = index

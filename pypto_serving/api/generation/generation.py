@@ -18,7 +18,7 @@ from pypto_serving.api.service import Service
 from pypto_serving.engine.client import Pause
 from pypto_serving.engine.history import Finished
 from pypto_serving.errors import RequestFailedError
-from pypto_serving.types.request import RequestFault, RequestOutput, Timeline
+from pypto_serving.types.request import RequestOutput, Timeline
 from pypto_serving.types.step import NOT_FINITE
 from pypto_serving.util import counted
 
@@ -34,22 +34,6 @@ class Generation:
     not admitted, RequestError if it has more choices than the server can ever hold. The request's `prompt_logprobs`
     are filled before the first delta of a prompt's first choice.
     """
-
-    __slots__ = (
-        "_allowance",
-        "_arrival_s",
-        "_choices",
-        "_closed",
-        "_first_token",
-        "_given_up",
-        "_next_token",
-        "_open",
-        "_outputs",
-        "_request",
-        "_service",
-        "id",
-        "prompt_logprobs",
-    )
 
     def __init__(self, service: Service, request: GenerationRequest) -> None:
         self.id = request.id
@@ -92,8 +76,8 @@ class Generation:
     async def run(self, consume: Consume) -> None:
         """Pass every delta to `consume` until all choices have finished; deltas that arrive together stay together.
 
-        Raises EngineFaultError if the engine gave a choice up, RequestFailedError if it ended one without a reason, and
-        the errors of `consume`. If several choices end at once, all are counted before an error is raised.
+        Raises RequestFailedError if the engine gave a choice up or ended one without a reason, and the errors of
+        `consume`. If several choices end at once, all are counted before an error is raised.
         """
         await self._outputs.deliver_to(partial(self._take, consume))
         if self._open:
@@ -181,14 +165,14 @@ class Generation:
         count, cached = choice.num_tokens, choice.num_cached
         service.metrics.observe_finish(reason, choice.num_prompt, count, e2e_s, timeline, cached, choice.replica)
         self._remember(choice, reason, timeline)
-        if output.fault is not None:
+        if (fault := output.fault) is not None:
             if self._request.trace is not None:
-                self._request.trace.fail(output.fault.code, output.fault.message)
-            if output.fault.code == NOT_FINITE:
+                self._request.trace.fail(fault.code, fault.message)
+            if fault.code == NOT_FINITE:
                 service.metrics.count_corrupted()
-            if output.fault.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            if fault.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                 self._given_up.append(choice)
-            return EngineFaultError(output.fault)
+            return RequestFailedError(fault.message, param=fault.param, code=fault.code, status=fault.status)
         if reason == "error":
             self._given_up.append(choice)
             return RequestFailedError("the engine failed on this request; send it again")
@@ -220,12 +204,3 @@ class Generation:
             tokens = sum(choice.num_tokens for choice in cut)
             choices = counted(len(cut), "unfinished choice")
             logger.info("aborted %s: %s after %s", self.id, choices, counted(tokens, "output token"))
-
-
-class EngineFaultError(RequestFailedError):
-    """The engine gave up an admitted request, because of `fault`."""
-
-    def __init__(self, fault: RequestFault) -> None:
-        super().__init__(fault.message, param=fault.param, code=fault.code)
-        self.fault = fault
-        self.status = fault.status

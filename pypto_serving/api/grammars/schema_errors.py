@@ -40,7 +40,7 @@ def _explained(error: guidance.GrammarError, grammar: Grammar) -> guidance.Gramm
     elif grammar.syntax == "lark" and (alone := _culprit(grammar)) is not None:
         place, message = alone
     said = None if schema is None else explained(message, schema)
-    code = error.error_code if said is None else "unsupported_schema"
+    code = error.code if said is None else "unsupported_schema"
     return guidance.GrammarError(placed(place, said or message), code=code)
 
 

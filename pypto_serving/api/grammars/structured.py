@@ -201,7 +201,7 @@ def checked(params: SamplingParams) -> SamplingParams:
     try:
         grammar = _checked(guide.grammar)
     except RequestError as error:
-        raise RequestError(f"{guide.field}: {error}", param=guide.field, code=error.error_code) from None
+        raise RequestError(f"{guide.field}: {error}", param=guide.field, code=error.code) from None
     return replace(params, guide=replace(guide, grammar=grammar))
 
 

@@ -34,27 +34,6 @@ ANTHROPIC_PATH = "/v1/messages"
 OLLAMA_PATH = "/api/"
 
 
-class AuthenticationError(RequestError):
-    """The API key is missing or wrong."""
-
-    status = 401
-    code = "invalid_api_key"
-
-
-class OriginError(RequestError):
-    """A web page of another site sent the request through a user's browser."""
-
-    status = 403
-    code = "origin_not_allowed"
-
-
-class ContentTypeError(RequestError):
-    """The request body is not declared as JSON."""
-
-    status = 415
-    code = "unsupported_media_type"
-
-
 class BodyTooLargeError(RequestError):
     """The request body exceeds the limit."""
 
@@ -134,5 +113,4 @@ def describe(error: PyptoError) -> ApiError:
     status = error.status if 400 <= error.status <= 599 else 500
     retry: Any = getattr(error, "retry_after_s", RETRY_UNAVAILABLE_S if status in (429, 503) else None)
     headers = _HEADERS.get(status, ())
-    code = getattr(error, "error_code", error.code)
-    return ApiError(status, str(error), code, getattr(error, "param", None), retry, headers)
+    return ApiError(status, str(error), error.code, getattr(error, "param", None), retry, headers)

@@ -14,11 +14,11 @@ from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pypto_serving.api.http.allowance import ALLOWANCE, Allowance
-from pypto_serving.api.http.errors import ANTHROPIC_PATH, AuthenticationError, OriginError, describe, internal_error
+from pypto_serving.api.http.errors import ANTHROPIC_PATH, describe, internal_error
 from pypto_serving.api.http.keys import ApiKeys, sent_key
 from pypto_serving.api.http.tracing import Tracing
 from pypto_serving.engine.metrics import ServerMetrics
-from pypto_serving.errors import SHUTTING_DOWN, UnavailableError
+from pypto_serving.errors import SHUTTING_DOWN, RequestError, UnavailableError
 from pypto_serving.logs import REQUEST_ID, with_fields
 from pypto_serving.util import brief
 
@@ -138,7 +138,8 @@ class OriginGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope)
         if refusal:
-            await describe(OriginError(refusal)).response(scope)(scope, receive, send)
+            error = RequestError(refusal, code="origin_not_allowed", status=403)
+            await describe(error).response(scope)(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
@@ -208,7 +209,8 @@ class ApiKeyGuard:
             await self.app(scope, receive, _with_headers(allowance, send))
             return
         message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
-        await describe(AuthenticationError(message)).response(scope)(scope, receive, send)
+        error = RequestError(message, code="invalid_api_key", status=401)
+        await describe(error).response(scope)(scope, receive, send)
 
 
 def _with_headers(allowance: Allowance, send: Send) -> Send:

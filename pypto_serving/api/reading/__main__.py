@@ -70,7 +70,7 @@ class Jobs:
             try:
                 checked = schema_errors.checked(grammar)
             except GrammarError as error:
-                return Refusal(error.status, str(error), error.error_code, None)
+                return Refusal(error.status, str(error), error.code, None)
             return Compiles(None if checked == grammar else checked)
 
         schema_errors.checked(WARMING)

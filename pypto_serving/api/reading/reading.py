@@ -175,7 +175,7 @@ class Reading:
         except TooLargeError:
             return Refusal(400, "it takes too much memory to compile; send a simpler one", TooLargeError.code, None)
         except RefusedError as error:
-            return Refusal(error.status, str(error), error.error_code, None)
+            return Refusal(error.status, str(error), error.code, None)
         assert isinstance(answer, Compiles)
         return answer
 

@@ -75,5 +75,4 @@ class RefusedError(RequestError):
     """The reader refused a job."""
 
     def __init__(self, refusal: Refusal) -> None:
-        super().__init__(refusal.message, param=refusal.param, code=refusal.code)
-        self.status = refusal.status
+        super().__init__(refusal.message, param=refusal.param, code=refusal.code, status=refusal.status)

@@ -28,13 +28,6 @@ ENTRY_BYTES = 256
 """What the place of an item takes, beside its JSON and its id."""
 
 
-class UnknownResponseError(RequestError):
-    """This client has no response with this id."""
-
-    status = 404
-    code = "response_not_found"
-
-
 class Kept(NamedTuple):
     """A response and its conversation as JSON: the object, its input items, and these together with its output items.
 
@@ -90,16 +83,16 @@ class ResponseStore:
         return by_response[next(reversed(by_response))] if by_response else None
 
     def get(self, client: str, response_id: str, param: str | None = None) -> Kept:
-        """Return a response. Raises UnknownResponseError about the field `param`."""
+        """Return a response. Raises RequestError about the field `param` if there is none."""
         place = (client, response_id)
         if place not in self._kept:
             message = f"there is no response {response_id[:128]!r}: it was not stored, was deleted, or had to make room"
-            raise UnknownResponseError(message, param=param)
+            raise RequestError(message, param=param, code="response_not_found", status=404)
         self._kept.move_to_end(place)
         return self._kept[place]
 
     def delete(self, client: str, response_id: str) -> None:
-        """Forget a response. Raises UnknownResponseError."""
+        """Forget a response. Raises RequestError if there is none."""
         self.get(client, response_id)
         self._drop((client, response_id))
 

@@ -143,13 +143,6 @@ _PREFIX = {
 Item = dict[str, Any]
 
 
-class UnknownItemError(RequestError):
-    """No item has this id, for this key."""
-
-    status = 404
-    code = "item_not_found"
-
-
 def is_reference(kind: Any, role: Any) -> bool:
     """Return whether an item of this type and role refers to one that is kept, by its id."""
     return kind == "item_reference" or (kind is None and role is None)
@@ -159,7 +152,7 @@ def read_items(given: Any, left_out: LeftOut, referred: Mapping[str, Item] | Non
     """Return the items of `input`, each with its type and an id. Those of hosted tools are left out.
 
     `referred` are kept items to which others refer; None if the body is too long for references. Raises
-    UnknownItemError for a reference to any other.
+    RequestError for a reference to any other.
     """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
@@ -177,7 +170,7 @@ def read_items(given: Any, left_out: LeftOut, referred: Mapping[str, Item] | Non
             if item["id"] not in referred:
                 why = "it was not stored, was deleted, or had to make room"
                 message = f"input[{i}] refers to the item {item['id'][:128]!r}, but there is none: {why}"
-                raise UnknownItemError(message, param=f"input[{i}].id")
+                raise RequestError(message, param=f"input[{i}].id", code="item_not_found", status=404)
             kept.append(referred[item["id"]])
         elif isinstance(kind, str) and kind not in _PREFIX and _HOSTED_ITEM.search(kind):
             left_out.add(kind)

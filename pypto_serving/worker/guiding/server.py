@@ -359,7 +359,7 @@ class GuideServer:
         self._refuse(row, error)
 
     def _refuse(self, row: FollowedRow, error: RequestError) -> None:
-        refusal = RowRefusal(row.source.life, error.status, error.error_code, str(error))
+        refusal = RowRefusal(row.source.life, error.status, error.code, str(error))
         self._answers.refusals.append(refusal)
         self._forget(row)
 

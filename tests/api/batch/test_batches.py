@@ -22,7 +22,7 @@ from pypto_serving.api.batch.lines import BatchRequest, Limits
 from pypto_serving.api.batch.multipart import read_form
 from pypto_serving.api.batch.running import AnswerFile, Direct
 from pypto_serving.api.text.tokenizer import Tokenizer
-from pypto_serving.errors import ConfigError
+from pypto_serving.errors import ConfigError, RequestError
 from tests.api.batch.asking import answers, create, line, store_of, upload, wait
 from tests.api.documented import schema_of
 from tests.api.running import CHAT, COMPLETIONS, RunningServer
@@ -182,7 +182,7 @@ def test_files_may_go_while_they_are_listed(tmp_path: Path) -> None:
     gone, left = (kept.new_file("in.jsonl", "batch", 1, b"{}").id for _ in range(2))
     kept.content(gone).unlink()
     assert [file.id for file in kept.files()] == [left]
-    with pytest.raises(store.LostError):
+    with pytest.raises(RequestError, match="there is no"):
         kept.file(gone)
 
 

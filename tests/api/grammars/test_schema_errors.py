@@ -45,7 +45,7 @@ def test_a_refusal_names_the_place(schema: dict[str, Any], words: str) -> None:
     for whole, place in ((schema, "#"), ({**inside, "$defs": {"b": schema}}, "#/$defs/b")):
         with pytest.raises(GrammarError) as caught:
             checked(grammar_of(StructuredOutputsParams(json=whole), None))  # type: ignore[arg-type]
-        assert (str(caught.value), caught.value.error_code) == (f"{place}/{words}", "unsupported_schema")
+        assert (str(caught.value), caught.value.code) == (f"{place}/{words}", "unsupported_schema")
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_schema_in_other_grammars_names_the_place_too(schema: dict[str, Any], 
     lark = f'start: a\na: "x" %json {json.dumps({"type": "array", "items": schema})} "y"'
     with pytest.raises(GrammarError) as caught:
         checked(Grammar("lark", lark))
-    assert (str(caught.value), caught.value.error_code) == (f"#/items/{words}", "unsupported_schema")
+    assert (str(caught.value), caught.value.code) == (f"#/items/{words}", "unsupported_schema")
 
 
 def test_other_errors_of_lark_stay() -> None:

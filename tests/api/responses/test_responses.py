@@ -13,10 +13,11 @@ from pydantic import BaseModel
 
 from pypto_serving.api.chat.leaving_out import LeftOut
 from pypto_serving.api.common.body import MAX_MESSAGES
-from pypto_serving.api.responses.endpoints import Kept, ResponseStore, UnknownResponseError
+from pypto_serving.api.responses.endpoints import Kept, ResponseStore
 from pypto_serving.api.responses.history import MAX_RESPONSE_BYTES, read_history, read_items
 from pypto_serving.api.responses.response_body import read_response, with_earlier
 from pypto_serving.api.text.tokenizer import Tokenizer
+from pypto_serving.errors import RequestError
 from tests.api.anthropic.talking import CITY, SAID
 from tests.api.chat_events import prompt_of
 from tests.api.responses.answering import PATH, Thinks, call_of, create, stream
@@ -211,9 +212,9 @@ def test_the_store_is_bounded() -> None:
     store.get("k", "a")
     store.add("k", "d", kept)
     assert store.num_bytes == 90
-    with pytest.raises(UnknownResponseError):
+    with pytest.raises(RequestError, match="there is no response"):
         store.get("k", "b")
-    with pytest.raises(UnknownResponseError):
+    with pytest.raises(RequestError, match="there is no response"):
         store.get("other", "a")
     store.add("k", "e", Kept(b"x" * 80, b"", b""))
     assert store.num_bytes == 80
