@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,44 @@ def test_calls_have_the_form_that_a_template_shows(
     answer = server.http.post(CHAT, json={"messages": messages})
     assert answer.status_code == 200, answer.text
     assert prompt_of(server, tokenizer) == f"[user]a[assistant]{shown}[tool]c"
+
+
+CUT = '{"zone": "é'
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        (TEXT_ONLY, f"now {CUT}"),
+        (NULL_ONLY, f"now {CUT}"),
+        (MAPPING_ONLY, f"now arguments={CUT}"),
+        (NULL_MAPPING, f"now arguments={CUT}"),
+        (MAPPING_ONLY.replace("arguments | items", "arguments.items()"), f"now arguments={CUT}"),
+        (TEXT_ONLY.replace("arguments }}", "arguments | tojson }}"), f"now {json.dumps(CUT, ensure_ascii=False)}"),
+    ],
+)
+def test_a_conversation_goes_on_after_arguments_that_are_no_json(
+    start: Start, tmp_path: Path, tokenizer: Tokenizer, template: str, shown: str
+) -> None:
+    folder = write_checkpoint(tmp_path, template=template + "{# <tool_call> #}")
+    server = start(folder, config={"max_model_len": 4096})
+    wanted = f"[user]a[assistant]{shown}[tool]c"
+    function = {"name": "now", "arguments": CUT}
+    called = said("assistant", None, tool_calls=[{"id": "call00001", "type": "function", "function": function}])
+    chat = {"messages": [CALLED[0], called, CALLED[2]]}
+    called = said("assistant", [{"type": "tool_use", "id": "x", "name": "now", "input": CUT}])
+    result = said("user", [{"type": "tool_result", "tool_use_id": "x", "content": "c"}])
+    output = {"type": "function_call_output", "call_id": "x", "output": "c"}
+    items = [CALLED[0], {"type": "function_call", "call_id": "x", **function}, output]
+    for path, body in (
+        (CHAT, chat),
+        ("/v1/messages", {"max_tokens": 9, "messages": [CALLED[0], called, result]}),
+        ("/v1/responses", {"input": items}),
+        ("/api/chat", {"model": "tiny", "stream": False, **chat}),
+    ):
+        answer = server.http.post(path, json=body)
+        assert answer.status_code == 200, (path, answer.text)
+        assert prompt_of(server, tokenizer) == wanted
 
 
 def test_chats_with_tools_use_the_template_for_tools() -> None:

@@ -15,6 +15,7 @@ from pypto_serving.api.chat.tools import (
     choose_tools,
     is_shallow,
     list_of_tools,
+    object_in,
     refuse,
     string_in,
     with_joined_texts,
@@ -126,7 +127,9 @@ class _MessageHistory:
 
     def _call(self, block: Block, where: str) -> dict[str, Any]:
         call_id, name, given = string_in(block, "id", where), string_in(block, "name", where), block.get("input")
-        if not isinstance(given, dict):
+        if isinstance(given, str):
+            given = object_in(given)  # a client could not read what the model wrote
+        elif not isinstance(given, dict):
             refuse(f"{where}.input", f"is {brief(given)}, but must be an object")
         if not is_shallow(given, MAX_DEPTH):
             refuse(f"{where}.input", f"has more than {MAX_DEPTH} levels; nest less")

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from pypto_serving.api.anthropic import answers
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.parsers.scanner import OutputPart, TextPart, ToolCallStart
-from pypto_serving.api.chat.tools import object_in
+from pypto_serving.api.chat.tools import as_object, object_in
 from pypto_serving.api.common.body import ReadBody, answer_read
 from pypto_serving.api.common.respond import AnswerFormat, encode, generate, named, one_line
 from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage
@@ -74,8 +74,7 @@ class MessageFormat(AnswerFormat):
                 case answers.ThinkingBlock():
                     block.thinking, block.signature = text, self._id
                 case answers.ToolUseBlock():
-                    given = object_in(text)
-                    block.input = given if isinstance(given, dict) else {"arguments": given}
+                    block.input = as_object(object_in(text))
         self._finish(output.finish_reason, output.stop_reason)
         return self._message([block for block, _ in blocks], usage)
 

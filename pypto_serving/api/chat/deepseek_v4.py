@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pypto_serving.api.chat.formats import Calls, ChatOrigin, EncodedChat, OutputFormat
 from pypto_serving.api.chat.parsers.dsml import MARK, to_json, write_calls, write_tools
 from pypto_serving.api.chat.parsers.scanner import Thinking
-from pypto_serving.api.chat.tools import check_effort, parameter_types, read_calls, read_tools, refuse
+from pypto_serving.api.chat.tools import as_object, check_effort, parameter_types, read_calls, read_tools, refuse
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ConfigError, ModelError, RequestError
@@ -138,11 +138,8 @@ def _turn(message: Message, role: Role, text: str, where: str) -> Turn:
 
 
 def _calls(message: Message, where: str) -> list[Call]:
-    """Return names and arguments of calls. If arguments are not a JSON object, their text becomes the only argument."""
-    return [
-        (call["function"]["name"], arguments if isinstance(arguments, dict) else {"arguments": arguments})
-        for call, arguments in read_calls(message, where)
-    ]
+    """Return names and arguments of calls."""
+    return [(call["function"]["name"], as_object(arguments)) for call, arguments in read_calls(message, where)]
 
 
 def _call_ids(message: Message, where: str) -> list[str]:

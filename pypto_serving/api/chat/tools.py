@@ -177,6 +177,11 @@ def object_in(text: str) -> dict[str, Any] | str:
     return value if isinstance(value, dict) else text
 
 
+def as_object(arguments: dict[str, Any] | str) -> dict[str, Any]:
+    """Return arguments for a prompt that can only show an object: text becomes the only argument `arguments`."""
+    return {"arguments": arguments} if isinstance(arguments, str) else arguments
+
+
 def refuse(where: str, complaint: str, code: str | None = None) -> NoReturn:
     """Raise RequestError about the field `where`."""
     raise RequestError(f"{where} {complaint}", param=where, code=code)

@@ -8,7 +8,7 @@ from typing import Any
 
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.parsers.scanner import OutputPart, TextPart, ToolCallStart, read_output
-from pypto_serving.api.chat.tools import object_in
+from pypto_serving.api.chat.tools import as_object, object_in
 from pypto_serving.api.common.respond import AnswerFormat, encode
 from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage
 from pypto_serving.api.http.errors import ApiError
@@ -108,5 +108,4 @@ class LineFormat(AnswerFormat):
 
 
 def _call(name: str, arguments: str) -> dict[str, Any]:
-    given = object_in(arguments)
-    return {"function": {"name": name, "arguments": given if isinstance(given, dict) else {"arguments": given}}}
+    return {"function": {"name": name, "arguments": as_object(object_in(arguments))}}

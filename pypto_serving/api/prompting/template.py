@@ -16,7 +16,7 @@ import jinja2
 from pypto_serving.api.chat.formats import Calls, ChatOrigin, EncodedChat, OutputFormat
 from pypto_serving.api.chat.parsers.families import FAMILIES, HABITS, Habit, choose_family, choose_habit, takes_tools
 from pypto_serving.api.chat.parsers.scanner import Thinking
-from pypto_serving.api.chat.tools import check_effort, parameter_types, read_calls, read_tools, refuse
+from pypto_serving.api.chat.tools import as_object, check_effort, parameter_types, read_calls, read_tools, refuse
 from pypto_serving.api.prompting.jinja import compile_template, render
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.api.text.files import load_special_tokens, read_optional_json
@@ -96,6 +96,14 @@ class Manners:
                     return null, as_text
         return False, False
 
+    @cached_property
+    def takes_raw_arguments(self) -> bool:
+        """Whether calls are shown whose arguments are text that is not JSON, as a model may have written it."""
+        function = {"name": "qz_call", "arguments": '{"qz_key": "qz_value'}
+        message = _with_form({**_CALLS, "tool_calls": [{**_CALL, "function": function}]}, *self.form_of_calls)
+        prompt = self._prompt([_ASKS, message, _RESULT])
+        return "qz_key" in prompt and "qz_value" in prompt
+
     def _takes(self, plain: Sequence[Message], tried: Sequence[Message]) -> bool:
         """Return whether the rendered `tried` has all texts in order, or if the template cannot even render `plain`."""
         return self._shows(tried) or not self._shows(plain)
@@ -122,7 +130,8 @@ class Manners:
         - Keep later ones if the template accepts them; else append their text to the preceding turn of user or tool, or
           put it before the user's text that follows.
         - Merge consecutive messages of one role if the template requires alternating roles.
-        - Give calls in the form that the template shows.
+        - Give calls in the form that the template shows. Arguments that are not a JSON object are text, or if the
+          template cannot show that, the text of the only argument `arguments`.
         """
         fitted = _join_first(messages)
         start = int(fitted[0]["role"] in INSTRUCTING) if fitted else 0
@@ -135,25 +144,28 @@ class Manners:
             fitted = _join(fitted, ("user", "assistant"))
         if ("tool", "user") in pairs and not self.takes_user_after_tool:
             fitted = _join(fitted, ("tool",), ("user",))
-        if any("tool_calls" in message for message in fitted) and any(self.form_of_calls):
-            fitted = [_with_form(message, *self.form_of_calls) for message in fitted]
+        calls = [call["function"] for message in fitted for call in message.get("tool_calls", ())]
+        raw = any(isinstance(function["arguments"], str) for function in calls) and not self.takes_raw_arguments
+        if calls and (raw or any(self.form_of_calls)):
+            fitted = [_with_form(message, *self.form_of_calls, raw) for message in fitted]
         return fitted
 
 
-def _with_form(message: Message, null: bool, as_text: bool) -> Message:
-    """Return a message whose calls have no content, if it is empty and `null`, and arguments `as_text`."""
+def _with_form(message: Message, null: bool, as_text: bool, wraps: bool = False) -> Message:
+    """Return a message whose calls have no content, if it is empty and `null`, and arguments `as_text`.
+
+    Arguments that are text already become an only argument if the form `wraps` them.
+    """
     if "tool_calls" not in message:
         return message
-    calls = message["tool_calls"]
-    if as_text:
-        calls = [{**call, "function": {**call["function"], "arguments": _text(call)}} for call in calls]
+    functions = [{**call["function"]} for call in message["tool_calls"]]
+    for function in functions:
+        given = as_object(function["arguments"]) if wraps else function["arguments"]
+        as_is = isinstance(given, str) or not as_text
+        function["arguments"] = given if as_is else json.dumps(given, ensure_ascii=False)
+    calls = [{**call, "function": function} for call, function in zip(message["tool_calls"], functions, strict=True)]
     content = None if null and not message["content"] else message["content"]
     return {**message, "content": content, "tool_calls": calls}
-
-
-def _text(call: Mapping[str, Any]) -> str:
-    given = call["function"]["arguments"]
-    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
 
 class _Joining:

@@ -332,7 +332,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": result(tool_use_id="b")}, "no earlier tool_use has this id"),
     ({"messages": [HELLO, CALLED]}, "end with the assistant"),
     ({"messages": [HELLO, {"role": "assistant", "content": ""}]}, "end with the assistant"),
-    ({"messages": [{"role": "assistant", "content": [{**CALLED["content"][0], "input": "x"}]}]}, "input is 'x'"),  # type: ignore[index]
+    ({"messages": [{"role": "assistant", "content": [{**CALLED["content"][0], "input": 1}]}]}, "input is 1"),  # type: ignore[index]
     ({"messages": [{"role": "assistant", "content": [{**CALLED["content"][0], "input": deep(70)}]}]}, "64 levels"),  # type: ignore[index]
     ({"system": 5}, "system is 5"),
     ({"system": [IMAGE]}, "system[0] is a block of type 'image'"),
