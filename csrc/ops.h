@@ -124,14 +124,15 @@ struct KvCache {
 
 // QK-norm and RoPE: splits x [t, (heads + 2 kv_heads) * dim], applies RMSNorm per head and RoPE to queries and keys,
 // stores queries [t, heads, dim] as bfloat16 and writes keys and values to the cache. `weights` [heads + kv_heads, dim]
-// includes the softmax scale, in base 2.
+// includes the softmax scale, in base 2. The first `rotated` dimensions of a head turn, a multiple of 32.
 struct QkNormRope {
-  const float *x, *weights, *cos, *sin;  // cos, sin [positions, dim / 2]
+  const float *x, *weights, *cos, *sin;  // cos, sin [positions, rotated / 2], of keys
+  const float *query_cos, *query_sin;    // the same of queries
   float eps;
-  int32_t heads;
+  int32_t heads, rotated;
   bf16* queries;
   KvCache cache;
-  FIELDS(x, weights, cos, sin, eps, heads, queries, cache)
+  FIELDS(x, weights, cos, sin, query_cos, query_sin, eps, heads, rotated, queries, cache)
 };
 
 // Causal attention of all queries over the paged KV cache, into strips: heads * dim numbers from `first` on.

@@ -114,40 +114,41 @@ static void embed(const Embed& op, const Step& step, Member& member) {
   }
 }
 
-// RMSNorm of one head (none where eps < 0), then RoPE in NeoX style (Su et al. 2021, arXiv:2104.09864): the pair (i, i + dim / 2) is rotated
-// by the i-th angle of the position.
-INLINE void norm_rope_neox(const float* x, const float* weight, const float* cos, const float* sin, int64_t dim,
-                           float eps, float* out) {
+// RMSNorm of one head (none where eps < 0), then RoPE of its first `rotated` dimensions in NeoX style (Su et al. 2021,
+// arXiv:2104.09864): the pair (i, i + rotated / 2) is rotated by the i-th angle of the position.
+INLINE void norm_rope_neox(const float* x, const float* weight, const float* cos, const float* sin, int64_t rotated,
+                           int64_t dim, float eps, float* out) {
   const float scale = eps < 0 ? 1.0f : inverse_rms(x, dim, eps);
-  const int64_t half = dim / 2;
+  const int64_t half = rotated / 2;
   for (int64_t i = 0; i < half; i += kLanes) {
     const Floats a = load(x + i) * set1(scale) * load(weight + i);
     const Floats b = load(x + half + i) * set1(scale) * load(weight + half + i);
     store(out + i, fma(a, load(cos + i), -(b * load(sin + i))));
     store(out + half + i, fma(b, load(cos + i), a * load(sin + i)));
   }
+  for (int64_t i = rotated; i < dim; i += kLanes) store(out + i, load(x + i) * set1(scale) * load(weight + i));
 }
 
 // One token: queries [query, query_end), and keys and values [begin, end).
 INLINE void norm_rope_heads(const QkNormRope& op, const Step& step, int64_t t, int64_t query, int64_t query_end,
                             int64_t begin, int64_t end) {
   const KvCache& cache = op.cache;
-  const int64_t dim = cache.dim;
+  const int64_t dim = cache.dim, angles = step.positions[t] * (op.rotated / 2);
   const float* x = op.x + t * (op.heads + 2 * cache.kv_heads) * dim;
-  const float* cos = op.cos + step.positions[t] * (dim / 2);
-  const float* sin = op.sin + step.positions[t] * (dim / 2);
   const int32_t* slots = step.slots(0);
   const int64_t block = slots[t] / cache.size, offset = slots[t] % cache.size;
   const bool last = t + 1 == step.tokens || slots[t + 1] != slots[t] + 1;
   alignas(64) float rotated[kMaxDim];
   for (; query < query_end; query++) {
-    norm_rope_neox(x + query * dim, op.weights + query * dim, cos, sin, dim, op.eps, rotated);
+    norm_rope_neox(x + query * dim, op.weights + query * dim, op.query_cos + angles, op.query_sin + angles, op.rotated,
+                   dim, op.eps, rotated);
     bf16* out = op.queries + (t * op.heads + query) * dim;
     for (int64_t i = 0; i < dim; i += kLanes) store_narrow(out + i, load(rotated + i));
   }
   for (int64_t head = begin; head < end; head++) {
     const int64_t key = op.heads + head;
-    norm_rope_neox(x + key * dim, op.weights + key * dim, cos, sin, dim, op.eps, rotated);
+    norm_rope_neox(x + key * dim, op.weights + key * dim, op.cos + angles, op.sin + angles, op.rotated, dim, op.eps,
+                   rotated);
     const float* value = x + (key + cache.kv_heads) * dim;
     if (cache.int8) {
       store_key_bytes(cache, block, offset, head, rotated);

@@ -63,6 +63,24 @@ QWEN2: dict[str, Any] = QWEN3 | {"num_attention_heads": 2, "num_key_value_heads"
 """Heads of hidden_size / num_attention_heads."""
 MISTRAL: dict[str, Any] = QWEN3 | {"tie_word_embeddings": False, "sliding_window": None, "rms_norm_eps": 1e-5}
 MIXTRAL: dict[str, Any] = MISTRAL | {"num_local_experts": 8, "num_experts_per_tok": 2}
+PHI3: dict[str, Any] = QWEN3 | {
+    "hidden_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "short_factor": [1 + i / 16 for i in range(16)],
+        "long_factor": [1 + i / 2 for i in range(16)],
+        "original_max_position_embeddings": 128,
+    },
+    "original_max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-5,
+    "pad_token_id": 0,
+}
 DEEPSEEK_V4 = {"deepseek_v4": deepseek_v4.TINY, "deepseek_v4_fast": deepseek_v4.FAST}
 DECODERS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "qwen3": (QWEN3, transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
@@ -71,6 +89,7 @@ DECODERS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "qwen2": (QWEN2, transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "mistral": (MISTRAL, transformers.MistralConfig, transformers.MistralForCausalLM),
     "mixtral": (MIXTRAL, transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "phi3": (PHI3, transformers.Phi3Config, transformers.Phi3ForCausalLM),
 }
 KINDS = (*DECODERS, *DEEPSEEK_V4)
 

@@ -181,13 +181,16 @@ class Recording:
         eps: float,
         queries: BFloat16Array,
         cache: KVCacheLayer,
+        query_tables: tuple[Float32Array, Float32Array] | None = None,
     ) -> None:
         """QK-norm and RoPE of x [tokens, heads + 2 kv_heads, dim]; write the KV cache.
 
         `queries` [tokens, heads, dim] receives the queries. `weights` [heads + kv_heads, dim] are the norm weights,
-        for queries times the softmax scale, log2(e) / sqrt(dim). `cos` and `sin` are [positions, dim / 2].
+        for queries times the softmax scale, log2(e) / sqrt(dim). `cos` and `sin` are [positions, rotated / 2]: the
+        first dimensions of a head are rotated, a multiple of 32. `query_tables`: those of queries, if they differ.
         """
-        inputs = {"x": x, "weights": weights, "cos": cos, "sin": sin, "eps": eps}
+        inputs = {"x": x, "weights": weights, "cos": cos, "sin": sin, "eps": eps, "rotated": 2 * cos.shape[1]}
+        inputs |= dict(zip(("query_cos", "query_sin"), query_tables or (cos, sin), strict=True))
         self._add("qk_norm_rope", **inputs, heads=queries.shape[1], queries=queries, **cache.fields())
 
     def paged_attention(self, queries: BFloat16Array, cache: KVCacheLayer, out: PairArray | StripColumns) -> None:

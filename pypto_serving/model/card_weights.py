@@ -62,11 +62,11 @@ class CardWeights(TorchWeights):
                 return Int4Matrix(words, _joined(scales))
         return Bf16Matrix(self.read(*names))
 
-    def gated(self, gate: str, up: str) -> GatedMatrix | GatedSums:
-        """Load the two matrices of a gated product, which are stored alike. Raises ModelError."""
-        if self._form(gate) == CardForm.BF16:
-            return GatedMatrix(self.read(f"{gate}.weight", f"{up}.weight"))
-        return GatedSums(self.matrix(gate, up))
+    def gated(self, *modules: str) -> GatedMatrix | GatedSums:
+        """Load gate and up, stored alike or as one matrix. Raises ModelError."""
+        if self._form(modules[0]) == CardForm.BF16:
+            return GatedMatrix(self.read(*(f"{module}.weight" for module in modules)))
+        return GatedSums(self.matrix(*modules))
 
     def _form(self, module: str) -> CardForm | None:
         return card_form(self._schemes.get(module, PLAIN))

@@ -258,6 +258,7 @@ class StoredTensors:
         self._progress = progress
         self._maps: dict[Path, mmap.mmap] = {}
         self._done = self._total = 0
+        self._counted: set[str] = set()
         self._expected: Mapping[str, Expected] = {}
 
     @property
@@ -326,8 +327,11 @@ class StoredTensors:
             self._progress("weights", self._done, self._total)
 
     def count(self, tensor: StoredTensor) -> None:
-        """Count `tensor` as read."""
-        self._done += tensor.end - tensor.begin
+        """Count `tensor` as read, once."""
+        if tensor.name in self._counted:
+            return
+        self._counted.add(tensor.name)
+        self._done += tensor.num_bytes
         self._progress("weights", self._done, self._total)
 
 

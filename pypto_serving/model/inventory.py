@@ -189,16 +189,17 @@ class Inventory:
             return Fraction(self.config.experts.per_token, self.config.experts.count)
         return Fraction(int(role != "ids" and (name != self.embedding or self._tied)))
 
-    def split(self, name: str, num_bytes: int) -> SplitWeights:
+    def split(self, name: str, num_bytes: int) -> list[SplitWeights]:
         """Describe how ranks split the tensor `name` of `num_bytes`; experts are split by experts, too."""
         tensor = self.model[name]
-        return SplitWeights(
+        whole = SplitWeights(
             layers=self._stages(name),
             split="experts" if tensor.role == "expert" else self.splits.get(self._part(name), "whole"),
             outputs=tensor.shape[0],
             unit=self._unit(name),
             num_bytes=num_bytes,
         )
+        return [whole]
 
     def _part(self, name: str) -> str:
         """Return the last component of the name of a module."""
@@ -238,7 +239,7 @@ def describe_model(
             num_kv_heads=config.num_kv_heads,
             hidden_size=config.hidden_size,
             num_experts=config.experts.count if config.experts is not None else 0,
-            weights=merged(inventory.split(name, size) for name, size in sizes.items()),
+            weights=merged(part for name, size in sizes.items() for part in inventory.split(name, size)),
             token=token,
         )
 

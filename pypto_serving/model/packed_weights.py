@@ -209,11 +209,10 @@ class PackedWeights:
 
         With `bias`, also pack their biases.
         """
-        runs = groupby(self._parts(names, outputs), lambda named: named[1].form)
-        return [self._joined(dict(run), bias) for _, run in runs]
+        runs = groupby(self._parts(names, outputs), lambda part: part.form)
+        return [self._joined([*run], bias) for _, run in runs]
 
-    def _joined(self, named: Mapping[str, MatrixPart], bias: bool) -> Matrix:
-        parts = [*named.values()]
+    def _joined(self, parts: Sequence[MatrixPart], bias: bool) -> Matrix:
         n = sum(len(part.outputs) for part in parts)
 
         def fill(room: Matrix) -> None:
@@ -222,7 +221,7 @@ class PackedWeights:
                 self._pack(part, room, offset)
                 offset += len(part.outputs)
 
-        return self._matrices("matrix", parts, n, 1, fill, self._bias(named, n) if bias else None)
+        return self._matrices("matrix", parts, n, 1, fill, self._bias(parts, n) if bias else None)
 
     def rounded(self, name: str, outputs: range | None = None) -> list[Matrix]:
         """Pack the named matrix of floats in int8, with a scale per output. Raises ModelError for others."""
@@ -233,10 +232,14 @@ class PackedWeights:
             return []
         return [self._matrices("rounded", [part], len(part.outputs), 1, lambda room: self._pack(part, room))]
 
-    def gate_up(self, gates: Sequence[str], ups: Sequence[str], outputs: Outputs = None) -> list[Gated]:
-        """Pack gate and up matrices [n, k] of experts; matrices of equal forms are concatenated."""
-        both = zip(self._parts(gates, outputs), self._parts(ups, outputs), strict=True)
-        parts = [(gate, up) for (_, gate), (_, up) in both]
+    def gate_up(
+        self, gates: Sequence[str], ups: Sequence[str], outputs: Outputs = None, up_outputs: Outputs = None
+    ) -> list[Gated]:
+        """Pack gate and up matrices [n, k] of experts; matrices of equal forms are concatenated.
+
+        `up_outputs`: the outputs of ups, if they differ from those of gates.
+        """
+        parts = [*zip(self._parts(gates, outputs), self._parts(ups, up_outputs or outputs), strict=True)]
         forms = [(gate.form, up.form) for gate, up in parts]
         return [self._gated(pairs, places) for places, pairs in _sets(parts, forms)]
 
@@ -254,7 +257,7 @@ class PackedWeights:
 
     def several(self, names: Sequence[str], outputs: Outputs = None) -> list[Matrix]:
         """Pack matrices [n, k] of experts; matrices of equal form are concatenated."""
-        parts = [part for _, part in self._parts(names, outputs)]
+        parts = self._parts(names, outputs)
         return [self._stacked(some, places) for places, some in _sets(parts, [part.form for part in parts])]
 
     def experts(
@@ -278,13 +281,13 @@ class PackedWeights:
         for tensor in part.tensors:
             self._tensors.forget(tensor)
 
-    def _parts(self, modules: Sequence[str], outputs: Outputs) -> list[tuple[str, MatrixPart]]:
+    def _parts(self, modules: Sequence[str], outputs: Outputs) -> list[MatrixPart]:
         """Return the outputs of each matrix to pack; omit matrices without any."""
         parts = []
         for module, mine in zip(modules, [None] * len(modules) if outputs is None else outputs, strict=True):
             if mine is None or mine:
                 stored = self._schemes.get(module, PLAIN), self._shapes.get(module, ())
-                parts.append((module, part_of(self._tensors, module, *stored, mine)))
+                parts.append(part_of(self._tensors, module, *stored, mine))
         return parts
 
     def _matrices(
@@ -329,11 +332,11 @@ class PackedWeights:
         self._done[name] = array
         return array
 
-    def _bias(self, named: Mapping[str, MatrixPart], n: int) -> NDArray[np.float32] | None:
-        if not self.has(f"{next(iter(named))}.bias"):
+    def _bias(self, parts: Sequence[MatrixPart], n: int) -> NDArray[np.float32] | None:
+        if not self.has(f"{parts[0].module}.bias"):
             return None
         bias = np.zeros(ceil_div(n, 32) * 32, np.float32)
-        read = [self.vector(f"{name}.bias")[part.outputs.start : part.outputs.stop] for name, part in named.items()]
+        read = [self.vector(f"{part.module}.bias")[part.outputs.start : part.outputs.stop] for part in parts]
         bias[:n] = np.concatenate(read)
         return bias
 

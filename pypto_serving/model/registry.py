@@ -102,6 +102,7 @@ FAMILIES = {
     "LlamaForCausalLM": "pypto_serving.model.families.llama:FAMILY",
     "MistralForCausalLM": "pypto_serving.model.families.mistral:FAMILY",
     "MixtralForCausalLM": "pypto_serving.model.families.mistral:MIXTRAL",
+    "Phi3ForCausalLM": "pypto_serving.model.families.phi3:FAMILY",
     "Qwen2ForCausalLM": "pypto_serving.model.families.qwen2:FAMILY",
     "Qwen3ForCausalLM": "pypto_serving.model.families.qwen3:FAMILY",
     "Qwen3MoeForCausalLM": "pypto_serving.model.families.qwen3:FAMILY",

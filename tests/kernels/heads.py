@@ -19,6 +19,8 @@ class Shape:
     kv_heads: int
     dim: int
     size: int = 32
+    rotated: int = 0
+    """Dimensions that turn; 0 for all. Queries then have tables of their own."""
 
     @property
     def all(self) -> int:
@@ -31,6 +33,8 @@ SHAPES = [
     Shape(3, 3, 96, 96),
     Shape(8, 4, 128, 64),
     Shape(2, 1, 256, 128),
+    Shape(3, 1, 128, 32, rotated=96),
+    Shape(4, 2, 64, 32, rotated=32),
 ]
 
 
@@ -44,6 +48,7 @@ class Work:
     weights: Array
     cos: Array
     sin: Array
+    query_tables: tuple[Array, Array] | None
     blocks: list[Array]
 
     @property
@@ -70,15 +75,17 @@ def make_work(shape: Shape, lengths: list[tuple[int, int]], seed: int = 0) -> Wo
     rng = np.random.default_rng(seed)
     needs = [-(-(first + count) // shape.size) for first, count in lengths]
     ids = 1 + rng.permutation(sum(needs))
-    angles = rng.uniform(0, 2 * np.pi, (POSITIONS, shape.dim // 2))
+    angles = rng.uniform(0, 2 * np.pi, (POSITIONS, (shape.rotated or shape.dim) // 2))
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
     tokens = sum(count for _, count in lengths)
     return Work(
         shape,
         lengths,
         x=rng.standard_normal((tokens, shape.all, shape.dim)).astype(np.float32) * 3,
         weights=rng.uniform(0.5, 2, (shape.heads + shape.kv_heads, shape.dim)).astype(np.float32),
-        cos=np.cos(angles).astype(np.float32),
-        sin=np.sin(angles).astype(np.float32),
+        cos=cos,
+        sin=sin,
+        query_tables=(2 * cos, 2 * sin) if shape.rotated else None,
         blocks=np.split(ids, np.cumsum(needs)[:-1]),
     )
 

@@ -36,10 +36,11 @@ def silu(x: Array) -> Array:
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Heads [t, heads, dim] rotated by angles [t, dim / 2], each in the plane of dimensions i and i + dim / 2."""
-    half = x.shape[-1] // 2
-    a, b, cos, sin = x[..., :half], x[..., half:], double(cos)[:, None], double(sin)[:, None]
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    """Heads [t, heads, dim] rotated by angles [t, half], each in the plane of dimensions i and i + half."""
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    cos, sin = double(cos)[:, None], double(sin)[:, None]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
 def attention(queries: Array, keys: Array, values: Array, first: int) -> Array:

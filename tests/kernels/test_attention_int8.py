@@ -53,7 +53,7 @@ def heads_of(engine: Engine, work: Work) -> Array:
     pages[...] = 0xFF
     queries = stage.room(np.uint16, len(work.x), shape.heads, shape.dim)
     cache = KVCacheLayer(pages, LAYER, shape.dim)
-    stage.record.qk_norm_rope(work.x, work.weights, work.cos, work.sin, EPS, queries, cache)
+    stage.record.qk_norm_rope(work.x, work.weights, work.cos, work.sin, EPS, queries, cache, work.query_tables)
     stage.play(len(work.x), lengths=work.lengths, slots=work.slots)
     return pages
 

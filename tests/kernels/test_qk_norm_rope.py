@@ -22,7 +22,7 @@ def heads(engine: Engine, work: Work) -> tuple[Array, Array]:
     pages[...] = NAN
     queries = stage.room(np.uint16, tokens, shape.heads, shape.dim)
     cache = KVCacheLayer(pages, LAYER, shape.dim)
-    stage.record.qk_norm_rope(work.x, work.weights, work.cos, work.sin, EPS, queries, cache)
+    stage.record.qk_norm_rope(work.x, work.weights, work.cos, work.sin, EPS, queries, cache, work.query_tables)
     stage.play(tokens, lengths=work.lengths, slots=work.slots)
     return widen(queries), pages
 
@@ -35,8 +35,11 @@ def test_queries_keys_and_values(engine: Engine, shape: Shape, lengths: list[tup
     cos, sin = work.cos[work.positions], work.sin[work.positions]
     turning = work.x[:, : shape.heads + shape.kv_heads]
     normed = references.norm(turning, work.weights, EPS)
-    wanted = rotate(normed, cos, sin)
-    error = 1.01 * BFLOAT16 * np.abs(wanted) + 1e-6 * rotate(np.abs(normed), np.abs(cos), np.abs(sin)).max()
+    wanted, most = rotate(normed, cos, sin), rotate(np.abs(normed), np.abs(cos), np.abs(sin)).max()
+    if work.query_tables:
+        wanted[:, : shape.heads, : shape.rotated] *= 2
+        most *= 2
+    error = 1.01 * BFLOAT16 * np.abs(wanted) + 1e-6 * most
     assert_close(queries, wanted[:, : shape.heads], error[:, : shape.heads])
 
     block, offset = work.slots // shape.size, work.slots % shape.size

@@ -32,6 +32,7 @@ LATENT = {"hidden_size": 128, "moe_intermediate_size": 96, "q_lora_rank": 64, "o
 SPLIT = {
     "qwen3": {"vocab_size": 320, "hidden_size": 128, "num_hidden_layers": 4, "tie_word_embeddings": False},
     "qwen3_moe": MOE | {"vocab_size": 320, "num_experts": 4, "num_hidden_layers": 4},
+    "phi3": {"num_attention_heads": 4, "hidden_size": 256, "intermediate_size": 192},
     "deepseek_v4_fast": LATENT,
 }
 READING = ("vector", "exact", "ids", "table", "matrix", "rounded", "gate_up", "several")
@@ -46,6 +47,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         "qwen3_moe": MOE,
         "qwen2": NARROW,
         "mixtral": NARROW | {"num_local_experts": 3},
+        "phi3": NARROW,
         "deepseek_v4_fast": LATENT,
     }
 
@@ -94,6 +96,7 @@ def require_planned(path: Path, monkeypatch: pytest.MonkeyPatch, head: Any = "au
     [
         *((format, "qwen3") for format in ("bf16", *FORMATS)),
         *((format, "qwen3_moe") for format in ("bf16", "int4_g128_f32", "blocks_bf16", "w8a8", "nvfp4")),
+        *((format, "phi3") for format in ("bf16", "gptq", "w8a8")),
     ],
 )
 def test_every_format(
@@ -116,6 +119,7 @@ def test_deepseek_v4(plain: Callable[[str], Path], tmp_path: Path, monkeypatch: 
 RANKS = {
     "qwen3": (Topology(2), Topology(pipeline=2)),
     "qwen3_moe": (Topology(2), Topology(2, expert=2), Topology(2, expert=2, data=2), Topology(2, pipeline=2)),
+    "phi3": (Topology(2),),
     "deepseek_v4_fast": (Topology(2), Topology(2, expert=2, data=2), Topology(pipeline=2)),
 }
 
@@ -141,7 +145,7 @@ def arrays_in(held: Any) -> Iterable[tuple[str, np.ndarray]]:
         yield from ((name, each) for each in values if isinstance(each, np.ndarray))
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen2", "mixtral", "deepseek_v4_fast"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen2", "mixtral", "phi3", "deepseek_v4_fast"])
 def test_activations_of_a_token(plain: Callable[[str], Path], kind: str) -> None:
     """All buffers grow by the planned bytes with each token of a step but the logits, and the indexer's scratch."""
     sizes = {}

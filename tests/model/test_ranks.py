@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pypto_serving.parallel.topology import Topology
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import DECODERS, make_checkpoint
 from tests.deepseek_v4 import HEAVY, SLIDING, SPARSE
 from tests.model.conftest import MakeCheckpoint
 from tests.model.ranks import assert_same_bits
@@ -44,6 +44,12 @@ def test_experts(checkpoint: MakeCheckpoint) -> None:
     assert_same_bits(
         checkpoint("qwen3_moe", dtype="bfloat16", **SMALL), *TENSOR, *EXPERT, Topology(2, pipeline=2, expert=2)
     )
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DECODERS if not kind.startswith("qwen3")])
+def test_every_family(checkpoint: MakeCheckpoint, kind: str) -> None:
+    """Heads, columns and experts over ranks, and stages."""
+    assert_same_bits(checkpoint(kind, dtype="bfloat16", **SMALL), TENSOR[1], EXPERT[0], STAGES[0], ROWS[0])
 
 
 def test_rows_of_attention(checkpoint: MakeCheckpoint) -> None:

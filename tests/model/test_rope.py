@@ -61,7 +61,7 @@ def test_nearly_all_frequencies_are_the_same_to_the_last_bit(kind: str) -> None:
 
 
 def test_tables_hold_the_attention_factor() -> None:
-    rope = Rope(kind="yarn", head_dim=4, theta=100.0, trained_len=8, factor=2.0, attention_factor=1.5)
+    rope = Rope(kind="yarn", dim=4, theta=100.0, trained_len=8, factor=2.0, attention_factor=1.5)
     cos, sin = rope.tables(16)
     assert cos.shape == sin.shape == (16, 2)
     np.testing.assert_allclose(cos**2 + sin**2, 1.5**2, rtol=1e-5)
@@ -128,7 +128,7 @@ def test_keys_that_only_other_kinds_read_are_named() -> None:
     assert _read(rope_type="mrope", mrope_section=[16, 24, 24]) == _read()
 
 
-@pytest.mark.parametrize("key", ["extrapolation_factor", "alpha", "llama_4_scaling_beta", "factors"])
+@pytest.mark.parametrize("key", ["extrapolation_factor", "alpha", "factors"])
 def test_numbers_of_unknown_meaning_are_refused(key: str) -> None:
     value = [2.0] if key == "factors" else 2.0
     with pytest.raises(ModelError, match=f"{key} is .*2.0.*, but must be absent: RoPE of type yarn does not read it"):

@@ -12,7 +12,7 @@ from pypto_serving.kernels.cuda.rows import add_norm, embed, gather, split_heads
 from pypto_serving.kernels.cuda.step import DispatchTensors
 from pypto_serving.model.card_weights import CardWeights
 from pypto_serving.model.decoder.inventory import DecoderInventory
-from pypto_serving.model.decoder.recipe import MLP, DecoderConfig
+from pypto_serving.model.decoder.recipe import DecoderConfig
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.util import ceil_div
 
@@ -25,19 +25,18 @@ class CudaDecoderLayer:
         attention = prefix + "self_attn."
         self.input_norm = weights.read(prefix + "input_layernorm.weight")
         self.mlp_norm = weights.read(prefix + "post_attention_layernorm.weight")
-        projections = [f"{attention}{name}_proj" for name in "qkv"]
+        projections = [prefix + module for module in model.names.qkv]
         self.qkv = weights.matrix(*projections)
         self.o = weights.matrix(attention + "o_proj")
-        recipe = model.layers[index].attention
+        self.recipe = recipe = model.layers[index].attention
         self.qkv_bias = weights.read(*(f"{name}.bias" for name in projections)) if recipe.qkv_bias else None
         self.o_bias = weights.read(attention + "o_proj.bias") if recipe.o_bias else None
         self.head_norms = None
         if recipe.head_norms:
             norms = weights.read(attention + "q_norm.weight", attention + "k_norm.weight")
             self.head_norms = norms.view(2, model.head_dim)
-        gate, up, down = (prefix + module for module in MLP)
-        self.gate_up = weights.gated(gate, up)
-        self.down = weights.matrix(down)
+        self.gate_up = weights.gated(*(prefix + module for module in model.names.gate_up))
+        self.down = weights.matrix(prefix + model.names.down)
 
 
 class CudaDecoder:
@@ -58,8 +57,11 @@ class CudaDecoder:
         self._head.splits = 1  # nobody adds parts of logits
         weights.finish()
         device = self._norm.device
-        tables = model.attention.rope.tables(config.limits.max_model_len)
-        self._cos, self._sin = (torch.from_numpy(table).to(device) for table in tables)
+        every = {rope: rope.tables(config.limits.max_model_len) for rope in model.ropes}
+        self._angles = {
+            rope: (torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device))
+            for rope, (cos, sin) in every.items()
+        }
         group = config.cache.groups[0]
         blocks = config.cache.num_blocks[0]
         data = torch.zeros(blocks * group.block_bytes // 2, dtype=torch.bfloat16)
@@ -94,10 +96,8 @@ class CudaDecoder:
         add_norm(x, sums, 0, self._layers[0].input_norm, eps, h)
         norms = [*(layer.input_norm for layer in self._layers[1:]), self._norm]
         for index, (layer, next_norm) in enumerate(zip(self._layers, norms, strict=True)):
-            splits = layer.qkv.multiply(h, sums)
-            split_heads(
-                sums, splits, step, index, self.pages, q, layer.head_norms, layer.qkv_bias, self._cos, self._sin, eps
-            )
+            splits, (cos, sin) = layer.qkv.multiply(h, sums), self._angles[layer.recipe.rope]
+            split_heads(sums, splits, step, index, self.pages, q, layer.head_norms, layer.qkv_bias, cos, sin, eps)
             if step.num_splits:
                 attention.attend_decodes(q, step, index, self.pages, self._partial, attended)
             else:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
+
+from msgspec.structs import replace
 
 from pypto_serving.kernels.constants import GATE_HALF
 from pypto_serving.model.checkpoint import StoredTensor
-from pypto_serving.model.decoder.recipe import MLP, DecoderConfig, MlpRecipe
+from pypto_serving.model.decoder.recipe import DecoderConfig, MlpRecipe
 from pypto_serving.model.formats.schemes import PLAIN, Fp8, Int8, Plain, Scheme
 from pypto_serving.model.inventory import Inventory, Role, Shape, Tensor
-from pypto_serving.parallel.topology import Split
+from pypto_serving.parallel.topology import Split, SplitWeights
 
 _IGNORED = re.compile(r".*\.(rotary_emb\.inv_freq|self_attn\.([kv]_proj\.)?([qkv]|output)_scale)")
 """Tensors that nothing reads: frequencies, and scales of a KV cache in FP8."""
@@ -37,7 +39,7 @@ class DecoderInventory(Inventory):
         "embed_tokens": "columns",
         "lm_head": "columns",
     }
-    units: ClassVar[Mapping[str, int]] = dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), GATE_HALF)
+    units: ClassVar[Mapping[str, int]] = dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "w1", "w3"), GATE_HALF)
     endings = (".weight", ".bias")
 
     def __init__(self, config: DecoderConfig, headers: Mapping[str, StoredTensor] | None = None) -> None:
@@ -46,6 +48,20 @@ class DecoderInventory(Inventory):
 
         tied = config.tied_embeddings
         super().__init__(config, _tensors(config), ways, headers, head=config.head, tied=tied, embeds_last=tied)
+
+    def split(self, name: str, num_bytes: int) -> list[SplitWeights]:
+        """Describe how ranks split the tensor `name`; one that holds several matrices is split as these are."""
+        [whole] = super().split(name, num_bytes)
+        if self._part(name) == "gate_up_proj":
+            return [replace(whole, split="columns", outputs=whole.outputs // 2)]
+        if self._part(name) != "qkv_proj":
+            return [whole]
+        heads, kv_heads = self.config.num_heads, 2 * self.config.num_kv_heads
+        keys = num_bytes * kv_heads // (heads + kv_heads)
+        return [
+            replace(whole, split="heads", outputs=0, num_bytes=num_bytes - keys),
+            replace(whole, split="kv_heads", outputs=0, num_bytes=keys),
+        ]
 
     def quantization(self) -> str:
         """Name the schemes of quantised matrices; empty if there are none."""
@@ -64,9 +80,8 @@ class DecoderInventory(Inventory):
     def joined(self) -> Iterator[tuple[str, ...]]:
         """Yield modules of dense layers whose matrices have the same inputs, and may become one."""
         for layer in range(self.config.num_layers):
-            prefix = f"model.layers.{layer}."
-            yield tuple(f"{prefix}self_attn.{name}_proj" for name in "qkv")
-            yield tuple(prefix + name for name in MLP[:2])
+            for modules in (self.config.names.qkv, self.config.names.gate_up):
+                yield tuple(f"model.layers.{layer}.{module}" for module in modules)
 
     def weights(self) -> dict[str, Shape]:
         """Return the shape of every weight, before quantization, by name."""
@@ -98,26 +113,29 @@ def _layer_tensors(model: DecoderConfig, layer: int) -> dict[str, Tensor]:
     tensors = {f"{name}.weight": Tensor((hidden,)) for name in ("input_layernorm", "post_attention_layernorm")}
     if attention.head_norms:
         tensors |= {f"self_attn.{name}.weight": Tensor((attention.head_dim,)) for name in ("q_norm", "k_norm")}
-    for name, size in {"q_proj": queries, "k_proj": keys, "v_proj": keys}.items():
-        tensors |= _linear(f"self_attn.{name}", size, hidden, attention.qkv_bias)
+    tensors |= _joined(names.qkv, (queries, keys, keys), hidden, attention.qkv_bias)
     tensors |= _linear("self_attn.o_proj", hidden, queries, attention.o_bias)
     if isinstance(mlp, MlpRecipe):
-        return tensors | _mlp_tensors(MLP, hidden, mlp.width, "linear", mlp.bias)
+        tensors |= _joined(names.gate_up, (mlp.width, mlp.width), hidden, mlp.bias)
+        return tensors | _linear(names.down, hidden, mlp.width, mlp.bias)
     tensors |= _linear(names.router, mlp.count, hidden, False)
     for expert in range(mlp.count):
-        tensors |= _mlp_tensors(names.expert(expert), hidden, mlp.width, "expert", False)
+        gate, up, down = names.expert(expert)
+        tensors |= {f"{module}.weight": Tensor((mlp.width, hidden), "expert") for module in (gate, up)}
+        tensors[f"{down}.weight"] = Tensor((hidden, mlp.width), "expert")
     return tensors
 
 
-def _mlp_tensors(modules: tuple[str, str, str], hidden: int, width: int, role: Role, bias: bool) -> dict[str, Tensor]:
-    gate, up, down = modules
-    return (
-        _linear(gate, width, hidden, bias, role)
-        | _linear(up, width, hidden, bias, role)
-        | _linear(down, hidden, width, bias, role)
-    )
+def _joined(modules: Sequence[str], sizes: Sequence[int], k: int, bias: bool) -> dict[str, Tensor]:
+    """Return matrices of `sizes` outputs, or the only one that holds them all."""
+    held = sizes if len(modules) == len(sizes) else [sum(sizes)]
+    return {
+        name: each
+        for module, n in zip(modules, held, strict=True)
+        for name, each in _linear(module, n, k, bias).items()
+    }
 
 
-def _linear(module: str, n: int, k: int, bias: bool, role: Role = "linear") -> dict[str, Tensor]:
-    weight = {f"{module}.weight": Tensor((n, k), role)}
+def _linear(module: str, n: int, k: int, bias: bool) -> dict[str, Tensor]:
+    weight = {f"{module}.weight": Tensor((n, k), "linear")}
     return weight | {f"{module}.bias": Tensor((n,))} if bias else weight

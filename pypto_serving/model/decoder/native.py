@@ -20,9 +20,10 @@ from pypto_serving.kernels import (
     zeros,
 )
 from pypto_serving.model.decoder.inventory import DecoderInventory
-from pypto_serving.model.decoder.recipe import MLP, AttentionRecipe, DecoderConfig, ExpertsRecipe
+from pypto_serving.model.decoder.recipe import AttentionRecipe, DecoderConfig, ExpertsRecipe
 from pypto_serving.model.packed_weights import PackedWeights
 from pypto_serving.model.products import AttentionShare, ExpertBuffers, Feed, Products, columns_of, rows_of
+from pypto_serving.model.rope import Rope, Tables
 from pypto_serving.parallel.topology import Rank
 from pypto_serving.types.arrays import BFloat16Array, Float32Array, PairArray, UInt8Array
 from pypto_serving.types.config import EngineConfig
@@ -95,10 +96,12 @@ class NativeDecoder:
         if rank.embeds:
             self._record_embedding(head, mine)
         self._peers.begin_stage(self.step, self._buffers.x)
-        cos, sin = model.attention.rope.tables(config.limits.max_model_len)
-        for index in rank.layers(model.num_layers):
+        layers = rank.layers(model.num_layers)
+        ropes = {model.layers[index].attention.rope for index in layers}
+        tables = {rope: _tables(rope, config.limits.max_model_len) for rope in ropes}
+        for index in layers:
             with self._attention.of(self.step, self._buffers.x) as x:
-                self._record_attention(x, index, cos, sin)
+                self._record_attention(x, index, *tables[model.layers[index].attention.rope])
             self._record_mlp(index)
         if rank.projects:
             normed, logits = self._normed(self._buffers.x, "model.norm.weight", StepRows.LOGITS), self._buffers.logits
@@ -132,23 +135,21 @@ class NativeDecoder:
         self._products.linear_add(self._products.strips(strips), matrix, columns_of(x, mine))
         peers.barrier(self.step, x)
 
-    def _record_attention(
-        self, x: Float32Array, index: int, cos: NDArray[np.float32], sin: NDArray[np.float32]
-    ) -> None:
+    def _record_attention(self, x: Float32Array, index: int, tables: Tables, query_tables: Tables) -> None:
         """Record x += o(attention(qkv(rms_norm(x))))."""
         model, b, share, prefix = self.model, self._buffers, self._attention, f"model.layers.{index}."
         recipe = model.layers[index].attention
         heads, kv_heads = _heads(model, share.rank)
         outputs = [rows_of(part, model.head_dim) for part in (heads, kv_heads, kv_heads)]
-        names = [f"{prefix}self_attn.{name}_proj" for name in "qkv"]
-        qkv = self._weights.matrix(names, outputs, bias=recipe.qkv_bias)
+        parts = model.qkv(index)
+        stored = [part.rows(mine) for part, mine in zip(parts, outputs, strict=True)]
+        qkv = self._weights.matrix([part.module for part in parts], stored, bias=recipe.qkv_bias)
         self._products.linear(self._normed(x, f"{prefix}input_layernorm.weight"), qkv, b.projected)
         if heads:
             norms, eps = self._head_norms(recipe, prefix, len(heads), len(kv_heads)), model.rms_norm_eps
             cache = KVCacheLayer(self.pages, index, model.head_dim, kv_heads)
-            self.step.qk_norm_rope(
-                b.projected, norms, cos, sin, eps if recipe.head_norms else NO_NORM, b.queries, cache
-            )
+            eps = eps if recipe.head_norms else NO_NORM
+            self.step.qk_norm_rope(b.projected, norms, *tables, eps, b.queries, cache, query_tables)
             width = model.num_heads * model.head_dim
             self.step.paged_attention(b.queries, cache, StripColumns(b.attended, width, outputs[0].start))
         self._add_to(x, share.rank, share.peers, b.attended, f"{prefix}self_attn.o_proj", recipe.o_bias)
@@ -171,11 +172,11 @@ class NativeDecoder:
         if isinstance(recipe, ExpertsRecipe):
             self._record_experts(normed, prefix, recipe)
             return
-        gate, up, down = (prefix + module for module in MLP)
+        gate, up = self.model.gate_up(index, recipe.width)
         mine = self._rank.columns(recipe.width, GATE_HALF)
-        gate_up = self._weights.gate_up([gate], [up], [mine])
+        gate_up = self._weights.gate_up([gate.module], [up.module], [gate.rows(mine)], [up.rows(mine)])
         self._products.swiglu(normed, gate_up, StripColumns(b.gated, recipe.width, mine.start))
-        self._add_to(b.x, self._rank, self._peers, b.gated, down)
+        self._add_to(b.x, self._rank, self._peers, b.gated, prefix + self.model.names.down)
 
     def _record_experts(self, normed: Feed, prefix: str, experts: ExpertsRecipe) -> None:
         b, rank, count, hidden, names = (
@@ -193,6 +194,12 @@ class NativeDecoder:
         out = columns_of(b.x, rank.columns(hidden))
         self._products.experts(routing, normed, packed, b.experts, rank, self._peers, out)
         self._peers.barrier(self.step, b.x)
+
+
+def _tables(rope: Rope, max_model_len: int) -> tuple[Tables, Tables]:
+    """Compute the tables of cosines and sines for keys, and those for queries."""
+    tables, factors = rope.tables(max_model_len), rope.query_factors(max_model_len)
+    return tables, tables if factors is None else (tables[0] * factors, tables[1] * factors)
 
 
 def _heads(model: DecoderConfig, rank: Rank) -> tuple[range, range]:

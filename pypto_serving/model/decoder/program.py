@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from pypto_serving.kernels.constants import GATE_HALF
 from pypto_serving.model.attention import KVArena, StepAttention, StepTensors, settle_query_rows
 from pypto_serving.model.collectives import TorchCollectives
 from pypto_serving.model.decoder.inventory import DecoderInventory
-from pypto_serving.model.decoder.recipe import MLP, DecoderConfig, MlpRecipe
+from pypto_serving.model.decoder.recipe import DecoderConfig, MlpRecipe, Part
 from pypto_serving.model.layers import (
     Embedding,
     GatedMLP,
@@ -25,7 +26,37 @@ from pypto_serving.model.layers import (
 )
 from pypto_serving.model.loader import TorchWeights
 from pypto_serving.model.products import rows_of
+from pypto_serving.model.rope import Rope
 from pypto_serving.types.config import EngineConfig
+
+
+@dataclass(frozen=True)
+class Angles:
+    """Cosines and sines [n, 1, dim] of a RoPE for apply_rope_, and factors of queries [n, 1, 1]."""
+
+    cos: Tensor
+    sin: Tensor
+    query_factors: Tensor | None
+
+    @classmethod
+    def of(cls, rope: Rope, max_model_len: int, device: torch.device) -> Angles:
+        """Compute those of every position."""
+        cos, sin = (torch.from_numpy(table).to(device) for table in rope.tables(max_model_len))
+        factors = rope.query_factors(max_model_len)
+        return cls(
+            torch.cat([cos, cos], dim=1)[:, None],
+            torch.cat([-sin, sin], dim=1)[:, None],
+            None if factors is None else torch.from_numpy(factors).to(device)[:, None],
+        )
+
+    def at(self, positions: Tensor) -> Angles:
+        """Return those of tokens at these positions."""
+        factors = self.query_factors
+        return Angles(
+            self.cos.index_select(0, positions),
+            self.sin.index_select(0, positions),
+            None if factors is None else factors.index_select(0, positions),
+        )
 
 
 class DecoderLayer:
@@ -46,9 +77,8 @@ class DecoderLayer:
             lambda rank: rows_of(rank.heads(model.num_heads, model.num_kv_heads), model.head_dim)
         )
         outputs = [rows_of(heads, model.head_dim) for heads in (self.heads, self.kv_heads, self.kv_heads)]
-        projections = [f"{attention}{name}_proj" for name in "qkv"]
-        self.qkv = _linear(weights, projections, outputs, self.recipe.qkv_bias)
-        self.o = _linear(weights, [attention + "o_proj"], [rank.columns(model.hidden_size)], self.recipe.o_bias)
+        self.qkv = _linear(weights, model.qkv(index), outputs, self.recipe.qkv_bias)
+        self.o = _linear(weights, [Part(attention + "o_proj")], [rank.columns(model.hidden_size)], self.recipe.o_bias)
         self.head_norms = self._head_norms(weights, attention) if self.recipe.head_norms else None
         self.mlp = _mlp(model, weights, index, comm)
 
@@ -59,10 +89,10 @@ class DecoderLayer:
         q = q * model.head_dim**-0.5
         return torch.cat([q.expand(len(self.heads), -1), k.expand(len(self.kv_heads), -1)])
 
-    def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, attention: StepAttention, arena: KVArena) -> Tensor:
+    def __call__(self, h: Tensor, angles: Angles, attention: StepAttention, arena: KVArena) -> Tensor:
         """Compute one layer over h [t, hidden], and write K and V of the step's tokens."""
         eps = self.model.rms_norm_eps
-        q, k, v = self._heads(self.qkv(rms_norm(h, self.input_norm, eps)), cos, sin)
+        q, k, v = self._heads(self.qkv(rms_norm(h, self.input_norm, eps)), angles)
         arena.write(self.index, attention.row_index, k, v)
         attended = torch.zeros(len(h), len(self.heads) * self.model.head_dim, dtype=h.dtype, device=h.device)
         attention(self.index, q, attended)
@@ -70,7 +100,7 @@ class DecoderLayer:
         h = h + self.comm.columns(self.o(attended), self.model.hidden_size)
         return h + self.mlp(rms_norm(h, self.mlp_norm, eps))
 
-    def _heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, qkv: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
         """Split [t, (heads + 2 kv_heads) * head_dim] into q, k and v; apply norms and RoPE in float32."""
         model, queries, rotated = self.model, len(self.heads), len(self.heads) + len(self.kv_heads)
         heads = qkv.view(len(qkv), -1, model.head_dim)
@@ -79,7 +109,10 @@ class DecoderLayer:
             qk[:, :queries] *= model.head_dim**-0.5
         else:
             qk = rms_norm(qk, None, model.rms_norm_eps).mul_(self.head_norms)
-        qk = apply_rope_(qk, cos, sin).to(qkv.dtype)
+        apply_rope_(qk[..., : self.recipe.rope.dim], angles.cos, angles.sin)
+        if angles.query_factors is not None:
+            qk[:, :queries] *= angles.query_factors
+        qk = qk.to(qkv.dtype)
         return qk[:, :queries], qk[:, queries:], heads[:, rotated:]
 
     def linears(self) -> list[Linear]:
@@ -110,10 +143,7 @@ class TorchDecoder:
         self.lm_head = Linear(table if model.tied_embeddings else weights.lend("lm_head.weight", rows=[mine]))
         weights.finish()
         device = self.norm.device
-        cos, sin = (
-            torch.from_numpy(table).to(device) for table in model.attention.rope.tables(config.limits.max_model_len)
-        )
-        self._cos, self._sin = torch.cat([cos, cos], dim=1)[:, None], torch.cat([-sin, sin], dim=1)[:, None]
+        self._angles = {rope: Angles.of(rope, config.limits.max_model_len, device) for rope in model.ropes}
         queries = settle_query_rows(model.head_dim, self.norm.dtype)
         self.arena.query_rows = queries or self.arena.query_rows
         linears = [self.lm_head, *(linear for layer in self.layers for linear in layer.linears())]
@@ -124,10 +154,10 @@ class TorchDecoder:
         if not len(step.token_ids):
             return torch.empty(0, self.model.vocab_size, device=self.norm.device)
         attention = StepAttention(self.arena, step)
-        cos, sin = self._cos.index_select(0, step.positions), self._sin.index_select(0, step.positions)
+        angles = {rope: every.at(step.positions) for rope, every in self._angles.items()}
         h = self.embedding(step.token_ids)
         for layer in self.layers:
-            h = layer(h, cos, sin, attention, self.arena)
+            h = layer(h, angles[layer.recipe.rope], attention, self.arena)
         if not len(step.logits_rows):
             return torch.empty(0, self.model.vocab_size, device=self.norm.device)
         h = h.index_select(0, step.logits_rows)
@@ -136,28 +166,33 @@ class TorchDecoder:
 
 
 def _linear(
-    weights: TorchWeights, names: Sequence[str], outputs: Sequence[range] | None = None, bias: bool = False
+    weights: TorchWeights, parts: Sequence[Part], outputs: Sequence[range] | None = None, bias: bool = False
 ) -> Linear:
-    """Concatenate `outputs` of the named projections, by default all outputs."""
-    biases = weights.read(*(f"{name}.bias" for name in names), rows=outputs) if bias else None
-    return Linear(weights.lend(*(f"{name}.weight" for name in names), rows=outputs), biases)
+    """Concatenate `outputs` of the projections, by default all outputs of whole matrices."""
+    rows = None if outputs is None else [part.rows(mine) for part, mine in zip(parts, outputs, strict=True)]
+    biases = weights.read(*(f"{part.module}.bias" for part in parts), rows=rows) if bias else None
+    return Linear(weights.lend(*(f"{part.module}.weight" for part in parts), rows=rows), biases)
 
 
 def _mlp(model: DecoderConfig, weights: TorchWeights, index: int, comm: TorchCollectives) -> SplitMLP | TopKMoE:
     """Load the rank's part of a layer's MLP, or of its experts."""
     prefix, rank, recipe, hidden = f"model.layers.{index}.", comm.rank, model.layers[index].mlp, model.hidden_size
     if isinstance(recipe, MlpRecipe):
-        mlp = _gated_mlp(weights, prefix, MLP, rank.columns(recipe.width, GATE_HALF), rank.columns(hidden), recipe.bias)
+        parts = [*model.gate_up(index, recipe.width), Part(prefix + model.names.down)]
+        mlp = _gated_mlp(weights, parts, rank.columns(recipe.width, GATE_HALF), rank.columns(hidden), recipe.bias)
         return SplitMLP(mlp, comm, recipe.width, hidden)
     outputs = rank.expert_columns(recipe.width, GATE_HALF), rank.expert_columns(hidden)
-    members = {e: _gated_mlp(weights, prefix, model.names.expert(e), *outputs) for e in rank.experts(recipe.count)}
-    router = _linear(weights, [prefix + model.names.router])
+    members = {
+        expert: _gated_mlp(weights, [Part(prefix + module) for module in model.names.expert(expert)], *outputs)
+        for expert in rank.experts(recipe.count)
+    }
+    router = _linear(weights, [Part(prefix + model.names.router)])
     experts = SplitExperts(members, comm, recipe.count, recipe.width, hidden)
     return TopKMoE(router, experts, recipe.per_token, recipe.normalize)
 
 
 def _gated_mlp(
-    weights: TorchWeights, prefix: str, modules: Sequence[str], inner: range, outputs: range, bias: bool = False
+    weights: TorchWeights, parts: Sequence[Part], inner: range, outputs: range, bias: bool = False
 ) -> GatedMLP:
-    parts = zip(modules, (inner, inner, outputs), strict=True)
-    return GatedMLP(*(_linear(weights, [prefix + module], [mine], bias) for module, mine in parts))
+    each = zip(parts, (inner, inner, outputs), strict=True)
+    return GatedMLP(*(_linear(weights, [part], [mine], bias) for part, mine in each))

@@ -6,7 +6,7 @@ A parser for each architecture (`model/families/`) makes it from config.json. In
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from pypto_serving.model.fields import MOST_LAYERS, Fields
@@ -18,7 +18,7 @@ from pypto_serving.model.rope import Rope
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionRecipe:
-    """Grouped-query attention over the full history, with RoPE and scores scaled by head_dim ** -0.5.
+    """Grouped-query attention over the full history, with scores scaled by head_dim ** -0.5.
 
     head_norms: whether RMSNorm is applied to each query and key head before RoPE.
     qkv_bias, o_bias: whether projections have biases.
@@ -62,14 +62,29 @@ class LayerRecipe:
     mlp: MlpRecipe | ExpertsRecipe
 
 
-MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-"""The names of the gate, up and down matrices of a dense layer."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some outputs of a stored matrix, from `first` on: a matrix that is stored behind others."""
+
+    module: str
+    first: int = 0
+
+    def rows(self, outputs: range) -> range:
+        """Return where `outputs` of the part are in the stored matrix."""
+        return range(self.first + outputs.start, self.first + outputs.stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
-    """The names of a layer's modules that differ between architectures. `parts` are gate, up and down of an expert."""
+    """The names of a layer's modules that differ between architectures.
 
+    qkv, gate_up: matrices of their own, or a single one that holds them one behind the other.
+    parts: gate, up and down of an expert.
+    """
+
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -80,9 +95,16 @@ class TensorNames:
         return gate, up, down
 
 
+def parts_of(prefix: str, modules: Sequence[str], sizes: Sequence[int]) -> list[Part]:
+    """Return the matrices of `sizes` outputs that `modules` hold: each its own, or all one behind the other."""
+    if len(modules) == len(sizes):
+        return [Part(prefix + module) for module in modules]
+    return [Part(prefix + modules[0], sum(sizes[:index])) for index in range(len(sizes))]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """A decoder: RMSNorm everywhere, and a recipe for each layer. All layers have the same attention."""
+    """A decoder: RMSNorm everywhere, and a recipe for each layer. The attention of layers differs only in its RoPE."""
 
     vocab_size: int
     hidden_size: int
@@ -103,13 +125,15 @@ class DecoderConfig:
         o_bias: bool = False,
         mlp_bias: bool = False,
         window: int | None = None,
+        rotates: Callable[[int], bool] = lambda layer: True,
         experts: Callable[[int], ExpertsRecipe | None] = lambda layer: None,
         names: TensorNames | None = None,
     ) -> Self:
         """Read the keys that all architectures share. Raises ModelError naming an unsupported key and value.
 
         `window`: positions that a query of some layer sees. The model then serves sequences up to this length, in which
-        every query sees all positions. `experts` returns the experts of a layer; None for a dense layer.
+        every query sees all positions. `rotates` says whether a layer has RoPE; `experts` returns the experts of a
+        layer, None for a dense layer.
         """
         activation = config.get("hidden_act") or "silu"
         config.require(activation == "silu", "hidden_act", activation, '"silu"')
@@ -129,6 +153,7 @@ class DecoderConfig:
             qkv_bias=qkv_bias,
             o_bias=o_bias,
         )
+        still = replace(attention, rope=Rope(kind="none", dim=rope.dim, theta=rope.theta, trained_len=max_len))
         dense = MlpRecipe(width=config.positive_int("intermediate_size"), bias=mlp_bias)
         longest = max(max_len, rope.max_len)
         count = config.positive_int("num_hidden_layers", most=MOST_LAYERS)
@@ -138,7 +163,10 @@ class DecoderConfig:
             rms_norm_eps=config.positive_float("rms_norm_eps", default=1e-6),
             tied_embeddings=config.flag("tie_word_embeddings", False),
             max_position_embeddings=longest if window is None else min(longest, window),
-            layers=tuple(LayerRecipe(attention=attention, mlp=experts(layer) or dense) for layer in range(count)),
+            layers=tuple(
+                LayerRecipe(attention=attention if rotates(layer) else still, mlp=experts(layer) or dense)
+                for layer in range(count)
+            ),
             names=names or TensorNames(),
             quantization=read_quantization(config),
         )
@@ -151,13 +179,27 @@ class DecoderConfig:
 
     @property
     def attention(self) -> AttentionRecipe:
-        """Return the attention of all layers."""
+        """Return the attention of the first layer, which those of the others resemble but for its RoPE."""
         return self.layers[0].attention
 
     @property
     def unread(self) -> tuple[str, ...]:
         """Name keys of config.json that would change numbers elsewhere, and are not read."""
         return self.attention.rope.unread
+
+    @property
+    def ropes(self) -> list[Rope]:
+        """Return the different RoPEs of the layers."""
+        return list(dict.fromkeys(layer.attention.rope for layer in self.layers))
+
+    def qkv(self, layer: int) -> list[Part]:
+        """Return where the projections of queries, keys and values of a layer are stored."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return parts_of(f"model.layers.{layer}.", self.names.qkv, (queries, keys, keys))
+
+    def gate_up(self, layer: int, width: int) -> list[Part]:
+        """Return where gate and up of a dense layer of this width are stored."""
+        return parts_of(f"model.layers.{layer}.", self.names.gate_up, (width, width))
 
     @property
     def num_heads(self) -> int:

@@ -39,7 +39,7 @@ def model_spec(config: DecoderConfig, serving: Serving, headers: Mapping[str, St
         serving.dtype,
         inventory.packed_bytes(DTYPE_BYTES[serving.dtype], rounded),
         _token_bytes(config),
-        position_bytes=config.attention.rope.position_bytes,
+        position_bytes=sum(rope.position_bytes for rope in config.ropes),
         needs_torch=reason or _needs_torch(inventory),
         needs_torch_option=option,
         no_card=_no_card(inventory, serving),
@@ -91,6 +91,8 @@ def _needs_torch(inventory: DecoderInventory) -> str:
         return "the kernels have no biases in an MLP (mlp_bias)"
     if config.head_dim % 32 or config.head_dim > MAX_DIM:
         return f"the kernels need a head_dim of 32, 64, ... {MAX_DIM}, not {config.head_dim}"
+    if config.attention.rope.dim % 32:
+        return f"the kernels rotate 32, 64, ... dimensions of a head, not {config.attention.rope.dim}"
     if config.num_heads // config.num_kv_heads > ITEM_ROWS:
         return f"the kernels share a key among at most {ITEM_ROWS} queries"
     if quantized and config.hidden_size % 4:
@@ -117,6 +119,8 @@ def _no_card(inventory: DecoderInventory, serving: Serving) -> str:
         return "it has no kernels for experts yet"
     if any(isinstance(layer.mlp, MlpRecipe) and layer.mlp.bias for layer in config.layers):
         return "it has no kernels for biases in an MLP"
+    if config.attention.rope.dim < config.head_dim or config.attention.rope.query_growth:
+        return "its kernels rotate whole heads, and scale no queries by position"
     if config.head_dim not in (16, 32, 64, 128, 256):
         return f"its kernels need a head_dim of 16, 32, 64, 128 or 256, not {config.head_dim}"
     if any(size % 16 for size in sizes):

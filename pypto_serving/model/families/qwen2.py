@@ -12,8 +12,13 @@ from pypto_serving.model.fields import Fields
 def parse(raw: dict[str, Any], source: str) -> DecoderConfig:
     """Read the object in config.json at `source`. Raises ModelError naming an unsupported key and value."""
     config = Fields(raw, source)
-    window = sliding_window(config, config.flag("use_sliding_window", False))
-    return DecoderConfig.from_fields(config, qkv_bias=True, window=window)
+    return DecoderConfig.from_fields(config, qkv_bias=True, window=window_of(config))
+
+
+def window_of(config: Fields) -> int | None:
+    """Read the window of the layers from `max_window_layers` on; None if there are none."""
+    first, layers = config.natural("max_window_layers", default=28), config.positive_int("num_hidden_layers")
+    return sliding_window(config, config.flag("use_sliding_window", False) and first < layers)
 
 
 FAMILY = decoder_family(parse)

@@ -7,6 +7,7 @@ from typing import Any
 from pypto_serving.errors import ModelError
 from pypto_serving.model.decoder.recipe import DecoderConfig, ExpertsRecipe, sliding_window
 from pypto_serving.model.decoder.spec import decoder_family
+from pypto_serving.model.families.qwen2 import window_of
 from pypto_serving.model.fields import MOST_EXPERTS, MOST_LAYERS, Fields
 
 
@@ -14,13 +15,15 @@ def parse(raw: dict[str, Any], source: str) -> DecoderConfig:
     """Read the object in config.json at `source`. Raises ModelError naming an unsupported key and value."""
     config = Fields(raw, source)
     bias = config.flag("attention_bias", False)
-    experts, layers = _experts(config) if config.get("model_type") == "qwen3_moe" else (None, range(0))
+    mixture = config.get("model_type") == "qwen3_moe"
+    experts, layers = _experts(config) if mixture else (None, range(0))
+    window = sliding_window(config, config.flag("use_sliding_window", False)) if mixture else window_of(config)
     return DecoderConfig.from_fields(
         config,
         head_norms=True,
         qkv_bias=bias,
         o_bias=bias,
-        window=sliding_window(config, config.flag("use_sliding_window", False)),
+        window=window,
         experts=lambda layer: experts if layer in layers else None,
     )
 
