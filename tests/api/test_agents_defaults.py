@@ -69,6 +69,16 @@ def test_agents_know_a_prompt_that_is_too_long_by_its_words(start: Start, text: 
         assert error["details"]["error_code"] == "context_length_exceeded"
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_agents_know_the_words_of_openai_for_it(start: Start, strict: bool) -> None:
+    """Fantasy, of which Crush is made, reads both numbers so; LangChain and others the second half."""
+    server = start(strict_max_tokens=strict)
+    words = re.compile(r"maximum context length (?:is|of) (\d+) tokens.*?(?:resulted in|requested) ~?(\d+) tokens")
+    body = {"messages": [HELLO]} | ({"max_tokens": 600} if strict else {"messages": [HELLO] * 600})
+    found = words.search(server.http.post(CHAT, json=body).json()["error"]["message"])
+    assert found and int(found[2]) > int(found[1]) == 512
+
+
 def test_a_prompt_of_just_the_context_is_too_long(server: RunningServer) -> None:
     def said(count: int) -> dict[str, Any]:
         return {"max_tokens": 9, "messages": [{"role": "user", "content": "!" * count}]}

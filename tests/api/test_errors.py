@@ -46,7 +46,7 @@ def test_a_context_error_names_both_lengths(start: Callable[..., RunningServer])
     error = error_of(server.post(PATH, {"prompt": [5] * 500, "max_tokens": 30}), 400)
     assert error["code"] == "context_length_exceeded"
     assert error["message"].startswith("This model's maximum context length is 512 tokens. However, ")
-    for number in ("500 tokens", "30", "at most 12"):
+    for number in ("530 tokens", "500 in", "30 in", "at most 12"):
         assert number in error["message"]
     for path, field, prompt in (
         (PATH, "prompt", [5] * 512),
@@ -54,7 +54,7 @@ def test_a_context_error_names_both_lengths(start: Callable[..., RunningServer])
     ):
         error = error_of(server.post(path, {field: prompt}), 400)
         assert (error["code"], error["param"]) == ("context_length_exceeded", field)
-        assert "needs room for at least one output token" in error["message"]
+        assert "leaves no room for an output token" in error["message"]
     assert server.post(PATH, {"prompt": [5] * 500}).status_code == 200
     assert server.engine.requests[-1].params.max_tokens == 12
 

@@ -243,7 +243,7 @@ def fit_max_tokens(
     if room < 1:
         raise ContextLengthError(
             max_model_len,
-            f"However, the prompt has {num_prompt} tokens and needs room for at least one output token; shorten it",
+            f"However, the prompt resulted in {num_prompt} tokens and leaves no room for an output token; shorten it",
             param=prompt_field,
             num_tokens=num_prompt,
         )
@@ -253,8 +253,8 @@ def fit_max_tokens(
     if asked > room:
         raise ContextLengthError(
             max_model_len,
-            f"However, the prompt has {num_prompt} tokens and {field} is {asked}, together {num_prompt + asked}; "
-            f"shorten the prompt or ask for at most {room} tokens",
+            f"However, you requested {num_prompt + asked} tokens ({num_prompt} in the messages, {asked} in the "
+            f"completion); shorten the prompt or ask for at most {room} tokens",
             param=field,
             num_tokens=num_prompt,
         )
