@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.api.web.browser import Browser, Page, find_browser
+from tests.e2e.server import Server
 
 AXE = "axe-core@4.14.1"
 AXE_FILE = "package/axe.min.js"
@@ -29,6 +30,14 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     browser = Browser(path, tmp_path_factory.mktemp("browser"))
     yield browser
     browser.close()
+
+
+@pytest.fixture(scope="session")
+def bundled() -> Iterator[Server]:
+    """The bundled model, with a host tier and drafts."""
+    options = ("--max-model-len", "2048", "--kv-memory", "8M", "--kv-host-memory", "16M", "--spec-method", "ngram")
+    with Server(*options) as server:
+        yield server
 
 
 @contextlib.contextmanager

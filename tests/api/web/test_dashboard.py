@@ -22,31 +22,27 @@ QUESTIONS = "What is 12 + 30? Spell the word planet. Which day comes after Monda
 
 
 @pytest.fixture(scope="module")
-def working() -> Iterator[Server]:
-    """A server with a host tier, drafts and six clients."""
-    options = ("--max-model-len", "1024", "--kv-memory", "4M", "--kv-host-memory", "16M", "--spec-method", "ngram")
-    with Server(*options) as server:
-        done = threading.Event()
+def working(bundled: Server) -> Iterator[Server]:
+    """The server with a host tier, drafts and six clients."""
+    done = threading.Event()
 
-        def keep_asking(client: int) -> None:
-            with server.http as http:
-                for i in range(100_000):
-                    if done.is_set():
-                        return
-                    question = QUESTIONS * (1 + (client + i) % 4) + f"And {client} + {i % 7}?"
-                    body = {"messages": [{"role": "user", "content": question}], "max_tokens": 150, "ignore_eos": True}
-                    assert http.post("/v1/chat/completions", json=body).status_code == 200
-                    done.wait(0.3)  # or the browser has to wait for the processor
+    def keep_asking(client: int) -> None:
+        with bundled.http as http:
+            for i in range(100_000):
+                if done.is_set():
+                    return
+                question = QUESTIONS * (1 + (client + i) % 4) + f"And {client} + {i % 7}?"
+                body = {"messages": [{"role": "user", "content": question}], "max_tokens": 150, "ignore_eos": True}
+                assert http.post("/v1/chat/completions", json=body).status_code == 200
+                done.wait(0.3)  # or the browser has to wait for the processor
 
-        clients = [threading.Thread(target=keep_asking, args=(client,)) for client in range(CLIENTS)]
-        for thread in clients:
-            thread.start()
-        try:
-            yield server
-        finally:
-            done.set()
-            for thread in clients:
-                thread.join()
+    clients = [threading.Thread(target=keep_asking, args=(client,)) for client in range(CLIENTS)]
+    for thread in clients:
+        thread.start()
+    yield bundled
+    done.set()
+    for thread in clients:
+        thread.join()
 
 
 def figure(page: Page, name: str) -> str:
@@ -60,7 +56,7 @@ def test_it_moves_under_load(working: Server, open_page: OpenPage, is_accessible
     page = open_page(working.url + "/dashboard", 1440, 1240)
     page.wait("document.querySelector('#state').textContent === 'ready'")
     page.wait("document.querySelectorAll('#panels tbody .track').length >= 10")
-    page.wait("document.querySelector('.chart, .plot .line').getAttribute('d').split('L').length > 12")
+    page.wait("document.querySelector('.chart, .plot .line').getAttribute('d').split('L').length > 6")
     assert float(figure(page, "Output").rstrip("/sk")) > 0 and figure(page, "First token").endswith("s")
     lines = page.run("[...document.querySelectorAll('.plot path')].map(p => p.getAttribute('d'))")
     drawn = [line for line in lines if "L" in line]
@@ -98,23 +94,30 @@ def test_it_asks_once_at_a_time(working: Server, open_page: OpenPage) -> None:
 
 def test_another_time_is_shown_while_it_is_paused(working: Server, open_page: OpenPage) -> None:
     page = open_page(working.url + "/dashboard")
-    page.run(
+    page.before_scripts(
         "const read = Response.prototype.json; Response.prototype.json = async function () {"
-        " const found = await read.call(this); found.samples.at_s = found.samples.at_s?.map(s => 60 * s);"
-        " return found; }; 0"
-    )
+        " const found = await read.call(this); const at = found.samples?.at_s;"
+        " if (at) found.samples.at_s = at.map((_, i) => 60 * (found.seen.samples - at.length + i));"
+        " return found; };"
+    )  # a sample a minute, however seldom a server under load takes them
+    page.go(working.url + "/dashboard")
     points = (
         "document.querySelectorAll('figure')[1]?.querySelector('.line').getAttribute('d')?.split(/[ML]/).length - 1"
     )
-    page.run(
-        "const span = document.querySelector('#span'); span.value = '600'; span.dispatchEvent(new Event('change'))"
-    )
+    choose(page, "600")
     page.wait(f"{points} > 5 && {points} < 13")
     page.click(page.button("Pause"))
     page.wait("document.querySelector('#pause').ariaPressed === 'true'")
-    page.run("document.querySelector('#span').value = '120'")
-    page.run("document.querySelector('#span').dispatchEvent(new Event('change'))")
+    choose(page, "120")
     page.wait(f"{points} <= 3")
+
+
+def choose(page: Page, seconds: str) -> None:
+    """Show this much time."""
+    page.run(
+        f"(() => {{ const span = document.querySelector('#span'); span.value = '{seconds}';"
+        " span.dispatchEvent(new Event('change')); })()"
+    )
 
 
 def test_values_are_read_with_pointer_and_keyboard(working: Server, open_page: OpenPage) -> None:
@@ -136,7 +139,7 @@ def test_nothing_is_asked_while_it_is_paused(working: Server, open_page: OpenPag
     page.wait("document.querySelector('#pause').ariaPressed === 'true'")
     asked = len(page.requests)
     steps = working.metric("pypto:engine_steps_total")
-    while working.metric("pypto:engine_steps_total") < steps + 1000:
+    while working.metric("pypto:engine_steps_total") < steps + 300:
         page.run("1")
     assert len(page.requests) <= asked + 1
     page.click(page.button("Resume"))
@@ -157,23 +160,6 @@ def test_a_key_is_asked_for_once(start: Callable[..., RunningServer], open_page:
     page.press("Enter", 13, "\r")
     page.wait("document.querySelector('#state').textContent === 'ready'")
     page.complaints = [each for each in page.complaints if "401" not in each]
-
-
-def test_a_new_worker_is_another_life(open_page: OpenPage) -> None:
-    with Server("--max-model-len", "256") as server:
-        page = open_page(server.url + "/dashboard")
-        lives = "document.querySelector('[aria-label=Workers] td:nth-child(4)')?.textContent"
-        page.wait(f"{lives} === '1'")
-        server.worker().kill()
-        page.wait(f"{lives} === '2' && document.querySelector('#state').textContent === 'ready'")
-
-
-def test_it_says_that_the_server_is_gone(open_page: OpenPage) -> None:
-    with Server("--max-model-len", "256") as server:
-        page = open_page(server.url + "/dashboard")
-        page.wait("document.querySelector('#state').textContent === 'ready'")
-    page.wait("document.querySelector('#state').textContent.startsWith('No answer')")
-    page.complaints = [each for each in page.complaints if "CONNECTION" not in each]
 
 
 def test_requests_far_apart_are_drawn_side_by_side(working: Server, open_page: OpenPage) -> None:
@@ -297,21 +283,30 @@ def test_charts_leave_gaps_and_name_times(working: Server, open_page: OpenPage) 
     assert found["read"][-1] == "19:44:00, 20 s ago, server restarted"
 
 
-def test_a_restarted_server_is_another_life(open_page: OpenPage, is_accessible: Callable[[Page], None]) -> None:
+def test_a_new_worker_and_a_new_server_are_other_lives(
+    open_page: OpenPage, is_accessible: Callable[[Page], None]
+) -> None:
+    line = "document.querySelectorAll('figure')[1]?.querySelector('.line').getAttribute('d')"
+    marks = "document.querySelector('.restart').getAttribute('d')"
     with Server("--max-model-len", "256") as server:
         page = open_page(server.url + "/dashboard", 390, 800)
-        page.wait("document.querySelector('.plot .line')?.getAttribute('d').split('L').length > 3")
-        assert page.run("document.querySelector('.restart').getAttribute('d')") == ""
+        choose(page, "600")
+        lives = "document.querySelector('[aria-label=Workers] td:nth-child(4)')?.textContent"
+        page.wait(f"{lives} === '1' && {line}.includes('L')")
+        assert page.run(marks) == ""
+        server.worker().kill()
+        page.wait(f"{lives} === '2' && document.querySelector('#state').textContent === 'ready'")
+        page.wait(f"{marks}.split('M').length === 2")
         port = urlsplit(server.url).port
     page.wait("document.querySelector('#state').textContent.startsWith('No answer')")
     assert port is not None
     with Server("--max-model-len", "256", port=port):
-        page.wait("document.querySelectorAll('.restart')[7].getAttribute('d').startsWith('M')")
-        assert page.run("document.querySelectorAll('#charts figure').length") == 8
-        page.wait("document.querySelector('.plot .line').getAttribute('d').split('M').at(-1).split('L').length > 2")
-        assert page.run("document.querySelector('.plot .line').getAttribute('d').split('M').length") == 3
+        page.wait(f"{marks}.split('M').length === 3")
         page.click(page.button("Pause"))
         page.wait("document.querySelector('#pause').ariaPressed === 'true'")
+        assert page.run("document.querySelectorAll('#charts figure').length") == 8
+        drawn, start = page.run(f"[{line}, {marks}.split('M').at(-1).split(' ')[0]]")
+        assert f"M{start} " in drawn and not drawn.startswith(f"M{start} ")  # not joined to what was before
         assert page.run("document.documentElement.scrollWidth") == 390
         assert page.run("document.querySelector('#span').checkVisibility()")
         is_accessible(page)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import gzip
 import re
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import pytest
 
 from pypto_serving.api.web.pages import FOLDER, POLICY, files
 from tests.api.running import COMPLETIONS, RunningServer
+from tests.api.web.expressions import Matcher, TooManyStepsError, expressions, hostile, parsed
 
 MAX_BYTES = 150_000
-MAX_LINES = 300
+MAX_LINES = 350
+MAX_GROWTH = 2.6
+"""How much more a matcher may do for a text twice as long: 4 would be quadratic."""
 PAGES = ("/", "/dashboard")
 
 
@@ -42,12 +46,48 @@ def test_files_are_short_and_all_are_used(server: RunningServer) -> None:
 def test_nothing_is_fetched_from_elsewhere_and_no_text_becomes_markup() -> None:
     for path in FOLDER.iterdir():
         text = path.read_text(encoding="utf-8")
-        addresses = set(re.findall(r"https?://[^\s\"'`)]+", text)) - {"http://www.w3.org/2000/svg"}
+        addresses = set(re.findall(r"https?://[^\s\"'`)]+", text)) - {
+            "http://www.w3.org/2000/svg",
+            "http://www.w3.org/1998/Math/MathML",
+        }
         assert addresses == set(), path
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text), (
             path
         )
         assert path.suffix != ".html" or not re.search(r"<script>|<style|\son\w+=|style=", text), path
+
+
+SCRIPTS = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.js")}
+EXPRESSIONS = sorted({found for text in SCRIPTS.values() for found in expressions(text)})
+
+
+@pytest.mark.parametrize(("pattern", "flags"), EXPRESSIONS)
+def test_no_expression_takes_more_than_linear_time(pattern: str, flags: str) -> None:
+    assert growth(pattern, flags) < MAX_GROWTH
+
+
+@pytest.mark.parametrize("pattern", [r"^(a+)+$", r"\s+$", r"(a|a)*b", r"^.*-.*-.*x", r"a*a*b", "<.*>.*</.*>"])
+def test_expressions_that_do_are_found(pattern: str) -> None:
+    assert growth(pattern, "") > MAX_GROWTH
+
+
+def growth(pattern: str, flags: str) -> float:
+    """How the steps grow where a hostile text is twice as long, for the worst of them."""
+    tree = parsed(pattern, flags)
+    matcher = Matcher(tree, "y" in flags)
+    try:
+        counts = [[matcher.count(text) for text in hostile(tree, many)] for many in (32, 64)]
+    except TooManyStepsError:
+        return inf
+    return max(longer / shorter for shorter, longer in zip(*counts, strict=True))
+
+
+def test_every_expression_is_a_literal_that_is_found() -> None:
+    source = "a = b / c / d; x(/[/]\\/`/gi, `a${y / 2 / /z+/.test(`${q}/no/`)}/no/`, '/no/'); // /no/\nreturn /r/"
+    assert list(expressions(source)) == [("[/]\\/`", "gi"), ("z+", ""), ("r", "")]
+    assert len(EXPRESSIONS) > 20
+    for name, text in SCRIPTS.items():
+        assert not re.search(r"\bRegExp\b|\.(match|matchAll|search)\([\"'`]", text), name
 
 
 def test_a_browser_gets_what_it_has_not(server: RunningServer) -> None:

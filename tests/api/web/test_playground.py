@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,12 +21,6 @@ from tests.e2e.server import Server
 pytestmark = pytest.mark.e2e
 
 PICTURES = Path(__file__).parents[3] / "docs" / "images"
-
-
-@pytest.fixture(scope="module")
-def bundled() -> Iterator[Server]:
-    with Server("--max-model-len", "2048") as server:
-        yield server
 
 
 @pytest.fixture

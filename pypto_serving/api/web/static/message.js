@@ -1,8 +1,9 @@
 // One message of the thread, and what can be done with it.
 
+import { CodeBlock, code } from "./code.js";
 import { copyFrom, h, icon, iconButton } from "./dom.js";
 import { percent, short, time } from "./format.js";
-import { code, showMarkdown } from "./markdown.js";
+import { showMarkdown } from "./markdown.js";
 import { tokensView } from "./tokens.js";
 
 const NAMES = { user: "You", assistant: "Model", tool: "Tool result" };
@@ -13,6 +14,7 @@ export class MessageView {
     this.node = node;
     this.does = does;
     this.asTokens = false;
+    this.cards = [];
     this.body = h("div", { class: "body" });
     this.foot = h("div", { class: "foot" });
     this.element = h("article", { class: `message ${node.role}`, "aria-label": NAMES[node.role] }, this.body, this.foot);
@@ -41,7 +43,7 @@ export class MessageView {
       shown.push(...this.files());
     } else showMarkdown(this.text, node.content);
     if (node.reasoning) shown.unshift(this.reasoning(streaming));
-    if (node.calls?.length) shown.push(...node.calls.map(callCard));
+    if (node.calls?.length) shown.push(...node.calls.map((call, i) => (this.cards[i] ??= new CallCard(call.name)).show(call.arguments, streaming)));
     if (node.calls?.length && last && !streaming && !node.error) shown.push(this.resultsForm());
     if (node.error) shown.push(this.failure());
     if (streaming && !node.content && !node.reasoning && !node.calls.length) shown.push(h("p", { class: "waiting" }, "Waiting for the first token"));
@@ -160,14 +162,33 @@ export class MessageView {
   }
 }
 
-function callCard({ name, arguments: text }) {
-  let shown = text;
-  try {
-    shown = JSON.stringify(JSON.parse(text), null, 2);
-  } catch {
-    // still coming, or no JSON: as it is
+/** A call as it comes, and in order once it is complete. */
+class CallCard {
+  constructor(name) {
+    this.pre = h("pre", { tabindex: 0 });
+    this.element = h("section", { class: "call", "aria-label": `Call of ${name}` }, h("div", { class: "row" }, icon("tool"), h("strong", {}, name)), this.pre);
   }
-  return h("section", { class: "call", "aria-label": `Call of ${name}` }, h("div", { class: "row" }, icon("tool"), h("strong", {}, name)), h("pre", { tabindex: 0 }, h("code", {}, shown)));
+
+  show(text, streaming) {
+    if (this.complete) return this.element;
+    if (!this.block || !streaming) {
+      this.block = new CodeBlock("json");
+      this.pre.replaceChildren(this.block.shown);
+    }
+    this.complete = !streaming;
+    const lines = (streaming ? text : inOrder(text)).split("\n");
+    this.block.show(lines, lines.length - 1);
+    return this.element;
+  }
+}
+
+/** JSON with its lines indented; anything else as it is. */
+function inOrder(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return text;
+  }
 }
 
 /** What was measured of an answer, as pairs of text and explanation. */
