@@ -6,11 +6,13 @@ Format, https://github.com/huggingface/safetensors#format: the header length n i
 
 from __future__ import annotations
 
+import logging
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from numpy.typing import NDArray
 
 from pypto_serving.errors import ModelError
 from pypto_serving.model.fields import read_json_file
+from pypto_serving.model.folder import what_it_is
+from pypto_serving.model.stored_names import EXPERTS, own_names
 from pypto_serving.util import brief, ceil_div, parse_json
 
 FLOATS = ("F32", "BF16", "F16")
@@ -48,6 +52,12 @@ _MAX_HEADER_BYTES = 100_000_000
 _LONGEST_NAME = 255
 """Limit of bytes of file names, and of characters of tensor names."""
 _MAX_DIMS, _MAX_SIZE = 8, 1 << 48
+_NOT_PARTS = ("adapter_", "consolidated")
+"""Beginnings of names of files that hold something else, or the same in another form."""
+_MAX_PARTS = 10_000
+_LAYER = re.compile(r"(?:model\.)?layers\.([0-9]{1,9})\.")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +103,10 @@ class Checkpoint:
         files = weight_files(directory)
         for file in files:
             if not file.is_file():
-                raise ModelError(f"{directory} is not a complete checkpoint: it has no {file.name}")
+                hint = what_it_is(directory)
+                raise ModelError(
+                    f"{directory} is not a complete checkpoint: it has no {file.name}{hint and f'; {hint}'}"
+                )
         tensors: dict[str, StoredTensor] = {}
         for file in files:
             for tensor in _read_header(file):
@@ -101,30 +114,81 @@ class Checkpoint:
                     other = tensors[tensor.name].file.name
                     raise ModelError(f"tensor {tensor.name} is in two files: {other} and {file.name}")
                 tensors[tensor.name] = tensor
-        return cls(directory, files, tensors)
+        named = {own: replace(tensors[name], name=own) for name, own in own_names(tensors).items()}
+        return cls(directory, files, _with_experts(named))
 
     def require(self, expected: Mapping[str, Expected], ignores: Callable[[str], bool]) -> None:
         """Raise ModelError naming a tensor that is missing, surplus, or of another shape or dtype."""
         for name, wanted in expected.items():
             stored = self.tensors.get(name)
             if stored is None:
-                raise ModelError(f"{self.directory}: tensor {name} is missing{self._coded(name)}")
+                raise ModelError(f"{self.directory}: tensor {name} is missing{self._hint(name)}")
             if not same_shape(stored.shape, wanted.shape):
                 shapes = f"has shape {list(stored.shape)}, but config.json makes it {list(wanted.shape)}"
                 raise ModelError(f"{stored.file}: tensor {name} {shapes}")
             if stored.dtype not in wanted.dtypes:
                 supported = ", ".join(wanted.dtypes)
                 raise ModelError(f"{stored.file}: tensor {name} has dtype {stored.dtype}; supported: {supported}")
-        surplus = sorted(name for name in self.tensors if name not in expected and not ignores(name))
+        extra = sorted(name for name in self.tensors if name not in expected)
+        surplus = [name for name in extra if not ignores(name)]
+        self._warn_of_layers(expected, extra)
         if surplus:
             more = f" and {len(surplus) - 1} more" if len(surplus) > 1 else ""
             raise ModelError(f"{self.directory}: tensor {surplus[0]}{more} is not part of this model")
 
-    def _coded(self, name: str) -> str:
-        """If there are codes of the missing weight `name`, return words that config.json lacks their scheme."""
+    def _warn_of_layers(self, expected: Iterable[str], extra: Iterable[str]) -> None:
+        """Log a warning if `extra` has tensors of layers behind the last one of the model."""
+        deepest = max((int(match[1]) for name in expected if (match := _LAYER.match(name))), default=0)
+        beyond = [name for name in extra if (match := _LAYER.match(name)) and int(match[1]) > deepest]
+        if beyond:
+            logger.warning(
+                "%s has %d layers in config.json; %d tensors of later layers, such as %s, are left out",
+                *(self.directory, deepest + 1, len(beyond), beyond[0]),
+            )
+
+    def _hint(self, name: str) -> str:
+        """Return what is there in place of the missing `name`: codes without their scheme, experts in columns."""
         module = name.removesuffix(".weight")
+        fused = f"{module.rpartition('.experts.')[0]}.experts.gate_up_proj"
+        if fused in self.tensors:
+            return f"; {fused} has the outputs of experts as columns; save_pretrained of transformers mends that"
         codes = next((f"{module}.{end}" for end in CODES if f"{module}.{end}" in self.tensors), "")
         return codes and f"; {codes} is there, but config.json has no quantization_config that says how it is stored"
+
+
+def _with_experts(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors, with each expert's matrices in place of those that hold all experts of a layer.
+
+    [experts, 2 x width, hidden] has gate and up of an expert one behind the other, [experts, hidden, width] its down.
+    """
+    whole: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        fused = EXPERTS.fullmatch(name)
+        down = tensors.get(f"{fused[1]}down_proj") or tensors.get(f"{fused[1]}down_proj.weight") if fused else None
+        if fused is None or down is None or not _in_rows(tensor, down):
+            whole[name] = tensor
+            continue
+        parts = ("gate_proj", "up_proj") if fused[2] == "gate_up_proj" else ("down_proj",)
+        whole |= {part.name: part for part in _slices(fused[1], parts, tensor)}
+    return whole
+
+
+def _in_rows(tensor: StoredTensor, down: StoredTensor) -> bool:
+    """Return whether each expert's outputs are rows of `tensor`, as those of `down` are."""
+    if len(tensor.shape) != 3 or len(down.shape) != 3:
+        return False
+    experts, hidden, width = down.shape
+    return tensor is down or tensor.shape == (experts, 2 * width, hidden)
+
+
+def _slices(prefix: str, parts: tuple[str, ...], tensor: StoredTensor) -> Iterator[StoredTensor]:
+    experts, rows, inputs = tensor.shape
+    size = tensor.num_bytes // (experts * len(parts))
+    for index in range(experts * len(parts)):
+        expert, part = divmod(index, len(parts))
+        begin = tensor.begin + index * size
+        name = f"{prefix}{expert}.{parts[part]}.weight"
+        yield replace(tensor, name=name, shape=(rows // len(parts), inputs), begin=begin, end=begin + size)
 
 
 def same_shape(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
@@ -160,11 +224,28 @@ def _is_file_name(value: object) -> bool:
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
-    """Return the files in the index of a checkpoint, or the only file. Raises ModelError for a damaged index."""
-    index = read_index(directory)
-    if index is None:
-        return (directory / SINGLE_FILE,)
-    return tuple(directory / name for name in sorted(set(index[0].values())))
+    """Return the files of a checkpoint: those in its index, else the only file, else all. Some may be missing.
+
+    Raises ModelError for a damaged index.
+    """
+    index, single = read_index(directory), directory / SINGLE_FILE
+    listed = () if index is None else tuple(directory / name for name in sorted(set(index[0].values())))
+    if listed and (all(file.is_file() for file in listed) or not single.is_file()):
+        return listed
+    if single.is_file():
+        return (single,)
+    found = [file for file in directory.glob("*.safetensors") if not file.name.startswith(_NOT_PARTS)]
+    return tuple(sorted({part for file in found for part in _all_parts(file)})) or (single,)
+
+
+def _all_parts(file: Path) -> list[Path]:
+    """Return all files of a checkpoint in parts, such as model-00001-of-00003.safetensors; others are alone."""
+    part = re.fullmatch(r"(.*)-[0-9]{1,6}-of-([0-9]{1,6})", file.stem)
+    count = int(part[2]) if part else 0
+    if part is None or not 0 < count <= _MAX_PARTS:
+        return [file]
+    width = len(part[2])
+    return [file.with_stem(f"{part[1]}-{index:0{width}}-of-{part[2]}") for index in range(1, count + 1)]
 
 
 def _require_names(source: Path, names: Iterable[str]) -> None:

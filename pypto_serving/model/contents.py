@@ -15,6 +15,7 @@ from pypto_serving.model.checkpoint import (
     weight_files,
 )
 from pypto_serving.model.inventory import Inventory, StoredBytes
+from pypto_serving.model.stored_names import names_in_index
 from pypto_serving.types.model import Contents, IndexFacts, Source, StoredForm, TensorTotals
 
 
@@ -26,8 +27,9 @@ def read_contents(
     `take_inventory` makes the inventory, from headers if present. Without headers, dtypes and shapes come from the
     inventory and `dtype`. Draft layers count if the source lists them; config.json alone lists all that it names.
     """
-    index, names = _read_index(Path(model_dir))
+    index, listed = _read_index(Path(model_dir))
     headers, error = read_headers(Path(model_dir))
+    names = names_in_index(listed, headers)
     inventory = take_inventory(headers)
     required, whole = inventory.stored(dtype, False), inventory.stored(dtype, True)
     verdicts = [f"files: {error}"] if error else []

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 from pypto_serving.kernels.constants import PANEL
 from pypto_serving.model.checkpoint import INT64, ITEM_BYTES, Expected, StoredTensor
 from pypto_serving.model.formats.schemes import PLAIN, Scheme, held, packed_bytes
+from pypto_serving.model.stored_names import OTHER_PARTS
 from pypto_serving.parallel.topology import ModelParts, Split, SplitWeights, TokenBytes, merged
 from pypto_serving.types.kv import DTYPE_BYTES
 from pypto_serving.types.model import ModelSpec
@@ -153,8 +154,9 @@ class Inventory:
         return sum(tensor.count for tensor in self._all(mtp).values() if tensor.role != "ids")
 
     def ignores(self, name: str) -> bool:
-        """Return True for optional tensors that nothing reads, such as draft layers."""
-        raise NotImplementedError
+        """Return True for tensors that nothing reads: here layers behind the last one, and parts beside the decoder."""
+        layer = self.layer.match(name)
+        return bool(OTHER_PARTS.fullmatch(name)) or (layer is not None and int(layer[1]) >= self.config.num_layers)
 
     def packed_bytes(self, item_bytes: int = 2, head: Scheme | None = None) -> dict[str, int]:
         """Count the bytes of every tensor in the kernels; elements of unquantized matrices have `item_bytes`.

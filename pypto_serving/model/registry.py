@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import pkgutil
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,12 +13,12 @@ from typing import Any
 import msgspec
 
 from pypto_serving.errors import ModelError
-from pypto_serving.model.checkpoint import UNFINISHED_FILE, StoredTensor
+from pypto_serving.model.checkpoint import StoredTensor
 from pypto_serving.model.contents import read_contents, read_headers
-from pypto_serving.model.fields import Fields, read_json_file
+from pypto_serving.model.fields import Fields
 from pypto_serving.model.formats.quantization import SECTION
-from pypto_serving.model.formats.section import read_section_file, section_file
 from pypto_serving.model.inventory import STORED_DTYPES, Inventory
+from pypto_serving.model.raw_config import CONFIG_FILE, dtype_of, read_raw_config
 from pypto_serving.types.kv import DEFAULT_BLOCK_SIZE, KVCacheGroupSpec
 from pypto_serving.types.model import SERVING_DTYPES, Contents, ModelSpec
 from pypto_serving.util import brief, one_of
@@ -109,8 +108,6 @@ FAMILIES = {
 }
 """Module and object of each architecture's family, which is imported on first use."""
 
-CONFIG_FILE = "config.json"
-
 
 def model_family(architecture: str) -> ModelFamily:
     """Return the family that serves `architecture`; raise ModelError that lists the supported ones."""
@@ -126,7 +123,7 @@ def model_family(architecture: str) -> ModelFamily:
 class CheckpointConfig:
     """The config.json of a checkpoint folder, read once: its object, and the family's configuration made from it.
 
-    `raw` has the section `quantization_config` even if it is in a file beside config.json.
+    `raw` is what `read_raw_config` made of it.
 
     Methods raise ModelError for values that are not supported.
     """
@@ -140,7 +137,10 @@ class CheckpointConfig:
     def stored_dtype(self) -> str:
         """Return the dtype of weights that are not quantised: bfloat16, float16 or float32."""
         fields = Fields(self.raw, str(Path(self.directory) / CONFIG_FILE))
-        stored = fields.get("dtype", "torch_dtype") or ("float32" if fields.get(SECTION) is None else "bfloat16")
+        stored = fields.get("dtype")
+        if stored in (None, "auto"):
+            found = dtype_of(read_headers(Path(self.directory))[0].values())
+            stored = found or ("float32" if fields.get(SECTION) is None else "bfloat16")
         fields.require(stored in tuple(STORED_DTYPES), "dtype", stored, "float32, bfloat16 or float16")
         return str(stored)
 
@@ -183,28 +183,22 @@ class CheckpointConfig:
 
 
 def read_config(model_dir: str | Path) -> CheckpointConfig:
-    """Read the config.json of a checkpoint folder, and the file beside it that has its section of quantisation.
+    """Read the configuration of a checkpoint folder. Raises ModelError for one that is missing or not supported."""
+    raw, path = read_raw_config(Path(model_dir)), str(Path(model_dir) / CONFIG_FILE)
+    name = _architecture(raw, path)
+    family = model_family(name)
+    return CheckpointConfig(str(model_dir), name, family, family.parse(raw, path), raw)
 
-    Raises ModelError for one that is missing or not supported.
-    """
-    path = Path(model_dir) / CONFIG_FILE
-    _require_finished(path)
-    raw = read_json_file(path)
-    beside = section_file(path.parent) if raw.get(SECTION) is None else None
-    if beside is not None:
-        raw[SECTION] = read_section_file(beside)
+
+def _architecture(raw: Mapping[str, Any], path: str) -> str:
+    """Return the name of the architecture; if it is absent, that of the causal model of `model_type`."""
     names = raw.get("architectures")
+    if names is None:
+        kind = str(raw.get("model_type")).replace("_", "")
+        names = [name for name in FAMILIES if name.removesuffix("ForCausalLM").lower() == kind]
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise ModelError(f"{path}: architectures is {brief(names)}, but must name one")
-    family = model_family(names[0])
-    return CheckpointConfig(str(model_dir), names[0], family, family.parse(raw, str(path)), raw)
-
-
-def _require_finished(path: Path) -> None:
-    """Raise ModelError if there is no config.json at `path` because a conversion has not finished."""
-    with suppress(OSError):  # the folder is inaccessible, which reading config.json reports
-        if path.with_name(UNFINISHED_FILE).exists() and not path.exists():
-            raise ModelError(f"{path.parent} is an unfinished conversion; run the same `pypto-serving convert` again")
+        raise ModelError(f"{path}: architectures is {brief(raw.get('architectures'))}, but must name one")
+    return names[0]
 
 
 def load_config(model_dir: str | Path, drafts: bool = False) -> tuple[str, Any]:

@@ -11,7 +11,7 @@ from http import HTTPStatus
 from pathlib import Path
 
 from pypto_serving.errors import ModelError
-from pypto_serving.model.registry import CONFIG_FILE
+from pypto_serving.model.raw_config import CONFIG_FILE
 from pypto_serving.setup.catalog import CATALOG
 from pypto_serving.setup.host import read_cache_dir
 

@@ -71,6 +71,7 @@ TORCH_FREE_MODEL = {
     "families",
     "fields",
     "fingerprint",
+    "folder",
     "formats",
     "gguf",
     "inventory",
@@ -80,10 +81,12 @@ TORCH_FREE_MODEL = {
     "packed_weights",
     "packed_weights_file",
     "pypto",
+    "raw_config",
     "recipe",
     "registry",
     "rope",
     "spec",
+    "stored_names",
 }
 PROGRAMS = {"native"}
 """Modules of models that are torch-free, and compute."""

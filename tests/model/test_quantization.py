@@ -80,7 +80,7 @@ def test_int8_weights_are_served_in_bfloat16(tmp_path: Path, dtype: Any) -> None
     [
         ("quant_method", "quark"),
         ("format", "marlin-24"),
-        ("quantization_status", "frozen"),
+        ("quantization_status", "calibration"),
         ("sparsity_config", {"format": "sparse-24-bitmask"}),
         ("transform_config", {"config_groups": {"R1": {}}}),
         ("config_groups", {}),
@@ -244,3 +244,11 @@ def test_the_fingerprint_names_int8(compressed: Path) -> None:
     assert config["quantization_config"]["ignore"] == ["lm_head", "re:.*mlp.gate$"]
     program = load_program(compressed, "bfloat16", kernels=runnable()[0])
     assert program.model.name(program.model.model, null_config(num_blocks=20)) == "decoder-native-1 w8a8"
+
+
+def test_frozen_is_another_word_for_compressed(tmp_path: Path) -> None:
+    """llm-compressor writes it where it saves without a last step; the tensors are the same."""
+    whole = load_spec(write(tmp_path, RELEASED, quantization_config=quantization_config(IGNORED)))
+    frozen = load_spec(with_section(tmp_path, RELEASED, "quantization_status", "frozen", IGNORED))
+    older = write(tmp_path, RELEASED, compression_config=quantization_config(IGNORED))
+    assert whole == frozen == load_spec(older) and whole.quantization

@@ -36,7 +36,8 @@ from pypto_serving.model.fields import read_json_file
 from pypto_serving.model.formats.schemes import PLAIN, Fp8, RowCodes, Scheme
 from pypto_serving.model.formats.section import SECTION_FILES
 from pypto_serving.model.formats.values import MatrixTensors, dequantised
-from pypto_serving.model.registry import CONFIG_FILE, CheckpointConfig, read_config
+from pypto_serving.model.raw_config import CONFIG_FILE
+from pypto_serving.model.registry import CheckpointConfig, read_config
 from pypto_serving.types.arrays import Array
 from pypto_serving.types.weights import Table
 from pypto_serving.util import write_at

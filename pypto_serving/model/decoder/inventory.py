@@ -15,8 +15,10 @@ from pypto_serving.model.formats.schemes import PLAIN, Fp8, Int8, Plain, Scheme
 from pypto_serving.model.inventory import Inventory, Role, Shape, Tensor
 from pypto_serving.parallel.topology import Split, SplitWeights
 
-_IGNORED = re.compile(r".*\.(rotary_emb\.inv_freq|self_attn\.([kv]_proj\.)?([qkv]|output)_scale)")
-"""Tensors that nothing reads: frequencies, and scales of a KV cache in FP8."""
+_IGNORED = re.compile(
+    r".*\.(rotary_emb\.\w+|self_attn\.(masked_bias|bias)|self_attn\.(attn\.|[kv]_proj\.)?([qkv]|kv|output|prob)_scale)"
+)
+"""Tensors that nothing reads: frequencies, masks, and scales of a KV cache in FP8."""
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -90,8 +92,8 @@ class DecoderInventory(Inventory):
     def ignores(self, name: str) -> bool:
         """Return True for tensors in some checkpoints that nothing reads."""
         module, _, last = name.rpartition(".")
-        extra = last in self.schemes.get(module, PLAIN).extras
-        return extra or bool(_IGNORED.fullmatch(name)) or (self.config.tied_embeddings and name == "lm_head.weight")
+        extra = last in self.schemes.get(module, PLAIN).extras or bool(_IGNORED.fullmatch(name))
+        return extra or (self.config.tied_embeddings and name == "lm_head.weight") or super().ignores(name)
 
 
 def _tensors(model: DecoderConfig) -> dict[str, Tensor]:

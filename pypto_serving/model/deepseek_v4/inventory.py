@@ -66,8 +66,8 @@ class DeepseekV4Inventory(Inventory):
         return {name: self.model[f"{prefix}{name}.weight"].shape[0] for name in names}
 
     def ignores(self, name: str) -> bool:
-        """Return whether a tensor belongs to draft layers that are not read."""
-        return name.startswith("mtp.") and not self.config.drafts
+        """Return whether a tensor belongs to draft layers that are not read, or to nothing else that is."""
+        return not self.config.drafts if name.startswith("mtp.") else super().ignores(name)
 
 
 def model_tensors(model: DeepseekV4Config) -> dict[str, Tensor]:

@@ -47,7 +47,7 @@ _INT8_INPUTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "to
 def read(section: Fields) -> Quantization:
     """Read the section `quantization_config`. Raises ModelError naming the field of another scheme."""
     format = require(section, "format", (*_FORMATS, _MIXED))
-    require(section, "quantization_status", ("compressed", None))
+    require(section, "quantization_status", ("compressed", "frozen", None))
     refuse(section, ("transform_config",))
     sparsity = section.get("sparsity_config")
     if not (isinstance(sparsity, Mapping) and sparsity.get("format") == "dense"):
