@@ -59,11 +59,6 @@ def block_hash(key: bytes) -> int:
     return int.from_bytes(key[-8:], "big")
 
 
-def encode_batch(events: Sequence[EventMap], time_s: float, replica: int) -> bytes:
-    """Encode one batch of a replica. `time_s` is in seconds since the epoch."""
-    return msgspec.msgpack.encode((time_s, events, replica))
-
-
 class KVEventWriter:
     """Owns the record of announced blocks, by tier and group. Converts events to vLLM's maps.
 
@@ -273,7 +268,7 @@ class KVEventPublisher:
         maps = self._writer.write(events)
         if not maps:
             return
-        batch = encode_batch(maps, time_s, self._replica)
+        batch = msgspec.msgpack.encode((time_s, maps, self._replica))
         self._pub.send_multipart((TOPIC, self._number.to_bytes(8, "big"), batch))
         self._history.append((self._number, batch))
         self._history_bytes += len(batch)

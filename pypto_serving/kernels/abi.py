@@ -64,7 +64,7 @@ def _take(type_name: str, structs: Mapping[str, np.dtype[Any]]) -> Take:
         return _take_struct(element, structs[element], const)
     if element[1:].isdigit():
         return _take_elements(np.dtype(element), const)
-    return _take_handle(element)
+    return functools.partial(_address_of, kind=element)
 
 
 def readable(type_name: str) -> str:
@@ -117,10 +117,6 @@ def _take_struct(name: str, dtype: np.dtype[Any], const: bool) -> Take:
         return int(elements(value))
 
     return convert
-
-
-def _take_handle(kind: str) -> Take:
-    return lambda value: _address_of(value, kind)
 
 
 def _address_of(value: Any, kind: str) -> int:

@@ -11,7 +11,7 @@ from pypto_serving.kv.events import EventLog
 from pypto_serving.kv.group import ResumePoints, make_groups
 from pypto_serving.kv.keys import KeyRule
 from pypto_serving.kv.pool import NULL_BLOCK
-from pypto_serving.kv.prefix_lookup import longest_prefix, on_device, shared_prefix
+from pypto_serving.kv.prefix_lookup import longest_prefix, shared_prefix
 from pypto_serving.kv.promotion import PrefixLoad
 from pypto_serving.kv.tiers import TierManager
 from pypto_serving.types.config import FaultConfig, default_of
@@ -82,7 +82,7 @@ class KVCacheManager:
         if not self.prefix_caching:
             return 0
         sequence.extend_keys(tokens)
-        return longest_prefix(sequence, len(tokens) - 1, on_device)
+        return longest_prefix(sequence, len(tokens) - 1, lambda group: group.pool.find)
 
     def num_nameable(self, num_tokens: int) -> int:
         """Return the last resume point of the first `num_tokens` tokens up to which block keys can be known."""

@@ -12,11 +12,6 @@ from pypto_serving.kv.lower_tier import LowerTier, fastest
 FindIn = Callable[[KVGroup], Find]
 
 
-def on_device(group: KVGroup) -> Find:
-    """Return a function that finds blocks of a group on the device."""
-    return group.pool.find
-
-
 def on_device_or_in(tiers: Sequence[LowerTier]) -> FindIn:
     """Return a function that finds blocks on the device or in one of `tiers`."""
 

@@ -54,11 +54,6 @@ def prompt_share(config: EngineConfig, step: Step, head: Request | None) -> int:
     return min(step.budget - 1, max(config.limits.traits.chunk_tokens, step.budget // 8))
 
 
-def decode_share(config: EngineConfig, num_running: int) -> int:
-    """Return the limit of decodes in one step: an equal part per stage of a pipeline, so that no stage idles."""
-    return ceil_div(num_running, config.limits.traits.stages)
-
-
 def allow_drafts(step: Step, limit: int, num_decodes: int, prompt_waits: bool) -> None:
     """Allow the step at most `limit` drafts, and each of its `num_decodes` an equal share.
 

@@ -18,6 +18,7 @@ from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput
 from pypto_serving.types.step import StepPlan, StepResult
 from pypto_serving.types.tier import Tier, TierInventory, TransferDone, Transfers
+from pypto_serving.util import ceil_div
 
 _least_recent = attrgetter("last_step", "order")
 
@@ -105,7 +106,7 @@ class Scheduler:
         """
         running = self._registry.running
         decodes, prompts = decodes_and_prompts(running.values())
-        share = budget.decode_share(self.config, len(running))
+        share = ceil_div(len(running), self.config.limits.traits.stages)  # so that no stage of a pipeline idles
         head = self._registry.waiting.peek() if self._registry.free_rows else None
         if prompts and (head is None or prompts[0].order < head.order):
             head = prompts[0]

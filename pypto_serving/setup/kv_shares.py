@@ -23,7 +23,7 @@ from pypto_serving.types.kv import (
     max_live_blocks,
     resume_step,
 )
-from pypto_serving.types.tier import ALIGNMENT, TierConfig
+from pypto_serving.types.tier import ALIGNMENT
 from pypto_serving.util import ceil_div
 
 MAX_SLOT = 2**31
@@ -198,8 +198,3 @@ def group_plan(group: KVCacheGroupSpec, tier: str, num_blocks: int) -> GroupPlan
         keeps_history=group.keeps_history,
         num_blocks=num_blocks,
     )
-
-
-def plan_tier(groups: Sequence[KVCacheGroupSpec], tier: TierConfig) -> tuple[GroupPlan, ...]:
-    """Describe the blocks of each group in a lower tier."""
-    return tuple(group_plan(group, tier.tier, slots) for group, slots in zip(groups, tier.num_slots, strict=True))

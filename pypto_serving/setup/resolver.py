@@ -24,7 +24,7 @@ from pypto_serving.setup.compute import (
 )
 from pypto_serving.setup.host import HostFacts, is_loopback
 from pypto_serving.setup.kv_cache import check_ports, choose_block_size, choose_events, choose_tiers, endpoint_of
-from pypto_serving.setup.kv_shares import MemoryPlan, plan_tier
+from pypto_serving.setup.kv_shares import MemoryPlan, group_plan
 from pypto_serving.setup.memory_planner import MemoryPlanner
 from pypto_serving.setup.option_table import DEFAULTS, ENVIRONMENT
 from pypto_serving.setup.options import Options, Setting, Settings
@@ -189,7 +189,8 @@ def _plan_memory(settings: Settings, planner: MemoryPlanner) -> tuple[MemoryPlan
 def _with_tiers(memory: MemoryPlan, model: ModelSpec, tiers: tuple[TierConfig, ...]) -> MemoryPlan:
     """Add the lower tiers whose size we decide."""
     sized = [tier for tier in tiers if tier.tier != "remote"]
-    lower = tuple(group for tier in sized for group in plan_tier(model.kv_groups, tier))
+    groups = [(group, tier.tier, n) for tier in sized for group, n in zip(model.kv_groups, tier.num_slots, strict=True)]
+    lower = tuple(group_plan(*each) for each in groups)
     return msgspec.structs.replace(memory, lower=lower)
 
 

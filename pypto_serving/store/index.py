@@ -116,6 +116,9 @@ class SlotTable:
         self._words[slot, _STAMP] = stamp
         self._dirty.add(slot)
 
+    def last_stamp(self) -> int:
+        return int(self._words[:, _STAMP].max(initial=0))
+
     def drop(self, slot: int) -> bool:
         """Empty a slot; return False if it was empty."""
         if slot >= self.num_slots or not self._words[slot, _STAMP]:
@@ -133,9 +136,6 @@ class SlotTable:
         slots = np.flatnonzero(self._words[:, _STAMP])
         words = self._words[slots]
         return Entries(slots, words[:, _STAMP].copy(), words[:, : KEY_BYTES // 8].copy())
-
-    def last_stamp(self) -> int:
-        return int(self._words[:, _STAMP].max(initial=0))
 
     def flush(self) -> None:
         """Write changed records, one call per run of adjacent ones; do not wait for the disk. Raises OSError."""

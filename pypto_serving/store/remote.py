@@ -40,14 +40,6 @@ UNREACHABLE = -800
 Direction = Literal["up", "down"]
 
 
-def open_remote(url: str, fingerprint: bytes, block_bytes: Sequence[int]) -> RemoteStore:
-    """Open the store at `mooncake://HOST[:PORT][?...]`, for blocks of `block_bytes[g]` with `fingerprint`.
-
-    An unreachable pool is not an error.
-    """
-    return RemoteStore(parse_address(url), fingerprint, block_bytes)
-
-
 def parse_address(url: str) -> PoolAddress:
     """Parse a URL and fill in defaults. Raises ValueError for an invalid URL."""
     host, port, given = parse_pool_url(url)

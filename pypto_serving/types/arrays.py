@@ -42,11 +42,6 @@ def unpack_ids(data: bytes) -> Int32Array:
     return np.frombuffer(data, _ID)
 
 
-def view_ids(data: bytes) -> Sequence[int]:
-    """View bytes of `pack_ids` as a sequence of integers, without a copy."""
-    return memoryview(data).cast("i")
-
-
 def pack_list(ids: Sequence[int]) -> bytes:
     """Encode ids like `pack_ids`; faster for a list or tuple."""
     return struct.pack(f"<{len(ids)}i", *ids)

@@ -16,7 +16,7 @@ from pypto_serving.processes import Parent, run_child
 from pypto_serving.store.base import Store
 from pypto_serving.store.disk import open_disk
 from pypto_serving.store.host import HostStore
-from pypto_serving.store.remote import open_remote
+from pypto_serving.store.remote import RemoteStore, parse_address
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.model import default_model_name
 from pypto_serving.types.start import WorkerStart
@@ -87,7 +87,7 @@ def open_stores(program: Program, start: WorkerStart) -> dict[Tier, Store]:
                 known=start.respawned,
             )
         elif tier.tier == "remote":
-            stores["remote"] = open_remote(tier.place, program.fingerprint, sizes)
+            stores["remote"] = RemoteStore(parse_address(tier.place), program.fingerprint, sizes)
     return stores
 
 

@@ -26,15 +26,7 @@ from pypto_serving.types.sampler import MaskArray
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.util import Backoff
 from pypto_serving.worker.guiding.server import COMPILES_TOO_LONG
-from pypto_serving.worker.guiding.wire import (
-    AppendTokens,
-    DraftTokens,
-    DropRow,
-    GuideAnswers,
-    GuideStart,
-    OpenRow,
-    SharedMasks,
-)
+from pypto_serving.worker.guiding.wire import DropRow, GuideAnswers, GuideStart, OpenRow, RowTokens, SharedMasks
 from pypto_serving.worker.row_guide import NextTokens
 
 logger = logging.getLogger("pypto_serving.worker")
@@ -285,12 +277,12 @@ class GuideClient:
 
     def flush(self) -> None:
         """Send queued tokens and drafts to the process."""
-        if self._appended:
-            self.process.send(AppendTokens(*_packed(self._appended)))
-            self._appended = []
-        if self._drafted:
-            self.process.send(DraftTokens(*_packed(self._drafted)))
-            self._drafted = []
+        for pieces, are_drafts in ((self._appended, False), (self._drafted, True)):
+            if pieces:
+                lives, tokens = zip(*pieces, strict=True)
+                joined = np.concatenate(tokens, dtype=np.int32).tobytes()
+                self.process.send(RowTokens(list(lives), [len(each) for each in tokens], joined, are_drafts))
+                pieces.clear()
 
     def receive(self, timeout_s: float) -> bool:
         """Process new answers; return False if there are none. If the process died, start another."""
@@ -340,9 +332,3 @@ class GuideClient:
             else:
                 guided.fail(RequestFailedError("the process that follows grammars keeps ending; see the log"))
         self._num_mute %= MAX_CRASHES
-
-
-def _packed(pieces: list[tuple[int, Int32Array]]) -> tuple[list[int], list[int], bytes]:
-    """Return the lives of rows, their numbers of tokens, and all tokens concatenated."""
-    lives, tokens = zip(*pieces, strict=True)
-    return list(lives), [len(each) for each in tokens], np.concatenate(tokens, dtype=np.int32).tobytes()

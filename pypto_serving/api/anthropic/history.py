@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from pypto_serving.api.chat.leaving_out import LeftOut, newest_words
 from pypto_serving.api.chat.tools import (
@@ -176,18 +176,14 @@ def _text(block: Block, where: str, allowed: str, left_out: LeftOut | None) -> s
         field = "data" if source["type"] == "text" else "content"
         return _titled(block, block.get("context"), source.get(field), f"{where}.source.{field}", left_out)
     if left_out is None:
-        _refuse_block(block, where, allowed)
+        message = f"{where} is a block of type {brief(block['type'])}; here this model reads only {allowed}"
+        raise RequestError(message, param=where, code="unsupported_content")
     return left_out.stand_in(kind)
 
 
 def _titled(block: Block, below: Any, content: Any, where: str, left_out: LeftOut | None) -> str:
     lines = [line for line in (block.get("title"), below) if isinstance(line, str)]
     return "\n".join(lines + ([] if content is None else _texts(content, where, left_out)))
-
-
-def _refuse_block(block: Block, where: str, allowed: str) -> NoReturn:
-    message = f"{where} is a block of type {brief(block['type'])}; here this model reads only {allowed}"
-    raise RequestError(message, param=where, code="unsupported_content")
 
 
 _MODE_OF = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}

@@ -44,7 +44,8 @@ def read_form(content_type: str, body: bytes | bytearray) -> UploadForm:
 
 def _parts(body: bytes | bytearray, delimiter: bytes) -> Iterator[tuple[int, int]]:
     """Iterate over the [start, end) of the parts between delimiters; the first delimiter may lack its line break."""
-    start = len(delimiter) - 2 if body.startswith(delimiter[2:]) else _first_end(body, delimiter)
+    first = -2 if body.startswith(delimiter[2:]) else body.find(delimiter)
+    start = first if first == -1 else first + len(delimiter)
     for _ in range(MAX_PARTS):
         if start < 0 or body.startswith(b"--", start):
             break
@@ -56,12 +57,6 @@ def _parts(body: bytes | bytearray, delimiter: bytes) -> Iterator[tuple[int, int
         start = stop + len(delimiter)
     if start < 0 or not body.startswith(b"--", start):
         raise RequestError(f"the form does not end, or has more than {MAX_PARTS} parts", param="file")
-
-
-def _first_end(body: bytes | bytearray, delimiter: bytes) -> int:
-    """Return the index after the first delimiter, or -1 if there is none."""
-    found = body.find(delimiter)
-    return found if found < 0 else found + len(delimiter)
 
 
 def _names(head: bytes) -> tuple[str, str]:

@@ -28,7 +28,7 @@ from pypto_serving.api.decisions.questions import (
     read_input,
     read_questions,
 )
-from pypto_serving.api.generation.labels import Asked, LabelTree, encode_labels
+from pypto_serving.api.generation.labels import Asked, LabelTree
 from pypto_serving.api.generation.request import MAX_CHOICES, FittedPrompt, fit_params, fit_prompt
 from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.settings import ServingConfig
@@ -164,4 +164,4 @@ def _tree(prompter: Prompter, question: Question) -> LabelTree:
         raise RequestError(
             "this model has no tokenizer.json, so it cannot make decisions", code="decisions_unavailable"
         )
-    return encode_labels(question.labels, lambda label: tokenizer.encode(label, False))
+    return LabelTree([tokenizer.encode(label, False) for label in question.labels])

@@ -151,6 +151,7 @@ class Choice:
         self._shows_stop = params.include_stop_str_in_output
         skip = params.skip_special_tokens
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt_ids, skip)
+        self._silent = frozenset() if self._detokenizer is None else self._detokenizer.silent
         self._stops = None if stops is None else StopStrings(stops)
         self._entries: list[TokenEntry] | None = None if params.logprobs is None else []
         self._num_chars = 0
@@ -193,7 +194,7 @@ class Choice:
         for i, token_id in enumerate(ids):
             self.num_tokens += 1
             if self._entries is not None and output.logprobs is not None:
-                ends = i == last and (i == silent_at or self._is_silent(token_id))
+                ends = i == last and (i == silent_at or token_id in self._silent)
                 values = output.logprobs[i]
                 self._entries.append(token_entry(token_id, values, self._texts, self._num_chars, ends))
             if i != silent_at:
@@ -219,9 +220,6 @@ class Choice:
     def _matched(self) -> str | None:
         """Return the found stop string, or None."""
         return None if self._stops is None else self._stops.matched
-
-    def _is_silent(self, token_id: int) -> bool:
-        return self._detokenizer is not None and self._detokenizer.is_silent(token_id)
 
     def _push(self, token_id: int) -> str:
         if self._detokenizer is None:

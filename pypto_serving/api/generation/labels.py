@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -66,11 +66,6 @@ def labels_of(kind: Kind, num_options: int) -> list[str]:
     if num_options <= len(letters):
         return list(letters[:num_options])
     return [first + second for first in letters for second in letters][:num_options]
-
-
-def encode_labels(labels: Sequence[str], encode: Callable[[str], list[int]]) -> LabelTree:
-    """Return the tree of `labels`. They begin an output, so they are encoded without any text before them."""
-    return LabelTree([encode(label) for label in labels])
 
 
 def probabilities(paths: Sequence[Sequence[Step]], reads: Sequence[Mapping[int, float]]) -> list[float]:

@@ -133,11 +133,6 @@ class CollectedPromptLogprobs:
                 i += 1
 
 
-def prompt_text(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
-    """Decode a prompt given as token ids, including special tokens; return "" without a tokenizer."""
-    return "" if tokenizer is None else tokenizer.decode(list(token_ids), skip_special_tokens=False)
-
-
 def text_offsets(token_ids: Sequence[int], text: str, tokenizer: Tokenizer | None) -> list[int]:
     """Return where each token of a prompt begins in its `text`, in characters.
 

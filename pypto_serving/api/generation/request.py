@@ -24,7 +24,7 @@ from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.service import SeedSource
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ContextLengthError, RequestError
-from pypto_serving.types.arrays import pack_ids, view_ids
+from pypto_serving.types.arrays import pack_ids
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import EngineRequest
 from pypto_serving.types.sampling import SamplingParams, check_named_ids
@@ -53,7 +53,7 @@ class FittedPrompt(msgspec.Struct, frozen=True):
     @property
     def token_ids(self) -> Sequence[int]:
         """Return a view of the token ids."""
-        return view_ids(self.packed_ids)
+        return memoryview(self.packed_ids).cast("i")
 
 
 @dataclass(frozen=True, slots=True)

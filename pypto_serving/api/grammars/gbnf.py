@@ -9,7 +9,8 @@ from collections.abc import Collection
 from pypto_serving.api.grammars.grammar_text import regex
 from pypto_serving.util import brief
 
-_RULE = re.compile(r"^[ \t]*([A-Za-z][\w-]*)[ \t]*::=", re.M)
+RULE = re.compile(r"^[ \t]*([A-Za-z][\w-]*)[ \t]*::=", re.M)
+"""The begin of a rule. A grammar that has one is GBNF, not Lark."""
 _TOKEN = re.compile(
     r'"(?:\\.|[^"\\\n])*"'  # text
     r"|\[(?:\\.|[^\]\\\n])*\]"  # class of characters
@@ -19,15 +20,10 @@ _TOKEN = re.compile(
 )
 
 
-def is_gbnf(grammar: str) -> bool:
-    """Return whether a grammar is GBNF, not Lark: some line begins a rule with `::=`."""
-    return _RULE.search(grammar) is not None
-
-
 def lark_rules(grammar: str, prefix: str) -> str:
     """Return the rules as Lark, with `prefix` before their names. Raises ValueError."""
     grammar = with_characters(grammar)
-    starts = list(_RULE.finditer(grammar))
+    starts = list(RULE.finditer(grammar))
     names = {start[1] for start in starts}
     if "root" not in names:
         raise ValueError("a grammar must be GBNF with a rule root, as in: root ::= ...")

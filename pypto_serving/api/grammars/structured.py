@@ -14,7 +14,7 @@ from pypto_serving.api.chat.parsers.families import FAMILIES
 from pypto_serving.api.chat.parsers.scanner import Thinking
 from pypto_serving.api.chat.tools import ToolUse, refuse
 from pypto_serving.api.grammars import schema_errors
-from pypto_serving.api.grammars.gbnf import is_gbnf, with_characters
+from pypto_serving.api.grammars.gbnf import RULE, with_characters
 from pypto_serving.api.grammars.grammar_text import literal
 from pypto_serving.api.grammars.json_schema import WHITESPACE, SchemaError, prepare
 from pypto_serving.api.grammars.tag_format import lark_of
@@ -159,7 +159,7 @@ def grammar_of(structured: StructuredOutputsParams, tokenizer: Tokenizer) -> Gra
     if structured.choice is not None:
         return Grammar("regex", "|".join(map(literal, structured.choice)))
     if structured.grammar is not None:
-        if is_gbnf(structured.grammar):
+        if RULE.search(structured.grammar):
             return Grammar("gbnf", with_characters(structured.grammar))
         return Grammar("lark", structured.grammar)
     options = json_options(structured)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from pypto_serving.api.common.body import ReadBody
 from pypto_serving.api.common.respond import AnswerFormat, encode, generate
 from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage
-from pypto_serving.api.generation.logprobs import TokenEntry, prompt_text, text_offsets
+from pypto_serving.api.generation.logprobs import TokenEntry, text_offsets
 from pypto_serving.api.generation.request import GenerationRequest
 from pypto_serving.api.openai.chat import EventFormat
 from pypto_serving.api.text.tokenizer import Tokenizer
@@ -144,8 +144,10 @@ class EchoFormat(CompletionFormat):
         """Return the text of a prompt; token ids are decoded only once."""
         prompt = self.prompts[place]
         if place not in self._texts:
-            given = prompt.text
-            self._texts[place] = prompt_text(prompt.token_ids, self.tokenizer) if given is None else given
+            text = prompt.text
+            if text is None and self.tokenizer is not None:
+                text = self.tokenizer.decode(list(prompt.token_ids), skip_special_tokens=False)
+            self._texts[place] = text or ""
         return self._texts[place]
 
     def _prompt_logprobs(self, place: int) -> dict[str, list[Any]] | None:

@@ -15,18 +15,18 @@ class Detokenizer:
     The pieces returned by `push` and `flush`, joined, are the decoded output. A character is never split; an incomplete
     one is held back. The cost of a token does not grow with the output: after `HELD_LIMIT` tokens without a complete
     end, decoding continues in a window, and returns all but the last three undecodable characters.
+    Tokens that are `silent` have no text.
     """
 
     CONTEXT = 6
     HELD_LIMIT = 16
     WINDOW = 16
-    __slots__ = ("_context", "_held", "_shown", "_silent", "_skip_special", "_stream", "_tokenizer", "_whole_text")
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._whole_text = tokenizer.whole_text
         self._skip_special = skip_special_tokens
-        self._silent = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self.silent = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._context: list[int] = []
         self._held: list[int] = []
         self._shown = 0
@@ -34,13 +34,9 @@ class Detokenizer:
         context = list(prompt_ids[-self.CONTEXT :])
         self._restart([] if self._decode(context).endswith(REPLACEMENT) else context)
 
-    def is_silent(self, token_id: int) -> bool:
-        """Return whether the token is special, and therefore omitted from the text."""
-        return token_id in self._silent
-
     def push(self, token_id: int) -> str:
         """Add a token; return the text that is certain now, often "" for a part of a character."""
-        if token_id in self._silent:
+        if token_id in self.silent:
             return ""
         if not self._held and (whole := self._whole_text(token_id)) is not None:
             return whole

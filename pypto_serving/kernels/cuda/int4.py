@@ -145,7 +145,6 @@ class Int4Matrix(SplitMatrix):
         return rows * self.splits * self.n
 
     def multiply(self, x: Tensor, sums: Tensor) -> int:
-        """Write float32 [S, m, n] to `sums`, which its reader adds in order, for rows x, bf16 [m, k]. Return S."""
         rows = len(x)
         tile = tiles.int4_rows(rows, self.bulk)
         grid = (ceil_div(rows, tile.rows), self.n // tile.columns, self.splits)

@@ -248,7 +248,6 @@ class Bf16Matrix(SplitMatrix):
     """A bf16 matrix."""
 
     def multiply(self, x: Tensor, sums: Tensor) -> int:
-        """Write float32 [S, m, n] to `sums`, which its reader adds in order, for rows x, bf16 [m, k]. Return S."""
         rows, length = len(x), tiles.split_length(self.k, self.splits)
         many = tiles.many_rows(self.n, self.splits, rows, self.bulk)
         tile = many or tiles.few_rows(self.n, self.k, self.splits, rows, self.bulk)

@@ -52,7 +52,7 @@ def _round_to_fp8(x, codes, scales, num_rows, k, SPANS: tl.constexpr, SPAN: tl.c
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _int8_few_rows(
+def _rounded_few_rows(
     x,
     w,
     x_scales,
@@ -67,8 +67,12 @@ def _int8_few_rows(
     DEPTH: tl.constexpr,
     WHOLE_N: tl.constexpr,
     WHOLE_K: tl.constexpr,
+    SPANS: tl.constexpr,
 ):
-    """Write sums[split, row, column]: exact int32 sums, scaled."""
+    """Write sums[split, row, column]: exact int32 sums, scaled by row and column.
+
+    If SPANS, DEPTH values share a scale: their sums are scaled and added in float32.
+    """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     split = tl.program_id(2)
@@ -77,107 +81,38 @@ def _int8_few_rows(
     length = min(split_length, k - first)
     x_at = x + rows[:, None].to(tl.int64) * k + (first + depths)[None, :]
     w_at = w + columns[:, None].to(tl.int64) * k + (first + depths)[None, :]
-    total = tl.zeros([COLUMNS, ROWS], tl.int32)
-    for depth in range(0, length, DEPTH):
-        values = tl.load(x_at, mask=mask_of(rows < num_rows, depth + depths < length, False, WHOLE_K), other=0)
-        if WHOLE_N and WHOLE_K:
-            weights = tl.load(w_at)
-        else:
-            weights = tl.load(w_at, mask=mask_of(columns < n, depth + depths < length, WHOLE_N, WHOLE_K), other=0)
-        total = tl.dot(weights, tl.trans(values), total, out_dtype=tl.int32)
-        x_at += DEPTH
-        w_at += DEPTH
-    row_scales = tl.load(x_scales + rows, mask=rows < num_rows, other=0.0)
-    column_scales = tl.load(w_scales + columns, mask=columns < n, other=0.0)
-    out = sums + (split * num_rows + rows)[None, :].to(tl.int64) * n + columns[:, None]
-    scaled = total.to(tl.float32) * row_scales[None, :] * column_scales[:, None]
-    tl.store(out, scaled, mask=mask_of(columns < n, rows < num_rows, WHOLE_N, False))
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_splits"])
-def _int8_many_rows(
-    x,
-    w,
-    x_scales,
-    w_scales,
-    sums,
-    num_rows,
-    n,
-    k,
-    split_length,
-    num_splits,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """Write sums[row, column], all splits added. x and w are descriptors."""
-    first_row, first_column = place_of(tl.program_id(0), num_rows, n, ROWS, COLUMNS, GROUP)
-    rows = first_row + tl.arange(0, ROWS)
-    columns = first_column + tl.arange(0, COLUMNS)
-    row_scales = tl.load(x_scales + rows, mask=rows < num_rows, other=0.0)
-    column_scales = tl.load(w_scales + columns, mask=columns < n, other=0.0)
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for split in range(num_splits):
-        part = tl.zeros([ROWS, COLUMNS], tl.int32)
-        first = split * split_length
-        for depth in range(first, min(first + split_length, k), DEPTH):
-            values = x.load([first_row, depth])
-            weights = w.load([first_column, depth])
-            part = tl.dot(values, tl.trans(weights), part, out_dtype=tl.int32)
-        total += part.to(tl.float32) * row_scales[:, None] * column_scales[None, :]
-    out = sums + rows[:, None].to(tl.int64) * n + columns[None, :]
-    tl.store(out, total, mask=(rows < num_rows)[:, None] & (columns < n)[None, :])
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _fp8_few_rows(
-    x,
-    w,
-    x_scales,
-    w_scales,
-    sums,
-    num_rows,
-    n,
-    k,
-    split_length,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    WHOLE_N: tl.constexpr,
-    WHOLE_K: tl.constexpr,
-):
-    """Write sums[split, row, column]: sums of DEPTH values each, scaled and added in float32."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    split = tl.program_id(2)
-    depths = tl.arange(0, DEPTH)
-    first = split * split_length
-    length = min(split_length, k - first)
-    x_at = x + rows[:, None].to(tl.int64) * k + (first + depths)[None, :]
-    w_at = w + columns[:, None].to(tl.int64) * k + (first + depths)[None, :]
-    span = first // DEPTH
-    x_scales += span * num_rows + rows
-    w_scales += tl.program_id(1) * COLUMNS // DEPTH * tl.cdiv(k, DEPTH) + span
-    total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    if SPANS:
+        span = first // DEPTH
+        x_scales += span * num_rows + rows
+        w_scales += tl.program_id(1) * COLUMNS // DEPTH * tl.cdiv(k, DEPTH) + span
+        total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    else:
+        total = tl.zeros([COLUMNS, ROWS], tl.int32)
     for depth in range(0, length, DEPTH):
         values = tl.load(x_at, mask=mask_of(rows < num_rows, depth + depths < length, False, WHOLE_K), other=0.0)
         if WHOLE_N and WHOLE_K:
             weights = tl.load(w_at)
         else:
             weights = tl.load(w_at, mask=mask_of(columns < n, depth + depths < length, WHOLE_N, WHOLE_K), other=0.0)
-        scales = tl.load(x_scales, mask=rows < num_rows, other=0.0) * tl.load(w_scales)
-        total += tl.dot(weights, tl.trans(values)) * scales[None, :]
+        if SPANS:
+            scales = tl.load(x_scales, mask=rows < num_rows, other=0.0) * tl.load(w_scales)
+            total += tl.dot(weights, tl.trans(values)) * scales[None, :]
+            x_scales += num_rows
+            w_scales += 1
+        else:
+            total = tl.dot(weights, tl.trans(values), total, out_dtype=tl.int32)
         x_at += DEPTH
         w_at += DEPTH
-        x_scales += num_rows
-        w_scales += 1
+    if not SPANS:
+        row_scales = tl.load(x_scales + rows, mask=rows < num_rows, other=0.0)
+        column_scales = tl.load(w_scales + columns, mask=columns < n, other=0.0)
+        total = total.to(tl.float32) * row_scales[None, :] * column_scales[:, None]
     out = sums + (split * num_rows + rows)[None, :].to(tl.int64) * n + columns[:, None]
     tl.store(out, total, mask=mask_of(columns < n, rows < num_rows, WHOLE_N, False))
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
-def _fp8_many_rows(
+def _rounded_many_rows(
     x,
     w,
     x_scales,
@@ -192,24 +127,32 @@ def _fp8_many_rows(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
+    SPANS: tl.constexpr,
 ):
-    """Write sums[row, column], all splits added. x and w are descriptors."""
+    """Write sums[row, column], all splits added. x and w are descriptors. SPANS as in _rounded_few_rows."""
     first_row, first_column = place_of(tl.program_id(0), num_rows, n, ROWS, COLUMNS, GROUP)
     rows = first_row + tl.arange(0, ROWS)
     columns = first_column + tl.arange(0, COLUMNS)
-    w_scales += first_column // DEPTH * tl.cdiv(k, DEPTH)
+    if SPANS:
+        w_scales += first_column // DEPTH * tl.cdiv(k, DEPTH)
+    else:
+        row_scales = tl.load(x_scales + rows, mask=rows < num_rows, other=0.0)
+        column_scales = tl.load(w_scales + columns, mask=columns < n, other=0.0)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for split in range(num_splits):
-        part = tl.zeros([ROWS, COLUMNS], tl.float32)
+        part = tl.zeros([ROWS, COLUMNS], tl.float32 if SPANS else tl.int32)
         first = split * split_length
         for depth in range(first, min(first + split_length, k), DEPTH):
             values = x.load([first_row, depth])
             weights = w.load([first_column, depth])
-            span = depth // DEPTH
-            scales = tl.load(x_scales + span * num_rows + rows, mask=rows < num_rows, other=0.0)
-            scales *= tl.load(w_scales + span)
-            part += tl.dot(values, tl.trans(weights)) * scales[:, None]
-        total += part
+            if SPANS:
+                span = depth // DEPTH
+                scales = tl.load(x_scales + span * num_rows + rows, mask=rows < num_rows, other=0.0)
+                scales *= tl.load(w_scales + span)
+                part += tl.dot(values, tl.trans(weights)) * scales[:, None]
+            else:
+                part = tl.dot(values, tl.trans(weights), part, out_dtype=tl.int32)
+        total += part if SPANS else part.to(tl.float32) * row_scales[:, None] * column_scales[None, :]
     out = sums + rows[:, None].to(tl.int64) * n + columns[None, :]
     tl.store(out, total, mask=(rows < num_rows)[:, None] & (columns < n)[None, :])
 
@@ -238,16 +181,15 @@ class RoundedRows:
 
 
 class _RoundedMatrix(SplitMatrix):
-    """A matrix [n, k] of 8 bits whose products quantise the rows."""
+    """A matrix [n, k] of 8 bits whose products quantise the rows. `spans`: 128 values share a scale, not all."""
 
-    few, many = _int8_few_rows, _int8_many_rows
+    spans: bool
 
     def __init__(self, weights: Tensor, scales: Tensor, rounded: RoundedRows) -> None:
         super().__init__(weights)
         self.scales, self._rounded = scales, rounded
 
     def multiply(self, x: Tensor, sums: Tensor) -> int:
-        """Write float32 [S, m, n] to `sums`, which its reader adds in order, for rows x, bf16 [m, k]. Return S."""
         rows, length = len(x), tiles.split_length(self.k, self.splits)
         codes = self._rounded.codes[: rows * self.k].view(self.weights.dtype).view(rows, self.k)
         self._round(x, codes)
@@ -255,13 +197,14 @@ class _RoundedMatrix(SplitMatrix):
         tile = many or self._tile(rows, length)
         shape = (self._rounded.scales, self.scales, sums, rows, self.n, self.k, length)
         row_tiles, column_tiles = ceil_div(rows, tile.rows), ceil_div(self.n, tile.columns)
-        constants = {"enable_fp_fusion": False} | constants_of(tile)
+        constants = {"SPANS": self.spans, "enable_fp_fusion": False} | constants_of(tile)
         operands = self.operands(codes, tile)
         if many:
-            launch(self.many, (row_tiles * column_tiles,), *operands, *shape, self.splits, GROUP=GROUP, **constants)
+            grid = (row_tiles * column_tiles,)
+            launch(_rounded_many_rows, grid, *operands, *shape, self.splits, GROUP=GROUP, **constants)
             return 1
         edges = edges_of(tile, self.n, self.k)
-        launch(self.few, (row_tiles, column_tiles, self.splits), *operands, *shape, **constants, **edges)
+        launch(_rounded_few_rows, (row_tiles, column_tiles, self.splits), *operands, *shape, **constants, **edges)
         return self.splits
 
     def _round(self, x: Tensor, codes: Tensor) -> None:
@@ -274,7 +217,7 @@ class _RoundedMatrix(SplitMatrix):
 class Int8Matrix(_RoundedMatrix):
     """An int8 matrix [n, k] with a float32 scale an output. Rows get int8 codes and a scale each."""
 
-    few, many = _int8_few_rows, _int8_many_rows
+    spans = False
 
     def _round(self, x: Tensor, codes: Tensor) -> None:
         block = power_of_two(self.k)
@@ -296,7 +239,7 @@ class Int8Matrix(_RoundedMatrix):
 class Fp8Matrix(_RoundedMatrix):
     """An FP8 (E4M3) matrix [n, k] with a float32 scale for 128 x 128 values. Rows get a scale for 128 values."""
 
-    few, many = _fp8_few_rows, _fp8_many_rows
+    spans = True
 
     def _round(self, x: Tensor, codes: Tensor) -> None:
         grid = (len(x), ceil_div(self.k, _SPANS * SPAN))

@@ -25,13 +25,12 @@ from pypto_serving.types.guide import Grammar
 from pypto_serving.types.sampler import MaskArray
 from pypto_serving.util import format_size
 from pypto_serving.worker.guiding.wire import (
-    AppendTokens,
-    DraftTokens,
     GuideAnswers,
     OpenRow,
     RowAhead,
     RowChoice,
     RowRefusal,
+    RowTokens,
     SharedMasks,
     ToGuides,
 )
@@ -188,11 +187,11 @@ class GuideServer:
 
     def _take(self, message: ToGuides) -> None:
         self._worked_s = time.monotonic()
-        if isinstance(message, AppendTokens | DraftTokens):
+        if isinstance(message, RowTokens):
             token_ids, start = unpack_ids(message.token_ids).tolist(), 0
             for life, count in zip(message.lives, message.counts, strict=True):
                 if (row := self._rows.get(life)) is not None:
-                    self._add(row, token_ids[start : start + count], isinstance(message, DraftTokens))
+                    self._add(row, token_ids[start : start + count], message.are_drafts)
                 start += count
         elif isinstance(message, OpenRow):
             grammar, output = message.guide.grammar, deque(unpack_ids(message.output).tolist())

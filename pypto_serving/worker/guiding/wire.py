@@ -40,20 +40,16 @@ class OpenRow(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     output: bytes
 
 
-class AppendTokens(msgspec.Struct, frozen=True, array_like=True, tag="append", gc=False):
-    """Row `lives[i]` has appended `counts[i]` tokens; `token_ids` concatenates those of all rows."""
+class RowTokens(msgspec.Struct, frozen=True, array_like=True, tag="tokens", gc=False):
+    """Row `lives[i]` has appended `counts[i]` tokens, or verifies as many drafts after its appended tokens.
+
+    `token_ids` concatenates those of all rows.
+    """
 
     lives: list[int]
     counts: list[int]
     token_ids: bytes
-
-
-class DraftTokens(msgspec.Struct, frozen=True, array_like=True, tag="draft", gc=False):
-    """Row `lives[i]` verifies `counts[i]` drafts after its appended tokens; `token_ids` concatenates all drafts."""
-
-    lives: list[int]
-    counts: list[int]
-    token_ids: bytes
+    are_drafts: bool
 
 
 class DropRow(msgspec.Struct, frozen=True, array_like=True, tag="drop", gc=False):
@@ -104,7 +100,7 @@ class GuideAnswers(msgspec.Struct, frozen=True, array_like=True):
     aheads: list[RowAhead] = []
 
 
-ToGuides = OpenRow | AppendTokens | DraftTokens | DropRow
+ToGuides = OpenRow | RowTokens | DropRow
 
 
 class SharedMasks:
