@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from tests.api.web.browser import Page
 
+PICTURES = Path(__file__).parents[3] / "docs" / "images"
 FIELD = "document.querySelector('#composer textarea')"
 ANSWERS = "[...document.querySelectorAll('.assistant[aria-busy=false]')]"
 LAST = "document.querySelector('.message:last-child')"
@@ -50,3 +52,13 @@ def setting(label: str) -> str:
         "[...document.querySelectorAll('#settings :is(input, select, textarea)')]"
         f".find(e => [...e.labels].some(l => l.textContent.startsWith({json.dumps(label)})))"
     )
+
+
+def picture(page: Page, name: str) -> None:
+    """Write a picture for the documents where it is missing."""
+    path = PICTURES / name
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        page.prefer("light")
+        page.screenshot(path)
+    assert path.stat().st_size < 100_000

@@ -11,7 +11,7 @@ import pytest
 
 from tests.api.running import RunningServer
 from tests.api.web.browser import Browser, Page
-from tests.api.web.chatting import ask
+from tests.api.web.chatting import ask, picture
 from tests.api.web.conftest import OpenPage, opened
 
 pytestmark = pytest.mark.e2e
@@ -50,7 +50,7 @@ FORMS = {
     "snake_case_name and 2*3*4": "<p>snake_case_name and 2*3*4</p>",
     "`a ** b` and ``x`y``": "<p><code>a ** b</code> and <code>x`y</code></p>",
     r"\*not slanted\*": "<p>*not slanted*</p>",
-    "# One\n## Two": "<h3>One</h3><h4>Two</h4>",
+    "# One\n## Two": "<h2>One</h2><h3>Two</h3>",
     "a\n\nb": "<p>a</p><p>b</p>",
     "---": "<hr>",
     "> said\n> more": "<blockquote><p>said\nmore</p></blockquote>",
@@ -265,3 +265,44 @@ def test_cells_of_a_table_break_between_words_only(page: Page) -> None:
         " document.documentElement.scrollWidth]; })"
     )
     assert (widths[0], widths[1] < 60, widths[2], widths[3]) == (1, True, True, 390)
+
+
+ANSWER = r"""# Gradient descent
+
+It finds a **minimum** of a function by walking *downhill*. With a learning rate $\eta$, each step is
+
+$$\theta_{t+1} = \theta_t - \eta \nabla_\theta \frac{1}{n} \sum_{i=1}^{n} \mathcal{L}\left(f_\theta(x_i), y_i\right)$$
+
+```python
+def descend(gradient, x, rate=0.1, steps=100):
+    for _ in range(steps):  # or until it moves no more
+        x -= rate * gradient(x)
+    return x
+```
+
+| Method | Memory | Converges | Usual rate |
+|:--|--:|:-:|--:|
+| SGD | $n$ | slowly | `0.1` |
+| Momentum | $2n$ | faster | `0.01` |
+| Adam | $3n$ | **fastest at first** | `0.001` |
+"""
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_an_answer_of_all_kinds_fits_and_is_accessible(
+    says: Callable[..., RunningServer], open_page: OpenPage, is_accessible: Callable[[Page], None], width: int
+) -> None:
+    page = open_page(says(ANSWER).url + "/", width, 844)
+    ask(page, "How does gradient descent work?")
+    assert page.run("document.querySelectorAll('.prose :is(math, table, pre, h2)').length") == 8
+    assert page.run("document.documentElement.scrollWidth") == width
+    too_wide = (
+        "[...document.querySelector('.assistant .prose').children].filter(e => e.scrollWidth > e.clientWidth + 1)"
+    )
+    assert page.run(f"{too_wide}.filter(e => !e.matches('.scrolled, .code-block')).map(e => e.outerHTML)") == []
+    is_accessible(page)
+    if width == 1440:
+        page.resize(1280, 860)
+        page.run("document.activeElement.blur(), document.querySelector('#thread').scrollTo(0, 0)")
+        page.run("document.querySelector('.stats').remove()")  # figures of no model
+        picture(page, "playground.webp")

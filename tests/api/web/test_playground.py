@@ -20,8 +20,6 @@ from tests.e2e.server import Server
 
 pytestmark = pytest.mark.e2e
 
-PICTURES = Path(__file__).parents[3] / "docs" / "images"
-
 
 @pytest.fixture
 def page(bundled: Server, open_page: OpenPage) -> Page:
@@ -107,7 +105,6 @@ def test_a_function_is_called_and_its_result_used(page: Page, is_accessible: Cal
     page.click(page.button("Send result"))
     page.wait("document.querySelectorAll('.assistant').length === 2")
     assert "56088" in answered(page, "What is 123 * 456?")
-    picture(page, "playground.webp")
 
 
 def test_an_answer_has_the_form_of_a_schema(page: Page) -> None:
@@ -227,13 +224,3 @@ def test_it_fits_a_phone(bundled: Server, open_page: OpenPage, is_accessible: Ca
     page.click(page.button("Settings"))
     page.wait("document.querySelector('#settings').checkVisibility()")
     is_accessible(page)
-
-
-def picture(page: Page, name: str) -> None:
-    """Write a picture for the documents where it is missing."""
-    path = PICTURES / name
-    if not path.exists():
-        path.parent.mkdir(exist_ok=True)
-        page.prefer("light")
-        page.screenshot(path)
-    assert path.stat().st_size < 100_000

@@ -105,7 +105,7 @@ class CodeView {
 /** Text in an element, in pieces: all but the last are read once. */
 class TextView {
   constructor({ kind, level }) {
-    this.element = h(kind === "heading" ? `h${Math.min(6, level + 2)}` : "p");
+    this.element = h(kind === "heading" ? `h${Math.min(6, level + 1)}` : "p");
     this.done = 0;
     this.tail = [];
     this.text = null;
