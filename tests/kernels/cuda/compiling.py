@@ -2,7 +2,8 @@
 
 The wrappers of kernels run on meta tensors, and their launches are recorded. Triton's interpreter must be off:
 `python -m tests.kernels.cuda.compiling 90` prints one line of JSON a kernel. To add kernels, write a function that
-calls their wrappers for a compute capability and put it in CASES.
+calls their wrappers for a compute capability and put it in CASES. With `first` behind it, only the first form of each
+kernel is compiled.
 """
 
 from __future__ import annotations
@@ -182,19 +183,22 @@ def layouts_of_sums(ttgir: str) -> set[str]:
     return {layouts[name] for name in names}
 
 
-def main(capability: int) -> Iterator[dict[str, Any]]:
+def main(capability: int, first: bool) -> Iterator[dict[str, Any]]:
     launches: list[Any] = []
     with recording(launches.append):
         for case in CASES:
             case(capability)
+    launches = [launch for launch in launches if isinstance(launch, Launch)]
+    if first:
+        launches = list({launch.kernel.__name__: launch for launch in reversed(launches)}.values())
     seen: set[str] = set()
     for launch in launches:
-        if isinstance(launch, Launch) and (result := compiled(launch, capability, seen)):
+        if result := compiled(launch, capability, seen):
             yield result
 
 
 if __name__ == "__main__":
     triton.knobs.nvidia.dump_ptxas_log = True
     triton.knobs.compilation.always_compile = True
-    for line in main(int(sys.argv[1])):
+    for line in main(int(sys.argv[1]), "first" in sys.argv):
         print(json.dumps(line), flush=True)

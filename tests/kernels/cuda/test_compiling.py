@@ -12,19 +12,27 @@ from typing import Any
 import pytest
 
 SHARED = {90: 227 << 10, 80: 163 << 10}
+FORMS = [(90, "all"), (80, "first"), pytest.param((80, "all"), marks=pytest.mark.soak)]
+"""Capabilities, and which forms of each kernel are compiled."""
 
 
-@pytest.fixture(scope="module", params=sorted(SHARED))
-def capability(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
+@pytest.fixture(scope="module", params=FORMS, ids=str)
+def forms(request: pytest.FixtureRequest) -> tuple[int, str]:
+    capability, which = request.param
+    return capability, which
 
 
 @pytest.fixture(scope="module")
-def kernels(capability: int, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def capability(forms: tuple[int, str]) -> int:
+    return forms[0]
+
+
+@pytest.fixture(scope="module")
+def kernels(forms: tuple[int, str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What compiling.py says of each kernel. Triton's interpreter, which tests turn on, compiles nothing."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    command = [sys.executable, "-m", "tests.kernels.cuda.compiling", str(capability)]
+    command = [sys.executable, "-m", "tests.kernels.cuda.compiling", *map(str, forms)]
     root = Path(__file__).parents[3]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -58,6 +66,7 @@ def test_attention_uses_the_instructions_of_the_card(kernels: list[dict[str, Any
     assert all(kernel["wgmma"] == kernel["bulk"] == (capability >= 90) for kernel in chunks)
 
 
+@pytest.mark.parametrize("forms", [each for each in FORMS if "first" not in each], indirect=True, ids=str)
 def test_sums_of_rows_do_not_depend_on_splits(kernels: list[dict[str, Any]]) -> None:
     """The order of a sum follows the layout of its tensor, which the compiler chooses."""
     layouts: dict[str, set[str]] = {}
