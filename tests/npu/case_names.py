@@ -10,6 +10,7 @@ CASES = (
     "forks_in_prepare",
     "does_not_check_shapes",
     "adds_up_over_two_devices",
+    "outlives_its_parent",
 )
 HANGS = (
     "hangs_when_its_child_is_dead",

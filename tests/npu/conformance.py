@@ -1,14 +1,12 @@
-"""What an engine relies on of PyPTO's runtime, case by case: `python -m tests.npu.conformance CASE`.
+"""What an engine relies on of PyPTO's runtime, case by case: `python -m tests.npu.conformance CASE,CASE`.
 
-A case prints "ok" and ends, or raises. One that is expected to hang prints "calling" before the call.
+Each case runs in a fork of its own. One that is expected to hang prints "calling" before the call.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch
 from pypto.ir.distributed_compiled_program import DistributedCompiledProgram, DistributedConfig
 from pypto.runtime import DeviceTensor, RunConfig
 
+from tests.npu.forking import run_cases
 from tests.npu.small_programs import SIZE, hosts, two_device_host
 
 PLATFORM = os.environ.get("PYPTO_TEST_PLATFORM", "a2a3sim")
@@ -249,22 +248,19 @@ def hangs_for_tensors_shared_too_late() -> None:
 
 
 def outlives_its_parent() -> None:
-    """Print the children, and end without a close, as a worker that is killed does."""
-    setting = Setting()
-    with setting.prepared():
-        print(*setting.pids, flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def main() -> None:
-    """Run a case; one that fails ends the group, since chips of the runtime would hold its pipes open."""
-    try:
-        globals()[sys.argv[1]]()
-    except BaseException:
-        traceback.print_exc()
-        os.killpg(0, signal.SIGKILL)
-    print("ok")
+    """Children of a process that ends without a close, as a worker that is killed does."""
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        setting = Setting()
+        with setting.prepared():
+            os.write(writer, " ".join(map(str, setting.pids)).encode())
+            os.kill(os.getpid(), signal.SIGKILL)
+    pids = [int(pid) for pid in os.read(reader, 1 << 16).split()]
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    assert pids and all(Path(f"/proc/{pid}").exists() for pid in pids)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    main()
+    run_cases(globals())

@@ -1,10 +1,9 @@
-"""Cases of the backend's parts on the double: `python -P -m tests.npu.device_cases CASE MODEL`. A case prints "ok"."""
+"""Cases of the backend's parts on the double: `python -m tests.npu.device_cases CASE,CASE MODEL`."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,11 @@ from pypto_serving.types.kv import Spans
 from tests.configs import change_config
 from tests.e2e.engines import engine_config
 from tests.npu.conformance import children
+from tests.npu.forking import run_cases
 
 
-def config_of(model: Path, cache: str = "") -> EngineConfig:
-    return engine_config(model, {"cache_dir": cache, "num_blocks": (5,)}, backend="npu")
+def config_of(model: str, cache: str = "") -> EngineConfig:
+    return engine_config(Path(model), {"cache_dir": cache, "num_blocks": (5,)}, backend="npu")
 
 
 def prepared(config: EngineConfig) -> tuple[NpuProgram, Device]:
@@ -46,7 +46,7 @@ def inputs_of(program: NpuProgram, **changes: Any) -> dict[str, Any]:
     return values | changes
 
 
-def checks_every_argument(model: Path) -> None:
+def checks_every_argument(model: str) -> None:
     """What the runtime would take for NaN is refused, and the device still works."""
     program, device = prepared(config_of(model))
     expected = device.run("decode", inputs_of(program))["out"].copy()
@@ -76,7 +76,7 @@ def refused(device: Device, values: dict[str, Any], problem: str) -> None:
     raise AssertionError(f"{problem}: not refused")
 
 
-def copies_pages(model: Path) -> None:
+def copies_pages(model: str) -> None:
     """A block that is written is read back, and no other one changes; one outside of the pools is refused."""
     program, device = prepared(config_of(model))
     memory, (size,), rng = program.memory, program.memory.block_bytes, np.random.default_rng(0)
@@ -95,7 +95,7 @@ def copies_pages(model: Path) -> None:
     raise AssertionError("bytes behind the pool were read")
 
 
-def keeps_programs(model: Path) -> None:
+def keeps_programs(model: str) -> None:
     """The next start compiles nothing, nothing stays of one that was killed; a damaged folder is no program."""
     with tempfile.TemporaryDirectory() as cache:
         unfinished = Path(cache, "npu", "compiling")
@@ -115,7 +115,7 @@ def keeps_programs(model: Path) -> None:
         raise AssertionError("a program with other arguments was taken")
 
 
-def names_a_mismatch(model: Path) -> None:
+def names_a_mismatch(model: str) -> None:
     """A package of the same name, and one that lacks what is needed, are told in one line."""
     import pypto.ir.distributed_compiled_program as compiled
     import pypto.runtime
@@ -132,7 +132,7 @@ def names_a_mismatch(model: Path) -> None:
         raise AssertionError("an unknown runtime was taken")
 
 
-def spreads_over_devices(model: Path) -> None:
+def spreads_over_devices(model: str) -> None:
     """Each device holds its part of a block: both are read and written, and what one device has is not the other's."""
     config = config_of(model)
     config = change_config(config, topology=Topology(tensor=2))
@@ -152,15 +152,24 @@ def spreads_over_devices(model: Path) -> None:
     assert len(children()) == 2
 
 
-def is_killed(model: Path) -> None:
-    """Print a window of chips and the processes that were started, and end without a close."""
-    prepared(config_of(model))
-    window = Path(f"/dev/shm/simpler_{os.getpid():08x}_00000001")
-    window.touch()
-    print(window, *(each.pid for each in psutil.Process().children()), flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
+def is_killed(model: str) -> None:
+    """Neither chips and keeper of a killed worker stay, nor the shared memory that chips have for each other."""
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.setpgid(0, 0)
+        prepared(config_of(model))
+        window_of(os.getpid()).touch()
+        os.write(writer, " ".join(str(each.pid) for each in psutil.Process().children()).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = [psutil.Process(int(each)) for each in os.read(reader, 1 << 16).split()]
+    assert len(started) > 1 and os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    _, alive = psutil.wait_procs(started, timeout=10)
+    assert not alive and not window_of(pid).exists()
+
+
+def window_of(leader: int) -> Path:
+    return Path(f"/dev/shm/simpler_{leader:08x}_00000001")
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]](Path(sys.argv[2]))
-    print("ok")
+    run_cases(globals())

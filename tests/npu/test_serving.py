@@ -25,13 +25,15 @@ from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.tier import TIERS
 from tests.checkpoints import make_checkpoint
 from tests.e2e.engines import GREEDY, QUICK_FAULTS, Killer, Reply, answers, engine_config, replies, run_engine
+from tests.e2e.ranks import loading_blocks
 from tests.e2e.server import Server
 from tests.npu.agreement import agreeing, chips_of
 from tests.npu.installed import EACH_REVISION, with_double
 
 pytestmark = pytest.mark.e2e
 
-PARAMS = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
+FEW = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 NEVER_S = 200.0
 
 
@@ -88,7 +90,7 @@ def test_answers_are_those_of_the_cpu(model: Path, revision: str, monkeypatch: p
     for name, value in with_double(revision, revision).items():
         monkeypatch.setenv(name, value)
     prompts = prompts_of(1, 20)
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
     expected = run_engine(engine_config(model), lambda engine: replies(engine, prompts, params))
     config = npu_config(model, max_num_batched_tokens=96)
     found = run_engine(config, lambda engine: replies(engine, prompts, params))
@@ -103,7 +105,7 @@ def test_two_devices_of_one_program(model: Path, tmp_path: Path) -> None:
     expected = run_engine(engine_config(model), lambda engine: replies(engine, prompts, params))
     cached, tiers = dict.fromkeys(TIERS, 0), {"kv_host_memory": "2MiB", "kv_disk": str(tmp_path / "kv")}
     changes = {"num_blocks": (6,), "faults": QUICK_FAULTS}
-    config = npu_config(model, changes, tensor_parallel_size=2, max_num_batched_tokens=96, **tiers)
+    config = loading_blocks(npu_config(model, changes, tensor_parallel_size=2, max_num_batched_tokens=96, **tiers))
 
     def count(output: RequestOutput) -> None:
         if output.finish_reason is not None:
@@ -139,10 +141,10 @@ def test_batch_chunks_and_hits_change_nothing(model: Path) -> None:
     prompts += prompts_of(4, 6)
 
     async def one_by_one(engine: AsyncEngine) -> list[list[int]]:
-        return [(await answers(engine, [prompt]))[0] for prompt in prompts]
+        return [(await answers(engine, [prompt], FEW))[0] for prompt in prompts]
 
     async def twice(engine: AsyncEngine) -> list[list[list[int]]]:
-        both = [await answers(engine, prompts), await answers(engine, prompts)]
+        both = [await answers(engine, prompts, FEW) for _ in range(2)]
         assert engine.stats.max_step_rows > 8
         return both
 
@@ -175,30 +177,37 @@ def test_streams_survive_kills_of_the_worker(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dispatch"), [("init", 0), ("fail", 9), ("hang", 9), pytest.param("die", 9, marks=pytest.mark.soak)]
+    "faults",
+    [
+        ("fail 9", "init 0"),  # one behind the other
+        ("hang 9",),
+        pytest.param(("die 9",), marks=pytest.mark.soak),
+    ],
+    ids=" ".join,
 )
 def test_what_goes_wrong_on_a_chip(
-    model: Path, kind: str, dispatch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, faults: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker is lost, with the process of its chip, and the streams go on in the next life.
 
     A chip that ends before it is ready leaves the runtime's preparation waiting for ever.
     """
     expected = undisturbed(model)
-    fault = tmp_path / "fault"
-    fault.write_text(f"{kind} {dispatch}")
-    monkeypatch.setenv("PYPTO_DOUBLE_FAULTS", str(fault))
-    faults = FaultConfig(respawn_delay_s=0.01, step_timeout_s=8.0 if kind == "hang" else NEVER_S)
+    left = tmp_path / "faults"
+    left.write_text("\n".join(faults))
+    monkeypatch.setenv("PYPTO_DOUBLE_FAULTS", str(left))
+    step_timeout_s = 8.0 if "hang 9" in faults else NEVER_S
 
     async def scenario(engine: AsyncEngine) -> list[list[int]]:
         found = await answers(engine, disturbed_prompts(), PARAMS)
-        assert engine.stats.num_respawns == 1
+        assert engine.stats.num_respawns == len(faults)
         return found
 
     began_s = time.monotonic()
-    assert run_engine(npu_config(model, {"faults": faults}), scenario) == expected
+    config = npu_config(model, {"faults": FaultConfig(respawn_delay_s=0.01, step_timeout_s=step_timeout_s)})
+    assert run_engine(config, scenario) == expected
     assert time.monotonic() - began_s < NEVER_S, "the worker did not notice"
-    assert not fault.exists()
+    assert not left.read_text()
 
 
 def test_the_host_samples_with_seeds(model: Path) -> None:
@@ -225,8 +234,8 @@ def test_the_bundled_model_over_http() -> None:
             assert refused.status_code == (400 if arguments else 200), refused.text
             return [answer.json()["choices"][0]["message"]["content"] for answer in found]
 
-    answers = ask("--device", "npu")
-    assert answers == ask() == ask("--device", "npu", "--tp", "2") and all(answers)
+    answers = ask("--device", "npu", "--tp", "2")
+    assert answers == ask() and all(answers)
 
 
 def test_tiers_are_refused_where_only_whole_tensors_are_copied(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
