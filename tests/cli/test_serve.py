@@ -112,7 +112,7 @@ def test_a_server_that_is_stopped_early_ends_in_silence(newest: str, number: sig
 def test_an_api_key_guards_all_but_health() -> None:
     with serving(*NULL, "--api-key", "secret") as (_, ready):
         assert get(ready["port"], "/health")[0] == 200
-        assert get(ready["port"], "/v1/models")[0] == 401
+        assert [get(ready["port"], path)[0] for path in ("/v1/models", "/metrics")] == [401, 401]
         assert get(ready["port"], "/v1/models", Authorization="Bearer secret")[0] == 200
 
 

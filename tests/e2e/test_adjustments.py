@@ -29,12 +29,6 @@ def llm(kernels: str) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def server(kernels: str) -> Iterator[Server]:
-    with Server("--max-model-len", "512", "--log-level", "warning", "--kernels", kernels) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def plain(llm: LLM) -> list[int]:
     """The answer without changes."""
     return answer(llm, {})
@@ -59,11 +53,14 @@ def answer(llm: LLM, fields: dict[str, Any]) -> list[int]:
     ],
     ids=lambda fields: "+".join(fields) or "none",
 )
-def test_http_answers_what_the_offline_api_answers(llm: LLM, server: Server, fields: dict[str, Any]) -> None:
+def test_http_answers_what_the_offline_api_answers(
+    bundled_llm: LLM, bundled_server: Server, fields: dict[str, Any]
+) -> None:
+    """With the same kernels."""
     given = PLAIN | fields
     offline = given | {"logit_bias": {int(key): value for key, value in fields.get("logit_bias", {}).items()}}
-    (result,) = llm.generate(PROMPT, SamplingParams(**offline), progress=False)
-    with server.http as client:
+    (result,) = bundled_llm.generate(PROMPT, SamplingParams(**offline), progress=False)
+    with bundled_server.http as client:
         reply = client.post("/v1/completions", json={"prompt": PROMPT, **given})
     reply.raise_for_status()
     (choice,) = reply.json()["choices"]

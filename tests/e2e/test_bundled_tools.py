@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -35,24 +34,23 @@ def asked(kind: str, count: int) -> tuple[list[int], list[tuple[list[int], list[
 
 
 WRONG = {
-    "calculate": {500: 3, 150: 3},
-    "get_time": {500: 0, 150: 0},
-    "two calls": {500: 0, 150: 0},
-    "results": {500: 7, 150: 2},
-    "no call needed": {500: 11, 150: 5},
-    "JSON": {500: 78, 150: 27},
+    "calculate": {500: 3, 40: 1},
+    "get_time": {500: 0, 40: 0},
+    "two calls": {500: 0, 40: 0},
+    "results": {500: 7, 40: 0},
+    "no call needed": {500: 11, 40: 3},
+    "JSON": {500: 78, 40: 5},
 }
-"""How many of 500 and of 150 unseen questions of each kind these weights get wrong."""
+"""How many of 500 and of 40 unseen questions of each kind these weights get wrong."""
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(max_model_len=4096, log_level="warning") as model:
-        yield model
+@pytest.fixture
+def llm(bundled_llm: LLM) -> LLM:
+    return bundled_llm
 
 
 @pytest.mark.parametrize("kind", WRONG)
-@pytest.mark.parametrize("count", [150, pytest.param(500, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.soak)])
 def test_unseen_questions(llm: LLM, kind: str, count: int) -> None:
     earlier, rows = asked(kind, count)
     prompts = [earlier + ids[: wanted.index(True)] for ids, wanted in rows]
@@ -63,10 +61,9 @@ def test_unseen_questions(llm: LLM, kind: str, count: int) -> None:
     assert len(wrong) <= WRONG[kind][count], wrong[:10]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server() as running:
-        yield running
+@pytest.fixture
+def server(bundled_server: Server) -> Server:
+    return bundled_server
 
 
 def chat(server: Server, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:

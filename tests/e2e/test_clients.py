@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,12 @@ AI_SDK_ENDPOINTS = ("chat", "messages", "responses")
 """The keys of `model` in ai_sdk.mjs that this server has."""
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server() as running:
-        yield running
+@pytest.fixture
+def server(bundled_server: Server) -> Server:
+    return bundled_server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def client(server: Server) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
 

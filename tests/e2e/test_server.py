@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -16,7 +15,8 @@ import openai
 import psutil
 import pytest
 
-from pypto_serving.errors import EXIT_ENGINE, EXIT_MODEL, EXIT_OK, EXIT_USAGE
+from pypto_serving.cli import main
+from pypto_serving.errors import EXIT_ENGINE, EXIT_MODEL, EXIT_OK
 from tests.e2e.server import Server
 
 pytestmark = pytest.mark.e2e
@@ -24,14 +24,12 @@ pytestmark = pytest.mark.e2e
 QUESTION = [{"role": "user", "content": "What is 37+45?"}]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    """The bundled model with default options, as `make serve` runs it."""
-    with Server() as running:
-        yield running
+@pytest.fixture
+def server(bundled_server: Server) -> Server:
+    return bundled_server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def client(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
@@ -149,35 +147,21 @@ def test_health_is_503_while_loading_and_while_no_worker_lives() -> None:
             codes.add(starting.http.get("/health").status_code)
         assert starting.http.get("/health").status_code == 200
         assert starting.worker().pid != worker.pid
+        assert starting.stop(signal.SIGINT, timeout_s=15) == EXIT_OK, "an idle server stops at once"
 
 
-def test_overload_is_429_with_retry_after() -> None:
+def test_overload_is_429_with_retry_after_and_drain_finishes_what_was_admitted() -> None:
+    body = {"prompt": [[5]] * 2, "max_tokens": 500, "ignore_eos": True, "stream": True}
     with Server("--max-num-seqs", "1", "--max-queued-requests", "2") as small:
-        body = {"prompt": [[5]] * 2, "max_tokens": 500, "ignore_eos": True, "stream": True}
         with small.http.stream("POST", "/v1/completions", json=body) as running:
             lines = running.iter_lines()
             next(lines)
             reply = small.http.post("/v1/completions", json={"prompt": [[6]] * 2, "max_tokens": 5})
-        assert reply.status_code == 429
-        assert int(reply.headers["retry-after"]) >= 1
-
-
-def test_drain_finishes_what_was_admitted() -> None:
-    body = {"prompt": [5], "max_tokens": 300, "ignore_eos": True, "stream": True}
-    with Server() as draining:
-        with draining.http.stream("POST", "/v1/completions", json=body) as reply:
-            lines = reply.iter_lines()
-            next(lines)
-            os.kill(draining.process.pid, signal.SIGTERM)
-            rest = list(lines)
-        assert rest[-2:] == ["data: [DONE]", ""] or "data: [DONE]" in rest
-        assert draining.stop() == EXIT_OK
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_an_idle_server_stops_at_once_with_exit_code_0(signum: int) -> None:
-    with Server() as idle:
-        assert idle.stop(signum, timeout_s=5) == EXIT_OK
+            assert reply.status_code == 429
+            assert int(reply.headers["retry-after"]) >= 1
+            os.kill(small.process.pid, signal.SIGTERM)
+            assert "data: [DONE]" in list(lines)
+        assert small.stop() == EXIT_OK
 
 
 def test_a_killed_server_leaves_no_process() -> None:
@@ -192,42 +176,16 @@ def test_a_killed_server_leaves_no_process() -> None:
         assert not alive
 
 
-def test_api_key_guards_everything_but_health() -> None:
-    with Server("--api-key", "secret") as guarded:
-        assert guarded.http.get("/health").status_code == 200
-        assert guarded.http.get("/v1/models").status_code == 401
-        assert guarded.http.get("/metrics").status_code == 401
-        headers = {"Authorization": "Bearer secret"}
-        assert guarded.http.get("/v1/models", headers=headers).status_code == 200
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pypto_serving", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
 def one_line(text: str) -> str:
     lines = [line for line in text.splitlines() if line.startswith("error:")]
     assert len(lines) == 1 and "Traceback" not in text, text
     return lines[0]
 
 
-def test_starts_that_fail_say_why_in_one_line_and_leave_nothing(tmp_path: Path) -> None:
-    before = set(psutil.Process().children(recursive=True))
+def test_a_model_that_is_not_served_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"]}')
-    failed = run("serve", str(tmp_path))
-    assert failed.returncode == EXIT_MODEL
-    assert "MambaForCausalLM" in one_line(failed.stderr)
-    failed = run("serve", "--max-num-seqs", "0")
-    assert failed.returncode == EXIT_USAGE
-    assert "--max-num-seqs" in one_line(failed.stderr)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        failed = run("serve", "--port", str(taken.getsockname()[1]))
-    assert failed.returncode == EXIT_USAGE
-    assert "--port" in one_line(failed.stderr)
-    assert set(psutil.Process().children(recursive=True)) <= before
+    assert main(["serve", str(tmp_path)]) == EXIT_MODEL
+    assert "MambaForCausalLM" in one_line(capsys.readouterr().err)
 
 
 def test_a_checkpoint_that_breaks_while_loading_ends_the_server(tmp_path: Path) -> None:
@@ -236,6 +194,7 @@ def test_a_checkpoint_that_breaks_while_loading_ends_the_server(tmp_path: Path) 
     model = make_checkpoint(tmp_path / "model", dtype="bfloat16")
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    failed = run("serve", str(model), "--port", "0")
+    command = [sys.executable, "-m", "pypto_serving", "serve", str(model), "--port", "0"]
+    failed = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert failed.returncode in (EXIT_MODEL, EXIT_ENGINE)
     assert "model.safetensors" in one_line(failed.stderr)
