@@ -24,7 +24,7 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
     {"temperature": 0.7, "seed": 3, "n": 2},
     {"temperature": 0.5, "seed": 1, "frequency_penalty": 0.3, "repetition_penalty": 1.05},
-    {"temperature": 0, "min_tokens": 40, "stop_token_ids": [7, 8, 9]},
+    {"temperature": 0, "min_tokens": 25, "stop_token_ids": [7, 8, 9]},
 )
 GUESSING = ("--spec-method", "mtp", "--spec-tokens", "3")
 
@@ -34,7 +34,7 @@ def bodies() -> list[dict[str, Any]]:
     rng = random.Random(1)
     shared = rng.choices(range(250), k=70)
     prompts = [shared * (i % 2) + rng.choices(range(250), k=rng.randrange(1, 150)) for i in range(16)]
-    common = {"max_tokens": 60, "ignore_eos": True, "logprobs": 2}
+    common = {"max_tokens": 40, "ignore_eos": True, "logprobs": 2}
     return [common | {"prompt": prompt} | CHANGES[i % len(CHANGES)] for i, prompt in enumerate(prompts)]
 
 

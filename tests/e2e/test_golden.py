@@ -74,7 +74,12 @@ def check(reference: Reference, scenario: Any, changes: dict[str, Any] | None = 
     run_engine(engine_config(reference.model, changes, **options), scenario)
 
 
-@SOME
+@pytest.mark.parametrize(
+    "reference",
+    ["qwen3", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("qwen3_moe", "deepseek_v4_fast"))],
+    indirect=True,
+    scope="module",
+)
 def test_one_request_at_a_time(reference: Reference) -> None:
     async def scenario(engine: AsyncEngine) -> None:
         assert await answers(engine, reference.prompts) == reference.answers

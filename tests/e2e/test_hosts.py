@@ -75,7 +75,9 @@ def address() -> str:
     return f"127.0.0.1:{free_port()}"
 
 
-@pytest.mark.parametrize("topology", [TWO, STAGES], ids=["tp", "pp"])
+@pytest.mark.parametrize(
+    "topology", [pytest.param(TWO, id="tp"), pytest.param(STAGES, marks=pytest.mark.soak, id="pp")]
+)
 def test_hosts_answer_as_one_does(model: Path, wanted: list[Reply], topology: Topology, address: str) -> None:
     """In chunks, preempted, and from all tiers; blocks on disk are those of any number of hosts."""
     tiers = TIGHT | {"kv_disk": str(model.parent / "kv"), "kv_host_memory": "8MiB"}
@@ -213,45 +215,39 @@ def test_another_core_waits_for_an_address_that_is_taken(model: Path, address: s
     asyncio.run(scenario())
 
 
-def refused(model: Path, address: str, stranger: JoiningHost) -> str:
-    """Start an engine where only the stranger arrives, and then another host; return what the stranger said."""
+def test_a_host_joins_past_hosts_that_are_refused_and_strangers(model: Path, tmp_path: Path, address: str) -> None:
+    """Those with another model or without the secret are told; one who knows the secret may say what is no message."""
+    other = make_checkpoint(tmp_path / "model", dtype="bfloat16", vocab_size=300)
 
-    async def scenario() -> str:
+    async def scenario(refused: dict[str, JoiningHost]) -> None:
         engine = AsyncEngine(rank_config(model, TWO, QUICK, join_address=address))
         await engine.start()
         try:
-            code, errors = await asyncio.to_thread(stranger.wait)
-            assert code == EXIT_USAGE
-            with joining(address, model):
+            for words, stranger in refused.items():
+                code, errors = await asyncio.to_thread(stranger.wait)
+                assert code == EXIT_USAGE and words in errors
+            await assert_sent_away(address, b"\xff" * 64)
+            with strangers(address, "silent", 200), joining(address, model):
                 await engine.wait_ready()
                 assert await answers(engine, [[5, 6, 7]])
-            return errors
+            assert engine.stats.num_respawns == 0
         finally:
             await engine.stop()
 
-    return asyncio.run(scenario())
+    with joining(address, other) as first, joining(address, model, secret="a secret of others") as second:
+        differ = f"the serving host serves another model: config.json and 1 other file of {model} there differ; give"
+        asyncio.run(scenario({differ: first, "the secrets differ; give both hosts the same": second}))
 
 
-def test_a_host_with_another_model_is_refused(model: Path, tmp_path: Path, address: str) -> None:
-    other = make_checkpoint(tmp_path / "model", dtype="bfloat16", vocab_size=300)
-    with joining(address, other) as stranger:
-        words = f"the serving host serves another model: config.json and 1 other file of {model} there differ; give"
-        assert words in refused(model, address, stranger)
-
-
-def test_a_host_without_the_secret_is_refused(model: Path, address: str) -> None:
-    with joining(address, model, secret="a secret of others") as stranger:
-        assert "the secrets differ; give both hosts the same" in refused(model, address, stranger)
-
-
-@pytest.mark.parametrize(
-    "kind", ["silent", "lengths", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("noise", "half"))]
-)
-def test_a_host_joins_past_strangers(model: Path, address: str, kind: str) -> None:
+@pytest.mark.soak
+@pytest.mark.parametrize("said", [b"\x01\0\0\0\xc1", b"\x01\0\0\0\x80"], ids=["noise", "empty"])
+@pytest.mark.parametrize("kind", ["lengths", "noise", "half"])
+def test_a_host_joins_past_other_strangers(model: Path, address: str, kind: str, said: bytes) -> None:
     async def scenario() -> None:
         engine = AsyncEngine(rank_config(model, TWO, QUICK, join_address=address))
         await engine.start()
         try:
+            await assert_sent_away(address, said)
             with strangers(address, kind, 200), joining(address, model):
                 await engine.wait_ready()
             assert engine.stats.num_respawns == 0
@@ -261,37 +257,18 @@ def test_a_host_joins_past_strangers(model: Path, address: str, kind: str) -> No
     asyncio.run(scenario())
 
 
+async def assert_sent_away(address: str, said: bytes) -> None:
+    with await asyncio.to_thread(patiently_connected, address) as end:
+        end.sendall(said)
+        assert await asyncio.to_thread(end.recv, 1) == b""
+
+
 def test_a_host_that_was_sent_away_comes_again(model: Path, address: str) -> None:
     listener = HostListener(address, SECRET.encode())
     with joining(address, model), contextlib.closing(listener):
         arrivals = iter(listener.arrivals(time.monotonic() + AGAIN_S, lambda *_: None))
         for _ in range(3):
             next(arrivals).end.close()
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        pytest.param(b"\xff" * 64, id="length"),
-        pytest.param(b"\x01\0\0\0\xc1", marks=pytest.mark.soak, id="noise"),
-        pytest.param(b"\x01\0\0\0\x80", marks=pytest.mark.soak, id="empty"),
-    ],
-)
-def test_a_host_that_knows_the_secret_and_says_what_is_no_message(model: Path, address: str, said: bytes) -> None:
-    async def scenario() -> None:
-        engine = AsyncEngine(rank_config(model, TWO, QUICK, join_address=address))
-        await engine.start()
-        try:
-            with await asyncio.to_thread(patiently_connected, address) as end:
-                end.sendall(said)
-                assert await asyncio.to_thread(end.recv, 1) == b""
-            with joining(address, model):
-                await engine.wait_ready()
-            assert engine.stats.num_respawns == 0
-        finally:
-            await engine.stop()
-
-    asyncio.run(scenario())
 
 
 def patiently_connected(address: str) -> socket.socket:

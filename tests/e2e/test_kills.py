@@ -63,7 +63,7 @@ def test_streams_survive_kills(tmp_path: Path) -> None:
 
 
 def test_streams_survive_a_kill_in_torch(tmp_path: Path) -> None:
-    survive(make_checkpoint(tmp_path / "model"), kills=1, max_tokens=40, points={})
+    survive(make_checkpoint(tmp_path / "model"), kills=1, max_tokens=16, points={})
 
 
 def test_a_stream_does_not_go_on_with_another_model(tmp_path: Path) -> None:

@@ -19,17 +19,14 @@ PYPTO = [sys.executable, "-m", "pypto_serving"]
 EXEC = "os.execv(sys.argv[1], sys.argv[1:])"
 OTHERS = "signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}"
 IGNORES = f"import os, signal, sys\nfor each in {OTHERS}: signal.signal(each, signal.SIG_IGN)\n{EXEC}"
-BLOCKS = f"import os, signal, sys\nsignal.pthread_sigmask(signal.SIG_BLOCK, {OTHERS})\n{EXEC}"
-LIMITS = f"""import os, resource, sys
+LIMITS = f"""import os, resource, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, {OTHERS})
 for limit, value in ((resource.RLIMIT_STACK, 256 << 10), (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_CORE, 0)):
     resource.setrlimit(limit, (value, resource.getrlimit(limit)[1]))
 {EXEC}"""
 PARENTS: dict[str, Sequence[str]] = {
-    "bash": ("bash", "-c", """trap '' CHLD; exec "$@" """, "bash"),
     "ignores": (sys.executable, "-c", IGNORES),
-    "blocks": (sys.executable, "-c", BLOCKS),
-    "limits": (sys.executable, "-c", LIMITS),
-    "closes": ("sh", "-c", 'exec "$@" <&- 2>&-', "sh"),
+    "blocks, limits and closes": ("sh", "-c", 'exec "$@" <&- 2>&-', "sh", sys.executable, "-c", LIMITS),
 }
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
 ASKED = {
