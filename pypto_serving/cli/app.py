@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pkgutil
 import re
 from collections import UserDict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -53,6 +54,10 @@ class LazyGroup(TyperGroup):
         super().__init__(**attributes)
         self.commands = LazyCommands(COMMANDS)
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, `--help` among them."""
+        return _converting_less(super().get_params(ctx))
+
 
 app = typer.Typer(cls=LazyGroup, name="pypto-serving", context_settings={"help_option_names": ["-h", "--help"]})
 
@@ -83,6 +88,10 @@ class HelpCommand(TyperCommand):
     Its help lists both names of a switch in one column, to leave room for long names.
     """
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, `--help` among them."""
+        return _converting_less(super().get_params(ctx))
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments."""
         known = {name for each in self.params for name in (*each.opts, *each.secondary_opts)}
@@ -98,6 +107,20 @@ class HelpCommand(TyperCommand):
         shown = copy.copy(self)
         shown.params = [_in_one_column(parameter) for parameter in self.params]
         TyperCommand.format_help(shown, ctx, formatter)
+
+
+def _converting_less(parameters: list[Any]) -> list[Any]:
+    """Keep texts and what was not given as they are; for other values, typer imports pydantic and builds validators."""
+    for each in parameters:
+        if each.default is None and not each.required and not isinstance(each.process_value, functools.partial):
+            each.process_value = functools.partial(_convert, each.process_value, each.type_descriptor.annotation is str)
+    return parameters
+
+
+def _convert(convert: Callable[[Any, Any], Any], is_text: bool, ctx: Any, value: Any) -> Any:
+    if value is None or value == ():
+        return None
+    return value if is_text and isinstance(value, str) else convert(ctx, value)
 
 
 def _repeated(args: Iterable[str], names: Container[str]) -> list[str]:
