@@ -85,10 +85,11 @@ def test_a_release_as_json(
     assert sum(tensors["count"] for tensors in content["tensors"]) == count
     assert content["model"]["num_parameters_with_drafts"] == drafts
     assert content["checkpoint"]["source"] == ("index" if indexed else "config.json")
+    if config is FLASH:
+        check_groups_of_flash(content["memory"])
 
 
-def test_groups_of_a_release_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    memory = json.loads(check(capsys, str(write(tmp_path, FLASH)), "--json")[1])["memory"]
+def check_groups_of_flash(memory: dict[str, Any]) -> None:
     assert [group["name"] for group in memory["groups"]] == list(GROUPS)
     assert [group["block_bytes"] for group in memory["groups"][:2]] == [5_636_096, 708_608]
     assert [group["sequence"]["bytes_per_token"] for group in memory["groups"]] == [0, 5536, 1344, 0, 0, 0]

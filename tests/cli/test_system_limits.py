@@ -7,9 +7,12 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+from pypto_serving.cli import main
 
 PYPTO = [sys.executable, "-m", "pypto_serving"]
 FULL = "error: the output cannot be written: no space left on device\n"
@@ -18,7 +21,6 @@ COMMANDS: list[list[str]] = [
     ["--version"],
     ["--help"],
     ["check", "--help"],
-    ["check", "--backend", "null"],
     ["check", "--backend", "null", "--json"],
     ["kv", "stat", "."],
     ["kv", "verify", "."],
@@ -42,9 +44,22 @@ def run(argv: list[str], folder: Path, output: str, prepare: Callable[[], None] 
     return done.returncode, done.stderr
 
 
+def test_a_full_output_is_one_line(tmp_path: Path) -> None:
+    assert run(["check", "--backend", "null"], tmp_path, "/dev/full") == (1, FULL)
+
+
 @pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
-def test_a_full_output_is_one_line(tmp_path: Path, argv: list[str]) -> None:
-    assert run(argv, tmp_path, "/dev/full") == (1, FULL)
+def test_a_full_output_of_each_command(
+    tmp_path: Path, argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, whose interpreter does not end behind it."""
+    monkeypatch.chdir(tmp_path)
+    with Path("/dev/full").open("w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        code = main(argv)
+        with suppress(OSError):
+            stdout.close()
+    assert (code, capsys.readouterr().err) == (1, FULL)
 
 
 def few_files() -> None:

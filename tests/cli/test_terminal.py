@@ -10,12 +10,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from pypto_serving.cli import terminal
+from pypto_serving.cli import main, terminal
 from pypto_serving.store.disk import DiskStore
 from tests.checkpoints import make_checkpoint
 from tests.store.blocks import BLOCK_BYTES, FINGERPRINT, NUM_SLOTS
@@ -23,26 +24,39 @@ from tests.store.blocks import BLOCK_BYTES, FINGERPRINT, NUM_SLOTS
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize(
-    ("words", "offered"),
-    [
-        ("pypto-serving se", ["serve"]),
-        ("pypto-serving serve --kernels av", ["avx512_bf16", "avx512", "avx2"]),
-        ("pypto-serving check --log-level d", ["debug"]),
-        ("pypto-serving serve --kv-store t", ["through"]),
-        ("pypto-serving chat --backend nu", ["null"]),
-        ("pypto-serving bench serve --dataset-name pre", ["prefix_repetition"]),
-    ],
-)
-def test_completion(words: str, offered: list[str]) -> None:
-    environment = {
-        **os.environ,
-        "_PYPTO_SERVING_COMPLETE": "complete_bash",
-        "COMP_WORDS": words,
-        "COMP_CWORD": str(len(words.split()) - 1),
-    }
+COMPLETED = [
+    ("pypto-serving se", ["serve"]),
+    ("pypto-serving serve --kernels av", ["avx512_bf16", "avx512", "avx2"]),
+    ("pypto-serving check --log-level d", ["debug"]),
+    ("pypto-serving serve --kv-store t", ["through"]),
+    ("pypto-serving chat --backend nu", ["null"]),
+    ("pypto-serving bench serve --dataset-name pre", ["prefix_repetition"]),
+]
+
+
+def completing(words: str) -> dict[str, str]:
+    """The variables with which the shell asks for completions."""
+    count = len(words.split()) - 1
+    return {"_PYPTO_SERVING_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(count)}
+
+
+@pytest.mark.parametrize(("words", "offered"), COMPLETED)
+def test_completion(
+    words: str, offered: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in completing(words).items():
+        monkeypatch.setenv(name, value)
+    with suppress(SystemExit):
+        main([])
+    assert capsys.readouterr().out.split() == offered
+
+
+def test_completion_in_a_process() -> None:
+    words, offered = COMPLETED[0]
     command = [sys.executable, "-m", "pypto_serving"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=60)
+    result = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=os.environ | completing(words), timeout=60
+    )
     assert result.stdout.split() == offered
 
 
