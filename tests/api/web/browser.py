@@ -199,7 +199,11 @@ class Page:
         while not self.run(f"Boolean({code})"):
             if time.monotonic() > until_s:
                 raise TimeoutError(f"never true: {code}\n{self.run('document.body.innerText')[-2000:]}")
-            self.run("new Promise(requestAnimationFrame)")
+            self.pause()
+
+    def pause(self) -> None:
+        """Let the page go on before it is asked again: to ask at each frame would keep a processor busy."""
+        self.run("new Promise(done => setTimeout(done, 50))")
 
     def click(self, code: str) -> None:
         """Click on the element that an expression finds, with the mouse, where it is."""

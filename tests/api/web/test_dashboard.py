@@ -32,7 +32,7 @@ def working(bundled: Server) -> Iterator[Server]:
                 if done.is_set():
                     return
                 question = QUESTIONS * (1 + (client + i) % 4) + f"And {client} + {i % 7}?"
-                body = {"messages": [{"role": "user", "content": question}], "max_tokens": 150, "ignore_eos": True}
+                body = {"messages": [{"role": "user", "content": question}], "max_tokens": 80, "ignore_eos": True}
                 assert http.post("/v1/chat/completions", json=body).status_code == 200
                 done.wait(0.3)  # or the browser has to wait for the processor
 
@@ -140,7 +140,7 @@ def test_nothing_is_asked_while_it_is_paused(working: Server, open_page: OpenPag
     asked = len(page.requests)
     steps = working.metric("pypto:engine_steps_total")
     while working.metric("pypto:engine_steps_total") < steps + 300:
-        page.run("1")
+        page.pause()
     assert len(page.requests) <= asked + 1
     page.click(page.button("Resume"))
     page.until(lambda: len(page.requests) > asked + 2)
