@@ -23,12 +23,6 @@ def adjusted(logits: Float32Array, given: LogitAdjustments, i: int, history: Int
     return scores if row < 0 else _without(scores, _banned(given, row, history))
 
 
-def history_of(given: LogitAdjustments, i: int) -> Int32Array:
-    """Return the tokens before the i-th entry's position. Only for the host, which knows all tokens."""
-    history: Int32Array = given.tokens[given.rows[i], : given.positions[i]]
-    return history
-
-
 def _penalize(scores: Float32Array, history: Int32Array, change: np.void) -> None:
     if change["repetition"] != 1:
         seen = np.unique(history)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.backend.numpy_adjust import adjusted, history_of
+from pypto_serving.backend.numpy_adjust import adjusted
 from pypto_serving.types.arrays import Float32Array, Int32Array, UInt64Array
 from pypto_serving.types.sampler import LogitAdjustments, Logprobs
 
@@ -84,7 +84,7 @@ def _adjusted(logits: Float32Array, given: LogitAdjustments, tokens: Int32Array)
     """Return a copy of the logits, adjusted in rows whose token is not -1."""
     changed = logits.copy()
     for i in np.flatnonzero((tokens >= 0) & ((given.rows >= 0) | (given.mask_rows >= 0))).tolist():
-        changed[i] = adjusted(logits[i], given, i, history_of(given, i))
+        changed[i] = adjusted(logits[i], given, i, given.tokens[given.rows[i], : given.positions[i]])
     return changed
 
 

@@ -141,23 +141,6 @@ class SequenceState:
     `histories` are the tables of groups that keep their history, `recent` those of windows and states.
     """
 
-    __slots__ = (
-        "asked",
-        "capacity",
-        "chain",
-        "committed",
-        "computed",
-        "due",
-        "filled",
-        "histories",
-        "origins",
-        "points",
-        "recent",
-        "resume_point",
-        "salted",
-        "tables",
-    )
-
     def __init__(
         self, groups: Sequence[KVGroup], points: ResumePoints, rule: KeyRule, fingerprint: bytes, cache_salt: str
     ) -> None:

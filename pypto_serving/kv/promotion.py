@@ -190,11 +190,6 @@ class Promotions:
         if fill is not None and fill.request_id == request_id:
             self._transfers.abandon(fill)
 
-    def waiting_for(self, transfers: Iterable[Transfer]) -> list[str]:
-        """Return the requests that wait for one of `transfers`."""
-        fills = {transfer.fill for transfer in transfers}
-        return [request_id for request_id, fill in self.waits.items() if fill in fills] if fills else []
-
     # Done.
 
     def found(self, transfer: Transfer, done: TransferDone) -> list[tuple[str, bool]]:

@@ -77,7 +77,8 @@ class TierManager:
         late = [transfer for transfer in self.transfers if now_s > transfer.due_s]
         for tier in self.tiers:
             tier.stuck = tier.left_out or any(transfer.tier is tier for transfer in late)
-        return self.promotions.waiting_for(late)
+        fills = {transfer.fill for transfer in late}
+        return [request_id for request_id, fill in self.promotions.waits.items() if fill in fills] if fills else []
 
     def hanging(self, now_s: float) -> tuple[Tier, ...]:
         """Return the tiers of overdue transfers that hold device blocks; () while other transfers may free some."""
@@ -112,11 +113,6 @@ class TierManager:
             pool.drop_all()
         if not tier.left_out:
             self.transfers.begin("clear", tier, [])
-
-    def record_hits(self, sources: Counter[Tier]) -> None:
-        """Count the cached tokens of a request by the tier they came from."""
-        for tier in self.tiers:
-            tier.counters.hit_tokens += sources[tier.config.tier]
 
     # Views.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.parsers.scanner import ParsedCall, read_output
 from pypto_serving.api.generation.choice import ChoiceOutput
-from pypto_serving.api.generation.logprobs import ScoredToken, TokenEntry
+from pypto_serving.api.generation.logprobs import TokenEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,7 @@ def prompt_logprobs(entries: Iterable[TokenEntry]) -> list[dict[int, Logprob] | 
 
 
 def _logprobs_by_id(entry: TokenEntry) -> dict[int, Logprob]:
-    return {token.token_id: _logprob(token) for token in (*entry.top, entry.chosen)}
-
-
-def _logprob(token: ScoredToken) -> Logprob:
-    return Logprob(token.logprob, token.rank, (token.utf8 or b"").decode(errors="replace"))
+    return {
+        token.token_id: Logprob(token.logprob, token.rank, (token.utf8 or b"").decode(errors="replace"))
+        for token in (*entry.top, entry.chosen)
+    }

@@ -129,7 +129,8 @@ def reserve_growth(registry: RequestRegistry, step: Step, request: Request, sign
 def _record_first_start(registry: RequestRegistry, request: Request, matched: int, now_s: float) -> None:
     """Record the cache hits of a request, by tier, and the time of its first step."""
     sources = registry.kv.sources(request.id, matched)
-    registry.kv.tiers.record_hits(sources)
+    for tier in registry.kv.tiers.tiers:
+        tier.counters.hit_tokens += sources[tier.config.tier]
     request.num_cached_tokens = matched
     request.cached_by_tier = tuple(sources[tier] for tier in TIERS)
     request.scheduled_s = now_s

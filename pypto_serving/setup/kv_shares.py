@@ -131,11 +131,6 @@ def resume_bytes(groups: Sequence[KVCacheGroupSpec], model_len: int, decode_toke
     return sum(blocks * g.block_bytes for blocks, g in zip(live, groups, strict=True) if not g.keeps_history)
 
 
-def num_beside(kv_bytes: int, each: int, max_num_seqs: int) -> int:
-    """Count the further sequences, of `each` bytes of windows and states, that fit in half of `kv_bytes`."""
-    return min(max_num_seqs - 1, kv_bytes // 2 // each) if each else 0
-
-
 def plan_groups(
     groups: Sequence[KVCacheGroupSpec],
     kv_bytes: int,
@@ -156,7 +151,8 @@ def plan_groups(
     cost = sum((blocks * group.block_bytes for blocks, group in zip(per_token, groups, strict=True)), Fraction())
     each = resume_bytes(groups, model_len, decode_tokens)
     spare = kv_bytes - max_sequence_bytes(groups, model_len, step_tokens, tiered)
-    num_more = min(num_beside(kv_bytes, each, max_num_seqs), spare // max(1, each))
+    # Windows and states of further sequences take at most half of the memory.
+    num_more = min(max_num_seqs - 1, kv_bytes // 2 // each, spare // each) if each else 0
     longest = Fraction(max_num_seqs * -(-model_len // resume_step(groups)) * resume_step(groups))
     num_tokens = min(longest, (spare - num_more * each) / cost) if cost else longest
 

@@ -58,43 +58,32 @@ def _is_file(path: str) -> bool:
 
 def model_spec(options: Options) -> ModelSpec:
     """Read the facts for the engine about the model that `options` name; fetch its files if necessary."""
-    return (
-        _null_spec(options)
-        if _is_null(options)
-        else _spec(options, read_config(locate_model(options.model, options.revision)))
-    )
+    return _spec(options, _checkpoint(options))
 
 
 def model_contents(options: Options) -> tuple[ModelSpec, Contents | None]:
     """Return the result of `model_spec`, and the contents of the model's files; None for a model without files."""
-    if _is_null(options):
-        return _null_spec(options), None
-    config = read_config(locate_model(options.model, options.revision))
-    return _spec(options, config), config.contents()
+    config = _checkpoint(options)
+    return _spec(options, config), None if config is None else config.contents()
 
 
-def _is_null(options: Options) -> bool:
-    return options.backend == "null" and options.model in (None, *NULL_MODELS)
+def _checkpoint(options: Options) -> CheckpointConfig | None:
+    """Read the model's config.json; None for a null model, which has no files."""
+    if options.backend == "null" and options.model in (None, *NULL_MODELS):
+        return None
+    return read_config(locate_model(options.model, options.revision))
 
 
-def _spec(options: Options, config: CheckpointConfig) -> ModelSpec:
-    given = {field.name: getattr(options, field.name, None) for field in fields(Serving)}
-    drafting = given_speculation(options)
-    given["drafts"] = drafting is not None and drafting.method == "mtp"
-    spec = config.spec(Serving(**{name: value for name, value in given.items() if value is not None}))
+def _spec(options: Options, config: CheckpointConfig | None) -> ModelSpec:
+    if config is None:
+        name = options.model or NULL_MODELS[0]
+        spec = null_spec(name, options.block_size or DEFAULTS["block_size"])
+    else:
+        name, drafting = config.directory, given_speculation(options)
+        given = {field.name: getattr(options, field.name, None) for field in fields(Serving)}
+        given["drafts"] = drafting is not None and drafting.method == "mtp"
+        spec = config.spec(Serving(**{name: value for name, value in given.items() if value is not None}))
     if spec.own_blocks and options.block_size is not None:
-        raise _no_block_size(options, config.directory)
+        label = options.label("block_size")
+        raise ConfigError(f"{label} cannot be chosen for {name}, whose groups have their own; drop it")
     return spec
-
-
-def _null_spec(options: Options) -> ModelSpec:
-    name = options.model or NULL_MODELS[0]
-    spec = null_spec(name, options.block_size or DEFAULTS["block_size"])
-    if spec.own_blocks and options.block_size is not None:
-        raise _no_block_size(options, name)
-    return spec
-
-
-def _no_block_size(options: Options, name: str) -> ConfigError:
-    label = options.label("block_size")
-    return ConfigError(f"{label} cannot be chosen for {name}, whose groups have their own; drop it")

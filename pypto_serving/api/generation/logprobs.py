@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -65,15 +66,15 @@ class TokenEntry(msgspec.Struct, frozen=True, gc=False):
     scored: bool = True
 
 
+def _scored(tokenizer: Tokenizer | None, token_id: int, logprob: float, rank: int) -> ScoredToken:
+    return ScoredToken(token_id, logprob, rank, None if tokenizer is None else tokenizer.token_bytes(token_id))
+
+
 def token_entry(
-    token_id: int, logprobs: TokenLogprobs, tokenizer: Tokenizer | None, offset: int, ends: bool = False
+    token_id: int, logprobs: TokenLogprobs, tokenizer: Tokenizer | None, offset: int, ends: bool
 ) -> TokenEntry:
     """Decode the engine's log-probabilities for one output token."""
-
-    def score(token_id: int, logprob: float, rank: int) -> ScoredToken:
-        utf8 = None if tokenizer is None else tokenizer.token_bytes(token_id)
-        return ScoredToken(token_id, logprob, rank, utf8)
-
+    score = partial(_scored, tokenizer)
     ids = id_list(logprobs.top_ids)
     values = np.frombuffer(logprobs.top_logprobs, dtype="<f4").tolist()
     top = [score(i, value, rank) for rank, (i, value) in enumerate(zip(ids, values, strict=True), 1)]
@@ -117,10 +118,7 @@ class CollectedPromptLogprobs:
         self, width: int, tokenizer: Tokenizer | None, offsets: Sequence[int] | None = None
     ) -> Iterator[TokenEntry]:
         """Yield the entry of each token, with the `width` most likely tokens; `offsets` as of `text_offsets`."""
-
-        def score(token_id: int, logprob: float, rank: int) -> ScoredToken:
-            return ScoredToken(token_id, logprob, rank, None if tokenizer is None else tokenizer.token_bytes(token_id))
-
+        score = partial(_scored, tokenizer)
         ids, at = self._token_ids, offsets or [0] * len(self._token_ids)
         yield TokenEntry(score(ids[0], 0.0, 0), [], at[0], scored=False)
         i = 1

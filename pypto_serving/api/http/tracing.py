@@ -99,13 +99,10 @@ class Tracing:
         span = self._tracer.start_span(SPAN, parent, SpanKind.SERVER, attributes)
         return RequestTrace(self._tracer, span) if span.is_recording() else None
 
-    def close(self) -> None:
-        """Send the last spans, for at most CLOSE_S."""
-        start_thread("traces-close", self._provider.shutdown, lambda error: None).join(CLOSE_S)
-
     async def aclose(self) -> None:
-        """Do what `close` does beside the event loop."""
-        await in_quick_thread(self.close)
+        """Send the last spans beside the event loop, for at most CLOSE_S."""
+        thread = start_thread("traces-close", self._provider.shutdown, lambda error: None)
+        await in_quick_thread(thread.join, CLOSE_S)
 
 
 class RequestTrace:

@@ -15,7 +15,7 @@ from pypto_serving.api.common.body import ReadBody
 from pypto_serving.api.common.described import chat_logprobs
 from pypto_serving.api.common.respond import DONE, AnswerFormat, encode, generate, one_line
 from pypto_serving.api.generation.choice import ChoiceOutput, Delta, TokenUsage
-from pypto_serving.api.generation.logprobs import ScoredToken, TokenEntry
+from pypto_serving.api.generation.logprobs import TokenEntry
 from pypto_serving.api.generation.request import GenerationRequest
 from pypto_serving.api.http.errors import ApiError
 from pypto_serving.api.text.tokenizer import Tokenizer
@@ -182,11 +182,10 @@ class EventFormat(AnswerFormat):
 
 
 def _by_id(entry: TokenEntry) -> dict[str, Any]:
-    return {str(token.token_id): _described(token) for token in (entry.chosen, *entry.top)}
-
-
-def _described(token: ScoredToken) -> dict[str, Any]:
-    return {"logprob": token.shown_logprob, "rank": token.rank, "decoded_token": token.shown_text}
+    return {
+        str(token.token_id): {"logprob": token.shown_logprob, "rank": token.rank, "decoded_token": token.shown_text}
+        for token in (entry.chosen, *entry.top)
+    }
 
 
 class ChatFormat(EventFormat):
