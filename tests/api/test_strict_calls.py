@@ -81,6 +81,8 @@ def test_random_texts_have_no_wrong_call(compiler: Compiler, family: str, one: b
             if text is not None:
                 assert not has_wrong_call(family, text, one), text
                 num_calls += len(read(family, FUNCTIONS, text, one).tool_calls)
+            if seed > 12 and num_calls:
+                break
     assert num_calls > 0
 
 
