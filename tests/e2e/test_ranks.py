@@ -124,7 +124,13 @@ def test_ranks_with_experts(tmp_path: Path, kind: str) -> None:
     assert answered(model, rank_config(model, Topology(tensor=2, pipeline=2, expert=2)))[0] == wanted
 
 
-@pytest.mark.parametrize("topology", [TWO, Topology(pipeline=2)], ids=["tp", "pp"])
+@pytest.mark.parametrize(
+    "topology",
+    [
+        pytest.param(TWO, id="tp"),
+        pytest.param(Topology(pipeline=2), marks=pytest.mark.soak, id="pp"),  # on two hosts in test_hosts.py
+    ],
+)
 def test_streams_survive_the_death_of_any_rank(model: Path, wanted: list[Reply], topology: Topology) -> None:
     """Also of one that follows and loads."""
     survive(model, topology, wanted, kills=3, points={"2": ["rank", 0], "4": ["after", 3]})
