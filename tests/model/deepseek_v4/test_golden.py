@@ -57,7 +57,7 @@ def test_as_released_but_small(checkpoint: MakeCheckpoint) -> None:
     tokens = random_tokens(length=300)
     wanted = golden(tokens, "deepseek_v4")
     sequences = loaded(checkpoint, "deepseek_v4")
-    for chunks in ([300], [64] * 5, [130, *[1] * 4, 127, *[1] * 39], [31, 7, *[37] * 8]):
+    for chunks in ([300], [64] * 5, [130, *[1] * 4, 127, *[1] * 4, 35], [31, 7, *[37] * 8]):
         sequence = sequences.add(tokens)
         sequences.run(sequence, chunks)
         assert worst(sequence, wanted) < TOLERANCE
@@ -85,7 +85,7 @@ def test_long_sequences(checkpoint: MakeCheckpoint, length: int, overrides: dict
     sequences.run(at_once, [length], everywhere=True)
     assert worst(at_once, wanted) < TOLERANCE
     sequences.free(at_once)
-    rng, steps = np.random.default_rng(length), 12
+    rng, steps = np.random.default_rng(length), 4
     chunked = sequences.add(tokens)
     while (left := length - steps - chunked.computed) > 0:
         sequences.run(chunked, [min(left, int(rng.integers(1, 400)))], everywhere=True)
@@ -94,7 +94,7 @@ def test_long_sequences(checkpoint: MakeCheckpoint, length: int, overrides: dict
     assert worst(chunked, wanted) < TOLERANCE
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 31, 64, LENGTH])
+@pytest.mark.parametrize("chunk", [1, 7, 31, LENGTH, *(pytest.param(n, marks=pytest.mark.soak) for n in (2, 3, 64))])
 def test_chunks(checkpoint: MakeCheckpoint, chunk: int) -> None:
     tokens = random_tokens()
     sequences = loaded(checkpoint)
@@ -108,7 +108,7 @@ def test_variants(checkpoint: MakeCheckpoint, overrides: dict[str, Any]) -> None
     tokens = random_tokens()
     sequences = loaded(checkpoint, **overrides)
     sequence = sequences.add(tokens)
-    sequences.run(sequence, [29, 1, 1, 17, 31, *[1] * 11])
+    sequences.run(sequence, [29, 1, 1, 17, 31, 11])
     assert worst(sequence, golden(tokens, **overrides)) < TOLERANCE
 
 
