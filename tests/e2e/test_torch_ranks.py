@@ -16,7 +16,6 @@ from pypto_serving.types.request import RequestOutput
 from tests.checkpoints import make_checkpoint
 from tests.e2e.engines import QUICK_FAULTS, Reply, replies, run_engine
 from tests.e2e.ranks import (
-    MAX_TOKENS,
     answered,
     assert_ended,
     followers,
@@ -32,6 +31,7 @@ pytestmark = pytest.mark.e2e
 
 TWO = Topology(tensor=2)
 STEP_TIMEOUT_S = 5.0
+FEW_TOKENS = 12
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wanted(model: Path) -> list[Reply]:
     """What one rank answers."""
-    return answered(model, rank_config(model, Topology(), kernels="torch"))[0][1]
+    return answered(model, rank_config(model, Topology(), kernels="torch"), max_tokens=FEW_TOKENS)[0][1]
 
 
 def config_of(model: Path, topology: Topology = TWO, **options: object) -> EngineConfig:
@@ -69,7 +69,7 @@ def test_ranks_answer_as_one_does(
 
     async def scenario(engine: AsyncEngine) -> None:
         for seed in (1, 2, 1):
-            found = await replies(engine, *streams(model, seed, MAX_TOKENS))
+            found = await replies(engine, *streams(model, seed, FEW_TOKENS))
         assert_close(found, wanted)
         stats = engine.stats
         assert stats.num_preemptions > 0 and hits(stats, "disk") > 0
@@ -83,7 +83,7 @@ def test_ranks_answer_as_one_does(
             if follower.is_running():
                 follower.kill()
 
-        assert_close(await replies(engine, *streams(model, 1, MAX_TOKENS), kill), wanted)
+        assert_close(await replies(engine, *streams(model, 1, FEW_TOKENS), kill), wanted)
         assert engine.stats.num_respawns == 1
         assert_ended([leader, follower])
         assert "worker 1 is lost: rank 1 ended (exit code -9)" in capfd.readouterr().err
@@ -98,14 +98,14 @@ def test_a_rank_that_hangs_is_a_step_that_takes_too_long(model: Path, wanted: li
     async def scenario(engine: AsyncEngine) -> None:
         (_, hung) = group_of(engine)
         await asyncio.sleep(2 * STEP_TIMEOUT_S)
-        assert_close(await replies(engine, *streams(model, 1, MAX_TOKENS)), wanted)
+        assert_close(await replies(engine, *streams(model, 1, FEW_TOKENS)), wanted)
         assert engine.stats.num_respawns == 0
 
         def hang(output: RequestOutput) -> None:
             if hung.is_running() and hung.status() != psutil.STATUS_STOPPED:
                 stop(hung)
 
-        assert_close(await replies(engine, *streams(model, 1, MAX_TOKENS), hang), wanted)
+        assert_close(await replies(engine, *streams(model, 1, FEW_TOKENS), hang), wanted)
         assert engine.stats.num_respawns == 1
         assert_ended([hung])
 
