@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from pypto_serving.api.batch.running import AnswerFile
+from pypto_serving.cli import main
 from tests.e2e.server import Server
 
 pytestmark = pytest.mark.e2e
@@ -44,6 +45,11 @@ def finish(source: Path, target: Path, *options: str) -> tuple[int, str]:
     process = start(source, target, *options)
     _, said = process.communicate(timeout=WAIT_S)
     return process.returncode, said
+
+
+def refused(capsys: pytest.CaptureFixture[str], source: Path, target: Path, *options: str) -> tuple[int, str]:
+    """The exit code and stderr of a run that computes nothing, in this process."""
+    return main(["run-batch", "-i", str(source), "-o", str(target), *options]), capsys.readouterr().err
 
 
 def texts(target: Path) -> dict[str, str]:
@@ -106,7 +112,7 @@ def test_a_batch_outlives_its_server(tmp_path: Path) -> None:
     assert answered.startswith(before) and len(texts(target)) == 40
 
 
-def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+def test_files_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = write_requests(tmp_path / "in.jsonl", 1)
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"custom_id": "a"}\n')
@@ -116,12 +122,12 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         (good, good, "has lines that are not answers"),
         (good, tmp_path / "no" / "out", "cannot be written"),
     ):
-        code, said = finish(source, target)
+        code, said = refused(capsys, source, target)
         assert code == 2 and words in said, said
     assert good.read_text().startswith("{")
 
 
-def test_pipes_and_devices_are_no_files(tmp_path: Path) -> None:
+def test_pipes_and_devices_are_no_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = write_requests(tmp_path / "in.jsonl", 1), tmp_path / "out.jsonl"
     os.mkfifo(tmp_path / "pipe")
     options = ("--backend", "null")
@@ -129,22 +135,22 @@ def test_pipes_and_devices_are_no_files(tmp_path: Path) -> None:
         ((tmp_path / "pipe", target), f"--input-file {tmp_path / 'pipe'}"),
         ((source, Path("/dev/full")), "--output-file /dev/full"),
     ):
-        code, said = finish(*paths, *options)
+        code, said = refused(capsys, *paths, *options)
         assert (code, said) == (2, f"error: {named} is a pipe or a device, but must be a file; give another\n")
 
 
-def test_an_output_has_one_run(tmp_path: Path) -> None:
+def test_an_output_has_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = write_requests(tmp_path / "in.jsonl", 1), tmp_path / "out.jsonl"
     output = AnswerFile(target)
     try:
-        code, said = finish(source, target, "--backend", "null")
+        code, said = refused(capsys, source, target, "--backend", "null")
         assert (code, said) == (2, f"error: --output-file {target} is written by another run; wait for its end\n")
     finally:
         output.close()
 
 
-def test_the_address_of_a_server_is_free_for_others(tmp_path: Path) -> None:
-    _, said = finish(tmp_path / "none", tmp_path / "out", "--kv-events", "tcp://127.0.0.1:8000")
+def test_the_address_of_a_server_is_free_for_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, said = refused(capsys, tmp_path / "none", tmp_path / "out", "--kv-events", "tcp://127.0.0.1:8000")
     assert "none cannot be read" in said
 
 
