@@ -16,7 +16,13 @@ from tests.store.pool import wait_until
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.parametrize("precision", [(), ("--kv-dtype", "int8", "--head", "int8")], ids=["bf16", "int8"])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        pytest.param((), marks=pytest.mark.soak, id="bf16"),
+        pytest.param(("--kv-dtype", "int8", "--head", "int8"), id="int8"),
+    ],
+)
 def test_a_prefix_comes_back_from_host_memory_even_after_a_worker_died(precision: tuple[str, ...]) -> None:
     rng = random.Random(1)
     prompt = rng.choices(range(32, 127), k=400)
@@ -60,7 +66,6 @@ def test_a_restarted_server_and_a_second_one_find_blocks_on_disk(tmp_path: Path)
         assert server.metric("pypto:kv_tier_writable") == 1
         assert second.metric("pypto:kv_tier_writable") == 0
         assert complete(server, prompts[0] + [65] * 200)[0]
-    with Server(*options) as server:
         assert server.http.post("/reset_prefix_cache").status_code == 200
         assert complete(server, prompts[0])[1]["disk"] == 0
     (part,) = folders_in(tmp_path / "kv")
