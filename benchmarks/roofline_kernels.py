@@ -17,6 +17,7 @@ from roofline_work import BLOCK, Batch, Work
 
 from pypto_serving.backend.base import StepInputs
 from pypto_serving.kernels import (
+    BLOCK_FORMS,
     INT8,
     Engine,
     GroupStrips,
@@ -27,11 +28,13 @@ from pypto_serving.kernels import (
     Recording,
     Scoring,
     Strips,
+    pack_blocks,
     pack_quantized,
     packed_form,
     zeros,
 )
 from pypto_serving.kernels.constants import PANEL
+from pypto_serving.model.checkpoint import BLOCKS
 from pypto_serving.model.formats.schemes import Int8
 from pypto_serving.types.weights import CodesForm, Fp8Form, Layout, StoredCodes, StoredFp8, StoredQuantized, Table
 
@@ -186,7 +189,10 @@ def replay(recording: Recording, inputs: StepInputs) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class Product:
-    """A product with weights [n, k] in a form, by default bfloat16 or int8; `int8` activations or bfloat16 ones."""
+    """A product with weights [n, k] in a form, by default bfloat16 or int8; `int8` activations or bfloat16 ones.
+
+    `blocks`: a type of GGUF instead, with int16 activations or `int8` ones.
+    """
 
     name: str
     n: int
@@ -194,6 +200,7 @@ class Product:
     finish: str = "store"
     int8: bool = False
     form: CodesForm | Fp8Form | None = None
+    blocks: str = ""
 
 
 WIDTH, HEADS, KV_HEADS, DIM, VOCAB = 1024, 16, 8, 128, 151936
@@ -223,6 +230,22 @@ QUANTIZED = tuple(
 )
 
 
+GGUF = tuple(
+    Product(f"gguf {name}{' int8' * int8}", 4096, 4096, "store", int8, blocks=name)
+    for name in BLOCK_FORMS
+    for int8 in (False, True)
+)
+
+
+def stored_blocks(rng: np.random.Generator, name: str, n: int, k: int) -> NDArray[np.uint8]:
+    """Random rows of blocks whose scales are ordinary numbers."""
+    type = BLOCKS[name]
+    blocks = rng.integers(0, 120, (n * k // type.weights, type.bytes), np.uint8)
+    for at in type.halves:
+        blocks[:, at : at + 2] = np.array([0.01], "<f2").view(np.uint8)
+    return blocks.reshape(n, -1)
+
+
 def stored(rng: np.random.Generator, form: CodesForm | Fp8Form, n: int, k: int) -> StoredQuantized:
     """A random matrix whose scales are ordinary numbers."""
     if isinstance(form, Fp8Form):
@@ -237,21 +260,25 @@ def stored(rng: np.random.Generator, form: CodesForm | Fp8Form, n: int, k: int) 
 def matrices(bench: Bench, product: Product) -> list[Matrix]:
     """At least LEAST_CALLS equal matrices, of more bytes than any cache holds; small ones repeat."""
     n, k = product.n, product.k
-    if product.form is None:
+    if product.form is None and not product.blocks:
         each = n * k * (1 if product.int8 else 2)
         several = [bench.matrix(n, k, int8=product.int8) for _ in range(-(-ROTATED_BYTES // each))]
         return several * -(-LEAST_CALLS // len(several))
-    packed = packed_form(product.form, n, k)
+    packed = BLOCK_FORMS[product.blocks] if product.form is None else packed_form(product.form, n, k)
     words, scales = packed.words(n, k), np.ones(n, np.float32) if packed.codes else None
     first = Matrix(zeros(np.uint32, words), n, k, None, scales, None, packed)
-    pack_quantized(bench.engine, first, stored(bench.rng, product.form, n, k), n)
+    if product.form is None:
+        pack_blocks(bench.engine, first, product.blocks, stored_blocks(bench.rng, product.blocks, n, k))
+    else:
+        pack_quantized(bench.engine, first, stored(bench.rng, product.form, n, k), n)
     count = max(LEAST_CALLS, -(-ROTATED_BYTES // (4 * words)))
     return [first, *(replace(first, words=fill(zeros(np.uint32, words), first.words)) for _ in range(count - 1))]
 
 
-def group_strips(bench: Bench, rows: int, k: int, form: PackedForm) -> Strips:
-    """Random activations in int8, as a product with groups of weights reads them."""
-    groups = GroupStrips(zeros(np.uint32, rows * GroupStrips.row_words(k, form.span)), form.span, form.offset)
+def group_strips(bench: Bench, rows: int, k: int, form: PackedForm, wide: bool = False) -> Strips:
+    """Random activations in int8 or, if `wide`, int16, as a product with groups of weights reads them."""
+    words = zeros(np.uint32, rows * GroupStrips.row_words(k, form.span, wide))
+    groups = GroupStrips(words, form.span, form.offset, wide)
     quantizing = bench.recording()
     quantizing.quantize(bench.strips(rows, k), k, groups)
     bench.measure(quantizing, lambda: Batch.decode(rows).inputs(bench.rng))
@@ -261,12 +288,18 @@ def group_strips(bench: Bench, rows: int, k: int, form: PackedForm) -> Strips:
 def linear(product: Product, bench: Bench) -> Callable[[int], list[Result]]:
     """Products of several row counts with rotating weights."""
     n, k, int8, several = product.n, product.k, product.int8, matrices(bench, product)
-    int8_bytes = Int8().packed_bytes(n, k) if int8 else None
-    size = int8_bytes if product.form is None else 4 * several[0].words.size
+    if product.blocks:
+        size: int | None = n * k // BLOCKS[product.blocks].weights * BLOCKS[product.blocks].bytes
+    elif product.form is not None:
+        size = 4 * several[0].words.size
+    else:
+        size = Int8().packed_bytes(n, k) if int8 else None
 
     def run(rows: int) -> list[Result]:
-        grouped = int8 and product.form is not None
-        x = group_strips(bench, rows, k, several[0].form) if grouped else bench.strips(rows, k, int8)
+        if product.blocks or (int8 and product.form is not None):
+            x = group_strips(bench, rows, k, several[0].form, wide=not int8)
+        else:
+            x = bench.strips(rows, k, int8)
         recording, gated = bench.recording(), product.finish == "gate"
         out = zeros(np.uint32, rows * n // 4) if gated else zeros(np.float32, rows, n)
         methods = {"store": recording.linear, "add": recording.linear_add, "gate": recording.linear_swiglu}
@@ -274,7 +307,7 @@ def linear(product: Product, bench: Bench) -> Callable[[int], list[Result]]:
             methods[product.finish](x, matrix, out)
         inputs = Batch.decode(rows).inputs(bench.rng)
         rounds = bench.measure(recording, lambda: inputs)
-        works = [work.linear(rows, n, k, product.finish, int8=int8, stored=size)]
+        works = [work.linear(rows, n, k, product.finish, int8=int8 or bool(product.blocks), stored=size)]
         return [Result.of(f"linear {product.name}", f"M={rows}", works, rounds.calls, rounds)]
 
     return run
@@ -377,5 +410,5 @@ def groups(quick: bool) -> list[Group]:
             )
         ),
         Group("experts", (8,) if quick else (1, 8, 64), experts),
-        *(Group(f"linear {one.name}", few, functools.partial(linear, one)) for one in QUANTIZED),
+        *(Group(f"linear {one.name}", few, functools.partial(linear, one)) for one in (*QUANTIZED, *GGUF)),
     ]

@@ -5,6 +5,9 @@
 
 namespace ISA {
 
+// Signed bytes as floats.
+INLINE Register load_small(const char* p) { return as_floats(load_bytes(p) << 24 >> 24); }
+
 // Scale and zero points of a group, the `index`-th of its head, for outputs `lane` on.
 INLINE Register load_scale(const char* head, Scale scale, int64_t index, int64_t lane) {
   const int64_t at = index * kLanes + lane;
@@ -20,9 +23,19 @@ INLINE Register load_scale(const char* head, Scale scale, int64_t index, int64_t
   }
 }
 
-// The scales of a head in float32, for a register of outputs.
+// The scales of a head in float32, or its minimums, for a register of outputs.
 struct Scales {
   alignas(64) float values[16 * kRegisterLanes];
+  ALWAYS_INLINE void read_split(const char* head, const Form& form, int64_t heads, int64_t lane, bool minimums) {
+    const char* halves = head + heads * form.group_bytes() + (minimums ? 32 : 0);
+    const Register half = load_halves(halves + lane * 2);
+    const char* small = head + (minimums ? heads * kLanes : 0) + lane;
+    for (int64_t i = 0; i < heads; i++) store_sums(values + i * kRegisterLanes, half * load_small(small + i * kLanes));
+  }
+  ALWAYS_INLINE void read_minimums(const char* head, const Form& form, int64_t heads, int64_t lane) {
+    if (form.scale == Scale::kSplit) return read_split(head, form, heads, lane, true);
+    read(head + heads * form.scale_bytes(), form.scale, heads, lane);
+  }
   ALWAYS_INLINE void read(const char* head, Scale scale, int64_t heads, int64_t lane) {
     for (int64_t i = 0; i < heads; i++) store_sums(values + i * kRegisterLanes, load_scale(head, scale, i, lane));
   }
@@ -37,23 +50,48 @@ INLINE PairRegister group_zeros(const char* head, const Form& form, int64_t inde
 // every group is whole runs.
 template <Weights kWeights>
 struct Codes {  // int4
-  static constexpr int kRun = 4, kOffset = 8;
+  static constexpr int kRun = 4, kOffset = 8, kQuads = 2;
+  static constexpr bool kAnyByte = false;  // or all are small, see dot_run
   static ALWAYS_INLINE void unpack(PairRegister line, PairRegister& low, PairRegister& high) {
     low = line & 0x0f0f0f0f;
     high = (line >> 4) & 0x0f0f0f0f;
   }
 };
 
+struct ShortGroups : Codes<Weights::kInt4> {  // int4 in groups of 16
+  static constexpr int kRun = 2;
+};
+
 #define FOUR_TIMES(...) __VA_ARGS__, __VA_ARGS__, __VA_ARGS__, __VA_ARGS__
 
 template <>
 struct Codes<Weights::kE2m1> {  // 12 plus twice the value
-  static constexpr int kRun = 2, kOffset = 12;
+  static constexpr int kRun = 2, kOffset = 12, kQuads = 2;
+  static constexpr bool kAnyByte = false;
   static constexpr ByteTable kBytes = {{FOUR_TIMES(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)}};
   static ALWAYS_INLINE void unpack(PairRegister line, PairRegister& low, PairRegister& high) {
     low = look_up(kBytes, line);
     high = look_up(kBytes, line >> 4);
   }
+};
+
+template <>
+struct Codes<Weights::kIq4> {  // 128 plus the value
+  static constexpr int kRun = 4, kOffset = 128, kQuads = 2;
+  static constexpr bool kAnyByte = true;
+  static constexpr ByteTable kBytes = {
+      {FOUR_TIMES(1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)}};
+  static ALWAYS_INLINE void unpack(PairRegister line, PairRegister& low, PairRegister& high) {
+    low = look_up(kBytes, line);
+    high = look_up(kBytes, line >> 4);
+  }
+};
+
+template <>
+struct Codes<Weights::kBytes> {  // one quad
+  static constexpr int kRun = 4, kOffset = 128, kQuads = 1;
+  static constexpr bool kAnyByte = true;
+  static ALWAYS_INLINE void unpack(PairRegister line, PairRegister& quad, PairRegister&) { quad = line; }
 };
 
 // bfloat16 of a whole number below 256 times 2^exponent.

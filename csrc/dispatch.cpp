@@ -10,6 +10,9 @@
 #if defined(HAS_avx512_bf16)
 DECLARE(avx512_bf16)
 #endif
+#if defined(HAS_avx512_vnni)
+DECLARE(avx512_vnni)
+#endif
 #if defined(HAS_avx512)
 DECLARE(avx512)
 #endif
@@ -39,6 +42,9 @@ const Kernels* find_kernels(const char* name) {
 #if defined(HAS_avx512_bf16)
       {&avx512_bf16::kKernels, avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
                                    __builtin_cpu_supports("avx512vbmi")},
+#endif
+#if defined(HAS_avx512_vnni)
+      {&avx512_vnni::kKernels, avx512 && __builtin_cpu_supports("avx512vnni")},
 #endif
 #if defined(HAS_avx512)
       {&avx512::kKernels, avx512},

@@ -1,4 +1,4 @@
-// The microkernels of quantized weights: 4-bit codes by int8 or bfloat16 activations, and FP8 by bfloat16. Half a panel
+// The microkernels of quantized weights: 4-bit codes and bytes by int8 or int16 activations, and FP8 by bfloat16. Half a panel
 // by up to 12 rows. Sums within a group stay in registers; groups are added in float32 in order, so a row's result does
 // not depend on the other rows.
 #pragma once
@@ -15,6 +15,7 @@ struct HalfTile {
   const char* ahead;   // to prefetch, or null; advances by `ahead_step` with each line
   int64_t ahead_step;
   float* c;  // [rows][kPanel], 16 columns are written; tiles of two panels are kMaxRows rows apart
+  int64_t rows = 0;  // of the strip, for int16 activations
 };
 
 // Where a kernel for M rows is in the stream of a half panel. For one row nothing is prefetched.
@@ -33,73 +34,105 @@ struct Stream {
   }
 };
 
-// Codes by int8 activations in groups. A row's sum in a group is exact; times the group's scale it is added to the sum
-// of its kScaled inputs, and that, times the activations' scale, to the result.
-template <int M, Weights kWeights>
+// As dot_run, where bytes of a may have any value.
+template <bool kRuns>
+INLINE PairRegister dot_codes(PairRegister run, PairRegister a, const Pair* b) {
+  return kRuns || !kRunsOfShorts ? dot_run(run, a, b) : dot_bytes(run, broadcast(*b), a);
+}
+
+// Codes or bytes by int8 activations in groups. A row's sum in a group is exact; times the group's scale it is added to
+// the sum of its kScaled inputs, and that, times the activations' scale, to the result. Int16 activations have kParts = 2
+// quads, and rows are M of the strip's `t.rows`.
+template <int M, typename Table, bool kMinimums, int kParts>
 static void multiply_bytes(const HalfTile& t) {
-  using Table = Codes<kWeights>;
   // As many sums of a row as hide the latency of a dot, and lines to go round them.
-  constexpr int kChains = kRegisterLanes < kLanes || kRunsOfShorts || M > 4 ? 1 : M > 1 ? 2 : 4;
-  constexpr int kLines = kRunsOfShorts ? Table::kRun : M > 4 ? 1 : M > 1 ? 2 : Table::kRun;
+  constexpr int kSums = M * kParts, kQuads = Table::kQuads;
+  constexpr bool kRuns = kRunsOfShorts && !Table::kAnyByte;
+  constexpr int kChains = kRegisterLanes < kLanes || kRunsOfShorts || kSums > 4 ? 1 : kSums > 1 ? 2 : 4;
+  constexpr int kLines = kRunsOfShorts ? Table::kRun : kSums > 4 ? 1 : kSums > 1 ? 2 : Table::kRun;
   const Form form = *t.form;
-  const int64_t heads = form.heads(), head_bytes = form.head_bytes(), lines = form.span / 8;
-  const int64_t spans = kScaled / form.span, blocks = (t.k + kScaled - 1) / kScaled;
+  const int64_t heads = form.heads(), head_bytes = form.head_bytes(), lines = form.span / (4 * kQuads);
+  const int64_t spans = kScaled / form.span, blocks = (t.k + kScaled - 1) / kScaled, rows = kParts == 1 ? M : t.rows;
   for (int pass = 0; pass < kHalf; pass++) {
     const int64_t lane = pass * kRegisterLanes;
-    Stream<M> stream{t.weight, pass == 0 ? t.ahead : nullptr, t.ahead_step};
-    const Pair *x = t.x, *x_scales = t.x + t.k / 4 * M, *starts = x_scales + blocks * M;
+    Stream<kSums> stream{t.weight, pass == 0 ? t.ahead : nullptr, t.ahead_step};
+    const Pair *x = t.x, *x_scales = t.x + kParts * (t.k / 4) * rows, *starts = x_scales + blocks * rows;
     float* c = t.c + lane;
-    Scales scales;
+    Scales scales, minimums;
 #pragma GCC unroll 12
     for (int m = 0; m < M; m++) store_sums(c + m * kPanel, Register{});
     Register block[M] = {};
     int64_t until = spans;  // groups left in the block
-    for (int64_t left = t.k / 8; left > 0;) {
+    for (int64_t left = t.k / (4 * kQuads); left > 0;) {
       const char* head = stream.skip(head_bytes);
-      scales.read(head, form.scale, heads, lane);
+      if (form.scale == Scale::kSplit) scales.read_split(head, form, heads, lane, false);
+      else scales.read(head, form.scale, heads, lane);
+      if (kMinimums) minimums.read_minimums(head, form, heads, lane);
       for (int64_t i = 0; i < heads && left > 0; i++) {
-        PairRegister sums[M][kChains] = {};
+        PairRegister sums[M][kParts][kChains] = {};
         if (form.zeros) {
           const PairRegister zeros = group_zeros(head, form, i, lane);
 #pragma GCC unroll 12
-          for (int m = 0; m < M; m++) sums[m][0] = multiply_shorts(zeros, broadcast(starts[m]));
-        } else {
+          for (int m = 0; m < M; m++) {
+            const PairRegister start = broadcast(starts[m]);
+            sums[m][kParts - 1][0] = kParts == 1 ? multiply_shorts(zeros, start) : zeros * start;
+          }
+        } else if (!kMinimums) {
 #pragma GCC unroll 12
-          for (int m = 0; m < M; m++) sums[m][0] = broadcast(starts[m]);
+          for (int m = 0; m < M; m++) sums[m][kParts - 1][0] = broadcast(starts[m]);
         }
-        starts += M;
+        const Pair* group_starts = starts;
+        starts += rows;
         const int64_t mine = min(lines, left);
         left -= mine;
         for (int64_t line = 0; line < mine; line += kLines) {
-          PairRegister run[M][kChains];
+          PairRegister run[M][kParts][kChains];
 #pragma GCC unroll 12
           for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+            for (int part = 0; part < kParts; part++)
 #pragma GCC unroll 4
-            for (int chain = 0; chain < kChains; chain++) run[m][chain] = begin_run(sums[m][chain]);
+              for (int chain = 0; chain < kChains; chain++)
+                run[m][part][chain] = kRuns ? begin_run(sums[m][part][chain]) : sums[m][part][chain];
 #pragma GCC unroll 4
           for (int each = 0; each < kLines; each++) {
-            const int first = 2 * each % kChains, second = (2 * each + 1) % kChains;
-            PairRegister low, high;
+            PairRegister quads[2];
             const Pair* words = reinterpret_cast<const Pair*>(stream.skip(64));
-            Table::unpack(load_register(words + lane), low, high);
+            Table::unpack(load_register(words + lane), quads[0], quads[1]);
+#pragma GCC unroll 2
+            for (int q = 0; q < kQuads; q++) {
+              const int chain = (kQuads * each + q) % kChains;
+#pragma GCC unroll 2
+              for (int part = 0; part < kParts; part++) {
 #pragma GCC unroll 12
-            for (int m = 0; m < M; m++) run[m][first] = dot_run(run[m][first], low, x + m);
-#pragma GCC unroll 12
-            for (int m = 0; m < M; m++) run[m][second] = dot_run(run[m][second], high, x + M + m);
-            x += 2 * M;
+                for (int m = 0; m < M; m++)
+                  run[m][part][chain] = dot_codes<kRuns>(run[m][part][chain], quads[q], x + m);
+                x += rows;
+              }
+            }
           }
 #pragma GCC unroll 12
           for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+            for (int part = 0; part < kParts; part++)
 #pragma GCC unroll 4
-            for (int chain = 0; chain < kChains; chain++) sums[m][chain] = end_run(sums[m][chain], run[m][chain]);
+              for (int chain = 0; chain < kChains; chain++)
+                sums[m][part][chain] =
+                    kRuns ? end_run(sums[m][part][chain], run[m][part][chain]) : run[m][part][chain];
         }
         const Register scale = scales.of(i);
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++) {
-          PairRegister sum = sums[m][0];
+          PairRegister sum = sums[m][0][0];
 #pragma GCC unroll 4
-          for (int chain = 1; chain < kChains; chain++) sum += sums[m][chain];
+          for (int chain = 1; chain < kChains; chain++) sum += sums[m][0][chain];
+          if (kParts == 2) {
+            sum <<= 8;
+#pragma GCC unroll 4
+            for (int chain = 0; chain < kChains; chain++) sum += sums[m][kParts - 1][chain];
+          }
           block[m] = fma_register(as_floats(sum), scale, block[m]);
+          if (kMinimums) block[m] = fma_register(as_floats(broadcast(group_starts[m])), minimums.of(i), block[m]);
         }
         if (--until > 0 && left > 0) continue;
         until = spans;
@@ -109,7 +142,7 @@ static void multiply_bytes(const HalfTile& t) {
           store_sums(c + m * kPanel, fma_register(block[m], factor, load_sums(c + m * kPanel)));
           block[m] = Register{};
         }
-        x_scales += M;
+        x_scales += rows;
       }
     }
   }
@@ -213,18 +246,42 @@ INLINE void halves(HalfTile t, Multiply multiply) {
   }
 }
 
-template <Weights kWeights>
-INLINE void panel_bytes(int64_t rows, const HalfTile& t) {
-  with_rows(rows, [&](auto count) { halves(t, multiply_bytes<count(), kWeights>); });
+template <typename Table, bool kMinimums = false>
+INLINE void panel_bytes(int64_t rows, Inputs inputs, HalfTile t) {
+  if (inputs == Inputs::kGroups)
+    return with_rows(rows, [&](auto count) { halves(t, multiply_bytes<count(), Table, kMinimums, 1>); });
+  t.rows = rows;
+  constexpr int64_t kMost = kMaxRows / 2;  // rows whose sums stay in registers
+  with_rows(min(rows, kMost), [&](auto first) {
+    if constexpr (first() <= kMost) halves(t, multiply_bytes<first(), Table, kMinimums, 2>);
+  });
+  if (rows <= kMost) return;
+  t.x += kMost, t.c += kMost * kPanel, t.ahead = nullptr;
+  with_rows(rows - kMost, [&](auto rest) {
+    if constexpr (rest() <= kMost) halves(t, multiply_bytes<rest(), Table, kMinimums, 2>);
+  });
+}
+
+INLINE void panel_groups(int64_t rows, Inputs inputs, const HalfTile& t) {
+  const Form& form = *t.form;
+  switch (form.weights) {
+    case Weights::kInt4:
+      if (form.span < 32 && form.minimums) return panel_bytes<ShortGroups, true>(rows, inputs, t);
+      if (form.span < 32) return panel_bytes<ShortGroups>(rows, inputs, t);
+      if (form.minimums) return panel_bytes<Codes<Weights::kInt4>, true>(rows, inputs, t);
+      return panel_bytes<Codes<Weights::kInt4>>(rows, inputs, t);
+    case Weights::kBytes:
+      if (form.minimums) return panel_bytes<Codes<Weights::kBytes>, true>(rows, inputs, t);
+      return panel_bytes<Codes<Weights::kBytes>>(rows, inputs, t);
+    case Weights::kIq4: return panel_bytes<Codes<Weights::kIq4>>(rows, inputs, t);
+    default: return panel_bytes<Codes<Weights::kE2m1>>(rows, inputs, t);
+  }
 }
 
 // One panel of quantized weights, or two by one row of bfloat16, by a strip. That row has nothing but the hardware to
 // prefetch, which follows half panels, but not groups that lie near each other.
 INLINE void multiply_quantized(int64_t rows, Inputs inputs, int64_t panels, const HalfTile& t) {
-  if (inputs == Inputs::kGroups) {
-    if (t.form->weights == Weights::kInt4) return panel_bytes<Weights::kInt4>(rows, t);
-    return panel_bytes<Weights::kE2m1>(rows, t);
-  }
+  if (inputs != Inputs::kBf16) return panel_groups(rows, inputs, t);
   with_line(*t.form, [&](auto type) {
     using Line = typename decltype(type)::type;
     with_rows(rows, [&](auto count) {

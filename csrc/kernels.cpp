@@ -10,6 +10,7 @@
 #include "roofline.h"
 #include "gemm.h"
 #include "packing.h"
+#include "packing_blocks.h"
 #include "packing_quantized.h"
 #include "rounding.h"
 #include "rows.h"

@@ -7,6 +7,7 @@ using namespace pypto;
 CONSTANT(kPanel)
 CONSTANT(kGateHalf)
 CONSTANT(kScaled)
+CONSTANT(kSuper)
 CONSTANT(kIndexerTokens)
 CONSTANT(kMaxDim)
 CONSTANT(kMaxLatent)
@@ -81,6 +82,8 @@ bool shares(const Pack&) { return true; }
 bool shares(const PackQuantized&) { return true; }
 
 bool shares(const PackRounded&) { return true; }
+
+bool shares(const PackBlocks&) { return true; }
 
 int64_t passes(const Sample& op) {
   int64_t passes = 0;

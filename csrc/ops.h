@@ -30,16 +30,17 @@ ALWAYS_INLINE int64_t count(const Step& step, StepRows rows) {
 
 struct Routing;
 
-// x[t] = embedding of token t, from a row-major table, or from the packed output layer where embeddings are tied: of
-// int8 where there are scales. The table holds tokens [first, first + count); other rows of x stay as they are.
+// x[t] = embedding of token t, from a row-major table, or from packed weights of `form`, such as a tied output layer's.
+// The table holds tokens [first, first + count); other rows of x stay as they are.
 struct Embed {
   const bf16* table;
   const Pair* packed;
-  const float* scales;
+  Form form;
+  const float* scales;  // of packed tokens, unless bfloat16
   int64_t first, count, width;
   int32_t copies;  // of each row, one after the other
   float* x;
-  FIELDS(NULLABLE table, NULLABLE packed, NULLABLE scales, first, count, width, copies, x)
+  FIELDS(NULLABLE table, NULLABLE packed, form, NULLABLE scales, first, count, width, copies, x)
 };
 
 // How activations are packed. In groups, sums over `sum_span` inputs are multiplied by -offset; see weights.h.
@@ -66,7 +67,8 @@ struct RmsNorm {
 };
 
 // Quantizes bfloat16 strips to int8 strips, symmetric, per row or per kScaled inputs of it: x * 127 / amax, rounded to
-// nearest, ties to even; scales = amax / 127. With a routing, the rows are expert inputs.
+// nearest, ties to even; scales = amax / 127. Of kWideGroups, to int16: 256 times as fine. With a routing, the rows are
+// expert inputs.
 struct Quantize {
   const Routing* routing;
   const Pair* x;
@@ -445,6 +447,7 @@ struct Limits {
 #define TASKS(TASK)                     \
   TASK(pack, Pack)                      \
   TASK(pack_quantized, PackQuantized)   \
+  TASK(pack_blocks, PackBlocks)         \
   TASK(pack_rounded, PackRounded)       \
   TASK(sample, Sample)                  \
   TASK(sample_adjusted, AdjustedSample) \

@@ -92,7 +92,7 @@ struct Groups {
   Groups(const Activations& form, int64_t k, Pair* out, int64_t stride)
       : form(form),
         quads(out),
-        scales(out + k / 4 * stride),
+        scales(out + (form.inputs == Inputs::kWideGroups ? k / 2 : k / 4) * stride),
         sums(scales + (k + kScaled - 1) / kScaled * stride),
         stride(stride) {}
   // Whether a sum ends before input i of k.
@@ -119,22 +119,32 @@ INLINE void store_group_quads(Pair* out, int64_t stride, Ints x) {
   for (int i = 0; i < 4; i++) out[i * stride] = moved[i];
 }
 
+// Int16 as high and low bytes, both signed: x = 256 * high + low.
+INLINE Ints high_bytes(Ints x) { return (x + 128) >> 8; }
+constexpr float kWideUnit = 256;  // int16 steps in one of int8
+
 // Quantizes inputs [begin, end) of a row, whole blocks of kScaled or the row's last ones. The row's first word is at
 // `out`.
-template <typename Row>
-INLINE void quantize_blocks(const Row& row, int64_t begin, int64_t end, const Activations& form, int64_t k, Pair* out,
-                            int64_t stride) {
+template <bool kWide, typename Row>
+INLINE void quantize_blocks_to(const Row& row, int64_t begin, int64_t end, const Activations& form, int64_t k, Pair* out,
+                               int64_t stride) {
+  constexpr float kUnit = kWide ? kWideUnit : 1.0f;
   const Groups groups(form, k, out, stride);
   for (int64_t block = begin; block < end; block += kScaled) {
     const int64_t last = min(block + kScaled, end);
     Ints top{}, sums{};
     for (int64_t i = block; i < last; i += kLanes) top = larger_bits(top, magnitude_bits(row.load16(i)));
-    const Floats largest = (Floats)largest_bits(top), factor = byte_factor(largest);
-    const float scale = largest[0] / 127.0f;
+    const Floats largest = (Floats)largest_bits(top), factor = byte_factor(largest) * set1(kUnit);
+    const float scale = largest[0] / 127.0f / kUnit;
     std::memcpy(groups.scales + block / kScaled * stride, &scale, sizeof scale);
     for (int64_t i = block; i < last; i += kLanes) {
       const Ints bytes = round_signed(row.load16(i) * factor);
-      store_group_quads(groups.quads + i / 4 * stride, stride, bytes);
+      if (kWide) {
+        store_group_quads(groups.quads + i / 2 * stride, 2 * stride, high_bytes(bytes));
+        store_group_quads(groups.quads + (i / 2 + 1) * stride, 2 * stride, bytes);
+      } else {
+        store_group_quads(groups.quads + i / 4 * stride, stride, bytes);
+      }
       sums += bytes;
       if (!groups.ends(i + kLanes, k)) continue;
       int32_t sum = 0;
@@ -145,29 +155,48 @@ INLINE void quantize_blocks(const Row& row, int64_t begin, int64_t end, const Ac
   }
 }
 
+template <typename Row>
+INLINE void quantize_blocks(const Row& row, int64_t begin, int64_t end, const Activations& form, int64_t k, Pair* out,
+                            int64_t stride) {
+  if (form.inputs == Inputs::kWideGroups) quantize_blocks_to<true>(row, begin, end, form, k, out, stride);
+  else quantize_blocks_to<false>(row, begin, end, form, k, out, stride);
+}
+
 // A row of bfloat16 in a strip of its own.
 struct StoredRow {
   const Pair* pairs;
   ALWAYS_INLINE Floats load16(int64_t i) const { return load_widen(reinterpret_cast<const bf16*>(pairs) + i); }
 };
 
+// The low bytes of four inputs as a quad.
+INLINE Ints group_quad(const Ints bytes[4]) {
+  return (bytes[0] & 255) | (bytes[2] & 255) << 8 | (bytes[1] & 255) << 16 | bytes[3] << 24;
+}
+
 // The same of several rows: a lane is a row.
+template <bool kWide>
 INLINE void quantize_blocks_of_rows(const Pair* x, int64_t rows, int64_t begin, int64_t end, const Activations& form,
                                     int64_t k, Pair* out) {
+  constexpr float kUnit = kWide ? kWideUnit : 1.0f;
   const Groups groups(form, k, out, rows);
   for (int64_t block = begin; block < end; block += kScaled) {
     const int64_t last = min(block + kScaled, end);
     Ints top{}, sums{};
     for (int64_t p = block / 2; p < last / 2; p++)
       top = larger_bits(top, pair_magnitude_bits(load_some(x + p * rows, rows)));
-    const Floats factor = byte_factor((Floats)top);
-    store_some(groups.scales + block / kScaled * rows, (Ints)((Floats)top / set1(127.0f)), rows);
+    const Floats factor = byte_factor((Floats)top) * set1(kUnit);
+    store_some(groups.scales + block / kScaled * rows, (Ints)((Floats)top / set1(127.0f) * set1(1 / kUnit)), rows);
     for (int64_t i = block; i < last; i += 4) {
       const Ints first = load_some(x + i / 2 * rows, rows), second = load_some(x + (i / 2 + 1) * rows, rows);
       const Ints bytes[4] = {round_signed(low_half(first) * factor), round_signed(high_half(first) * factor),
                              round_signed(low_half(second) * factor), round_signed(high_half(second) * factor)};
-      store_some(groups.quads + i / 4 * rows,
-                 (bytes[0] & 255) | (bytes[2] & 255) << 8 | (bytes[1] & 255) << 16 | bytes[3] << 24, rows);
+      if (kWide) {
+        const Ints high[4] = {high_bytes(bytes[0]), high_bytes(bytes[1]), high_bytes(bytes[2]), high_bytes(bytes[3])};
+        store_some(groups.quads + i / 2 * rows, group_quad(high), rows);
+        store_some(groups.quads + (i / 2 + 1) * rows, group_quad(bytes), rows);
+      } else {
+        store_some(groups.quads + i / 4 * rows, group_quad(bytes), rows);
+      }
       sums += bytes[0] + bytes[1] + bytes[2] + bytes[3];
       if (!groups.ends(i + 4, k)) continue;
       store_some(groups.sum(i + 4), sums * -form.offset, rows);
@@ -182,9 +211,11 @@ INLINE void quantize_strip(const Quantize& op, const Strips& strips, int64_t str
   const int64_t first = above + strips.start(strip), rows = strips.size(strip), pairs = op.k / 2;
   const Pair* x = op.x + first * pairs;
   Pair* out = op.out + first * op.form.words(op.k);
-  if (op.form.inputs == Inputs::kGroups) {
+  if (op.form.inputs != Inputs::kInt8) {
     if (rows == 1) return quantize_blocks(StoredRow{x}, 4 * begin, 4 * end, op.form, op.k, out, 1);
-    return quantize_blocks_of_rows(x, rows, 4 * begin, 4 * end, op.form, op.k, out);
+    if (op.form.inputs == Inputs::kWideGroups)
+      return quantize_blocks_of_rows<true>(x, rows, 4 * begin, 4 * end, op.form, op.k, out);
+    return quantize_blocks_of_rows<false>(x, rows, 4 * begin, 4 * end, op.form, op.k, out);
   }
   if (scales) scales += first;
   if (rows == 1) return quantize_row(x, pairs, begin, end, out, scales);

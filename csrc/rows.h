@@ -1,6 +1,7 @@
 // Row-wise operations: embedding, RMSNorm, QK-norm and RoPE.
 #pragma once
 
+#include "codes.h"
 #include "kv_cache.h"
 
 namespace ISA {
@@ -87,12 +88,54 @@ INLINE void embed_int8(const Pair* packed, float scale, int64_t width, int64_t t
   for (int64_t i = 0; i < width; i++) x[i] = static_cast<int8_t>(quads[i / 4 * kPanel] >> i % 4 * 8) * scale;
 }
 
+// Codes or bytes: scale times code, the code less its offset, less the minimum. Rounded as ggml does it.
+template <typename Table>
+INLINE void embed_groups(const Form& form, const char* half, int64_t lane, int64_t width, bool minimums, float* x) {
+  const int64_t heads = form.heads(), first = lane / kRegisterLanes * kRegisterLanes, within = lane - first;
+  const int64_t lines = form.span / form.line_inputs();
+  Scales scales, lows;
+  for (int64_t left = width / form.line_inputs(); left > 0;) {
+    if (form.scale == Scale::kSplit) scales.read_split(half, form, heads, first, false);
+    else scales.read(half, form.scale, heads, first);
+    if (minimums) lows.read_minimums(half, form, heads, first);
+    half += form.head_bytes();
+    for (int64_t i = 0; i < heads && left > 0; i++) {
+      const float scale = scales.of(i)[within];
+      const int offset = minimums ? 0 : Table::kOffset;
+      const float low = minimums ? lows.of(i)[within] : 0.0f;
+      for (int64_t line = 0; line < lines && left > 0; line++, left--, half += 64) {
+        PairRegister quads[2];
+        Table::unpack(load_register(reinterpret_cast<const Pair*>(half) + first), quads[0], quads[1]);
+        for (int q = 0; q < Table::kQuads; q++)
+          for (int shift : {0, 16, 8, 24})
+            *x++ = scale * static_cast<float>((static_cast<int32_t>(quads[q][within]) >> shift & 255) - offset) - low;
+      }
+    }
+  }
+}
+
+INLINE void embed_codes(const Embed& op, int64_t token, float* x) {
+  const Form& form = op.form;
+  const char* half = reinterpret_cast<const char*>(op.packed) + token / kLanes * form.half_bytes(op.width);
+  const auto embed = [&](auto table) {
+    embed_groups<typename decltype(table)::type>(form, half, token % kLanes, op.width, form.minimums, x);
+  };
+  switch (form.weights) {
+    case Weights::kInt4: embed(std::type_identity<Codes<Weights::kInt4>>()); break;
+    case Weights::kIq4: embed(std::type_identity<Codes<Weights::kIq4>>()); break;
+    case Weights::kE2m1: embed(std::type_identity<Codes<Weights::kE2m1>>()); break;
+    default: embed(std::type_identity<Codes<Weights::kBytes>>());
+  }
+  for (int64_t i = 0; i < op.width; i++) x[i] *= op.scales[token];
+}
+
 INLINE void embed_row(const Embed& op, int64_t token, float* x) {
   if (op.table) {
     for (int64_t i = 0; i < op.width; i++) x[i] = widen(op.table[token * op.width + i]);
     return;
   }
-  if (op.scales) return embed_int8(op.packed, op.scales[token], op.width, token, x);
+  if (op.form.weights == Weights::kInt8) return embed_int8(op.packed, op.scales[token], op.width, token, x);
+  if (op.form.weights != Weights::kBf16) return embed_codes(op, token, x);
   const Pair* pairs = op.packed + token / kPanel * (op.width / 2) * kPanel + token % kPanel;
   for (int64_t p = 0; p < op.width / 2; p++) {
     const Pair pair = pairs[p * kPanel];

@@ -24,50 +24,65 @@ constexpr int kGateHalf = kPanel / 2;  // gate or up in a shared panel
 // k + 1, k + 3, the high ones to those 4 further on. So both the quads of int8 activations and, with every other byte,
 // the pairs of bfloat16 ones meet their weights without a permutation. A line of FP8 is [4][2][4][2] bytes of 4 inputs:
 // of 4 outputs, the first two inputs of each, then the others; interleaving the two bytes of bfloat16 makes them pairs.
-// Before their lines lie the scales of `heads` groups, [heads][16] as stored, and their zero points, [heads][16] bytes.
+// A line of bytes is [16] quads of 4 inputs in the order k, k + 2, k + 1, k + 3.
+// Before their lines lie the scales of `heads` groups, [heads][16] as stored, and their zero points, [heads][16] bytes,
+// or minimums, of the scales' type. Scales and minimums of kSplit are int8; after them lie the halves that multiply those
+// of 16 outputs in kSuper inputs.
 //
-// Int8 activations in groups, for codes: strips of [k / 4][rows] quads of int8 in that order, [k / 128][rows] float32
-// scales, and [groups][rows] int32 sums times -offset, at which the sums of a group of weights start.
-constexpr int kScaled = 128;  // inputs that share a scale of int8 activations in groups
+// Int8 activations in groups, for codes and bytes: strips of [k / 4][rows] quads of int8 in that order, [k / 128][rows]
+// float32 scales, and [groups][rows] int32 sums times -offset, at which the sums of a group of weights start. Int16
+// activations have two such quads of 4 inputs, one after the other: 256 times the first, plus the second.
+constexpr int kScaled = 128;  // inputs that share a scale of int8 or int16 activations in groups
+constexpr int kSuper = 256;   // inputs that share the halves of kSplit
 
 // What weights are packed as: int4 is code - 8 or code - zero point, e2m1 is 0, 1, 2, 3, 4, 6, 8, 12 and their
-// negatives, twice the values of the type.
-ENUM(Weights, kBf16, kInt8, kInt4, kE2m1, kFp8)
+// negatives, twice the values of the type, iq4 the table of GGUF's IQ4_NL, and bytes are byte - 128. With minimums, int4
+// and bytes are themselves.
+ENUM(Weights, kBf16, kInt8, kInt4, kE2m1, kFp8, kIq4, kBytes)
 
 // What activations are packed as.
-ENUM(Inputs, kBf16, kInt8, kGroups)
+ENUM(Inputs, kBf16, kInt8, kGroups, kWideGroups)
 
-// How scales are packed: one for each of 16 outputs, or one float32 shared by them.
-ENUM(Scale, kBf16, kF16, kF32, kE8m0, kShared)
+// How scales are packed: one for each of 16 outputs, or one float32 shared by them; kSplit are int8 times a half.
+ENUM(Scale, kBf16, kF16, kF32, kE8m0, kShared, kSplit)
 
-// The form of packed weights. Of codes and FP8, `span` inputs share a scale, and with `zeros` a zero point.
+// The form of packed weights. Of codes, bytes and FP8, `span` inputs share a scale, and with `zeros` a zero point, or
+// with `minimums` a number that is subtracted from each product of scale and code.
 struct Form {
   Weights weights;
   Scale scale;
   int64_t span;
-  bool zeros;
-  FIELDS(weights, scale, span, zeros)
+  bool zeros, minimums;
+  FIELDS(weights, scale, span, zeros, minimums)
 
   ALWAYS_INLINE int64_t groups(int64_t k) const { return (k + span - 1) / span; }
-  ALWAYS_INLINE int64_t line_inputs() const { return weights == Weights::kFp8 ? 4 : 8; }
+  ALWAYS_INLINE int64_t line_inputs() const {
+    return weights == Weights::kFp8 || weights == Weights::kBytes ? 4 : 8;
+  }
   // Bytes of the scales of one group, and where its zero points begin.
   ALWAYS_INLINE int64_t scale_bytes() const {
     switch (scale) {
       case Scale::kBf16:
       case Scale::kF16: return 32;
       case Scale::kF32: return 64;
-      case Scale::kE8m0: return 16;
+      case Scale::kE8m0:
+      case Scale::kSplit: return 16;
       default: return 4;
     }
   }
   // Groups whose scales and zero points fill whole lines, and the bytes of those. A few at a time are read faster.
+  ALWAYS_INLINE int64_t group_bytes() const { return scale_bytes() * (minimums ? 2 : 1) + (zeros ? 16 : 0); }
   ALWAYS_INLINE int64_t heads() const {
-    const int64_t each = scale_bytes() + (zeros ? 16 : 0);
+    if (scale == Scale::kSplit) return kSuper / span;
+    const int64_t each = group_bytes();
     int64_t count = 4;
     while (count * each % 64) count *= 2;
     return count;
   }
-  ALWAYS_INLINE int64_t head_bytes() const { return heads() * (scale_bytes() + (zeros ? 16 : 0)); }
+  ALWAYS_INLINE int64_t head_bytes() const {
+    const int64_t bytes = heads() * group_bytes();
+    return scale == Scale::kSplit ? (bytes + (minimums ? 64 : 32) + 63) / 64 * 64 : bytes;
+  }
   ALWAYS_INLINE int64_t half_bytes(int64_t k) const {
     return (groups(k) + heads() - 1) / heads() * head_bytes() + k / line_inputs() * 64;
   }
@@ -83,7 +98,7 @@ struct Form {
 ALWAYS_INLINE int64_t row_words(Inputs inputs, int64_t k, int64_t span) {
   if (inputs == Inputs::kBf16) return k / 2;
   if (inputs == Inputs::kInt8) return k / 4;
-  return k / 4 + (k + kScaled - 1) / kScaled + (k + span - 1) / span;
+  return (inputs == Inputs::kWideGroups ? k / 2 : k / 4) + (k + kScaled - 1) / kScaled + (k + span - 1) / span;
 }
 
 // Packed activations: `rows` rows in strips of nearly equal size, at most `most` rows each. A strip is [k / 2][rows]
@@ -144,6 +159,20 @@ struct PackQuantized {
   bool half;
   int64_t* refused;
   FIELDS(out, form, source, scales, NULLABLE zero_points, layout, stored_span, n, row, k, offset, half, refused)
+};
+
+// Types of GGUF's blocks.
+ENUM(Blocks, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ2_k, kQ3_k, kQ4_k, kQ5_k, kQ6_k, kIq4_nl, kIq4_xs, kMxfp4, kNvfp4)
+
+// Packs rows of blocks [n, k], as Pack does.
+struct PackBlocks {
+  Pair* out;
+  Form form;
+  const void* source;
+  Blocks type;
+  int64_t n, k, offset;
+  bool half;
+  FIELDS(out, form, source, type, n, k, offset, half)
 };
 
 }  // namespace pypto

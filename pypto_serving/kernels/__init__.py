@@ -14,6 +14,7 @@ from pypto_serving.kernels.engine import hashes as hashes
 from pypto_serving.kernels.engine import populate as populate
 from pypto_serving.kernels.engine import zeros as zeros
 from pypto_serving.kernels.forms import BF16 as BF16
+from pypto_serving.kernels.forms import BLOCK_FORMS as BLOCK_FORMS
 from pypto_serving.kernels.forms import INT8 as INT8
 from pypto_serving.kernels.forms import ElementType as ElementType
 from pypto_serving.kernels.forms import GroupStrips as GroupStrips
@@ -43,6 +44,7 @@ from pypto_serving.kernels.operands import PagedRows as PagedRows
 from pypto_serving.kernels.operands import Routing as Routing
 from pypto_serving.kernels.operands import Scoring as Scoring
 from pypto_serving.kernels.operands import StepRows as StepRows
+from pypto_serving.kernels.packing import pack_blocks as pack_blocks
 from pypto_serving.kernels.packing import pack_quantized as pack_quantized
 from pypto_serving.kernels.packing import pack_rounded as pack_rounded
 from pypto_serving.kernels.packing import round_int4 as round_int4

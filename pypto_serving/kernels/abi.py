@@ -328,7 +328,7 @@ def _format(dtype: np.dtype[Any]) -> str:
 
 
 FILE = "pypto_kernels.so"
-INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2", "portable")
+INSTRUCTION_SETS = ("avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable")
 """Instruction sets, best first."""
 
 

@@ -13,6 +13,9 @@ GATE_HALF = 16
 SCALED = 128
 """Inputs per scale in group-quantized int8 activations."""
 
+SUPER = 256
+"""Inputs per half-precision factor of scales that are int8."""
+
 CODES_INPUTS = 32
 """The number of inputs of 4-bit weights must be a multiple of this."""
 
@@ -41,6 +44,7 @@ _IN_LIBRARY = {
     "kPanel": PANEL,
     "kGateHalf": GATE_HALF,
     "kScaled": SCALED,
+    "kSuper": SUPER,
     "kIndexerTokens": INDEXER_TOKENS,
     "kMaxDim": MAX_DIM,
     "kMaxLatent": MAX_LATENT,

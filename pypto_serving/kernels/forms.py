@@ -1,8 +1,8 @@
 """Forms of packed weights and activations, see csrc/weights.h.
 
 Activations pass between operations as float32 rows, `[rows, width]`, or as strips, the packed layout that GEMMs read:
-bfloat16 pairs, int8 quads with a scale per row, or int8 quads with scales and sums of groups of inputs. All are numpy
-arrays owned by the caller.
+bfloat16 pairs, int8 quads with a scale per row, or int8 or int16 quads with scales and sums of groups of inputs. All
+are numpy arrays owned by the caller.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pypto_serving.kernels.abi import loaded
-from pypto_serving.kernels.constants import CODES_INPUTS, FP8_INPUTS, GATE_HALF, PANEL, SCALED
+from pypto_serving.kernels.constants import CODES_INPUTS, FP8_INPUTS, GATE_HALF, PANEL, SCALED, SUPER
 from pypto_serving.types.arrays import Float32Array, Int32Array, PairArray
 from pypto_serving.types.weights import CodesForm, Fp8Form, Table
 from pypto_serving.util import ceil_div
@@ -41,6 +41,8 @@ class Weights(enum.Enum):
     INT4 = enum.auto()
     E2M1 = enum.auto()
     FP8 = enum.auto()
+    IQ4 = enum.auto()
+    BYTES = enum.auto()
 
 
 class Inputs(enum.Enum):
@@ -49,42 +51,72 @@ class Inputs(enum.Enum):
     BF16 = enum.auto()
     INT8 = enum.auto()
     GROUPS = enum.auto()
+    WIDE_GROUPS = enum.auto()
+
+
+class Blocks(enum.Enum):
+    """Types of GGUF's blocks."""
+
+    Q4_0 = enum.auto()
+    Q4_1 = enum.auto()
+    Q5_0 = enum.auto()
+    Q5_1 = enum.auto()
+    Q8_0 = enum.auto()
+    Q2_K = enum.auto()
+    Q3_K = enum.auto()
+    Q4_K = enum.auto()
+    Q5_K = enum.auto()
+    Q6_K = enum.auto()
+    IQ4_NL = enum.auto()
+    IQ4_XS = enum.auto()
+    MXFP4 = enum.auto()
+    NVFP4 = enum.auto()
 
 
 class Scale(enum.Enum):
-    """Types of packed scales: one scale for each of 16 outputs, or one float32 shared by them."""
+    """Types of packed scales: one for each of 16 outputs, or one float32 shared by them; SPLIT is int8 times a half."""
 
     BF16 = enum.auto()
     F16 = enum.auto()
     F32 = enum.auto()
     E8M0 = enum.auto()
     SHARED = enum.auto()
+    SPLIT = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
 class PackedForm:
-    """The form of packed weights. In codes and FP8, `span` inputs share a scale and, with `zeros`, a zero point."""
+    """The form of packed weights. In codes, bytes and FP8, `span` inputs share a scale.
+
+    With `zeros` they also share a zero point, or with `minimums` a number that is subtracted.
+    """
 
     weights: Weights
     scale: Scale = Scale.F32
     span: int = 0
     zeros: bool = False
+    minimums: bool = False
 
     @property
     def name(self) -> str:
         """Return the unique name of the form."""
-        parts = (self.weights.name, self.scale.name, self.span, "zeros") if self.span else (self.weights.name,)
-        return "-".join(str(part) for part in parts[: None if self.zeros else 3]).lower()
+        parts = [self.weights.name, *((self.scale.name, str(self.span)) if self.span else ())]
+        return "-".join([*parts, *["zeros"] * self.zeros, *["minimums"] * self.minimums]).lower()
 
     @property
     def codes(self) -> bool:
-        """Return whether weights are 4-bit codes, which multiply group-quantized int8 or bfloat16 activations."""
-        return self.weights in (Weights.INT4, Weights.E2M1)
+        """Return whether weights are 4-bit codes or bytes, which multiply group-quantized activations."""
+        return self.weights in _OFFSETS
+
+    @property
+    def embeds(self) -> bool:
+        """Return whether tokens can be looked up in weights of this form."""
+        return self.weights is not Weights.FP8 and not self.zeros
 
     @property
     def offset(self) -> int:
-        """Return the number that the kernels' table adds to the values of codes; with zero points, 1."""
-        return 1 if self.zeros else {Weights.INT4: 8, Weights.E2M1: 12}.get(self.weights, 0)
+        """Return the number that the kernels' table adds to the values of codes; with zero points or minimums, 1."""
+        return 1 if self.zeros or self.minimums else _OFFSETS.get(self.weights, 0)
 
     @property
     def unit(self) -> float:
@@ -93,7 +125,8 @@ class PackedForm:
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of Form in csrc/weights.h."""
-        return {"weights": self.weights, "scale": self.scale, "span": self.span, "zeros": self.zeros}
+        kinds = {"weights": self.weights, "scale": self.scale}
+        return kinds | {"span": self.span, "zeros": self.zeros, "minimums": self.minimums}
 
     def words(self, n: int, k: int, count: int = 1) -> int:
         """Count the 32-bit words of `count` packed matrices [n, k]."""
@@ -112,22 +145,47 @@ class PackedForm:
         if not self.span:
             half = GATE_HALF * k * (1 if self == INT8 else 2)
         else:
-            each = _SCALE_BYTES[self.scale] + GATE_HALF * self.zeros
-            heads = math.lcm(4 * each, _LINE) // each
-            lines = k // (FP8_INPUTS if self.weights is Weights.FP8 else 2 * FP8_INPUTS)
-            half = ceil_div(ceil_div(k, self.span), heads) * heads * each + lines * _LINE
+            each = _SCALE_BYTES[self.scale] * (1 + self.minimums) + GATE_HALF * self.zeros
+            if self.scale is Scale.SPLIT:
+                heads = SUPER // self.span
+                head = ceil_div(heads * each + 2 * GATE_HALF * (1 + self.minimums), _LINE) * _LINE
+            else:
+                heads = math.lcm(4 * each, _LINE) // each
+                head = heads * each
+            lines = k // (FP8_INPUTS if self.weights in (Weights.FP8, Weights.BYTES) else 2 * FP8_INPUTS)
+            half = ceil_div(ceil_div(k, self.span), heads) * head + lines * _LINE
         return n // GATE_HALF * half + 4 * self.own_words * n
 
 
 BF16, INT8 = PackedForm(Weights.BF16), PackedForm(Weights.INT8)
 
 _LINE = 64
-"""Bytes per line of packed codes or FP8."""
-_SCALE_BYTES = {Scale.BF16: 32, Scale.F16: 32, Scale.F32: 64, Scale.E8M0: 16, Scale.SHARED: 4}
+"""Bytes per line of packed codes, bytes or FP8."""
+_OFFSETS = {Weights.INT4: 8, Weights.E2M1: 12, Weights.IQ4: 128, Weights.BYTES: 128}
+_SCALE_BYTES = {Scale.BF16: 32, Scale.F16: 32, Scale.F32: 64, Scale.E8M0: 16, Scale.SHARED: 4, Scale.SPLIT: 16}
 """Bytes of one group's scales in half a panel."""
 _SCALES = {"BF16": Scale.BF16, "F16": Scale.F16, "F32": Scale.F32, "F8_E8M0": Scale.E8M0}
 _WEIGHTS = {Table.INT4: Weights.INT4, Table.E2M1: Weights.E2M1}
 _LEAST_GROUP = {Table.INT4: 32, Table.E2M1: 16}
+
+
+BLOCK_FORMS = {
+    "Q4_0": PackedForm(Weights.INT4, Scale.F16, 32),
+    "Q4_1": PackedForm(Weights.INT4, Scale.F16, 32, minimums=True),
+    "Q5_0": PackedForm(Weights.BYTES, Scale.F16, 32),
+    "Q5_1": PackedForm(Weights.BYTES, Scale.F16, 32, minimums=True),
+    "Q8_0": PackedForm(Weights.BYTES, Scale.F16, 32),
+    "Q2_K": PackedForm(Weights.INT4, Scale.SPLIT, 16, minimums=True),
+    "Q3_K": PackedForm(Weights.INT4, Scale.SPLIT, 16),
+    "Q4_K": PackedForm(Weights.INT4, Scale.SPLIT, 32, minimums=True),
+    "Q5_K": PackedForm(Weights.BYTES, Scale.SPLIT, 32, minimums=True),
+    "Q6_K": PackedForm(Weights.BYTES, Scale.SPLIT, 16),
+    "IQ4_NL": PackedForm(Weights.IQ4, Scale.F16, 32),
+    "IQ4_XS": PackedForm(Weights.IQ4, Scale.SPLIT, 32),
+    "MXFP4": PackedForm(Weights.E2M1, Scale.E8M0, 32),
+    "NVFP4": PackedForm(Weights.E2M1, Scale.BF16, 16),
+}
+"""The forms in which GGUF's blocks are packed, without loss."""
 
 
 def packed_form(stored: CodesForm | Fp8Form, n: int, k: int) -> PackedForm:
@@ -225,7 +283,7 @@ class Int8Strips:
 
 @dataclass(frozen=True, slots=True)
 class GroupStrips:
-    """Int8 activations with a scale per SCALED inputs, for codes: strips of quads, scales and sums.
+    """Int8 activations with a scale per SCALED inputs, for codes: strips of quads, scales and sums; `wide`: int16.
 
     `words` are uint32 [rows * `row_words`]. `span` and `offset` come from the weights' form.
     """
@@ -233,11 +291,12 @@ class GroupStrips:
     words: PairArray
     span: int
     offset: int
+    wide: bool = False
 
     @staticmethod
-    def row_words(k: int, span: int) -> int:
+    def row_words(k: int, span: int, wide: bool = False) -> int:
         """Count the words of a row of k inputs."""
-        return k // 4 + ceil_div(k, SCALED) + ceil_div(k, span)
+        return (k // 2 if wide else k // 4) + ceil_div(k, SCALED) + ceil_div(k, span)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,14 +331,14 @@ Strips = PairArray | Int8Strips | GroupStrips
 def activations(x: Strips) -> dict[str, Any]:
     """Return the fields of Activations in csrc/ops.h."""
     if isinstance(x, GroupStrips):
-        return {"inputs": Inputs.GROUPS, "sum_span": x.span, "offset": x.offset}
+        return {"inputs": Inputs.WIDE_GROUPS if x.wide else Inputs.GROUPS, "sum_span": x.span, "offset": x.offset}
     return {"inputs": Inputs.INT8 if isinstance(x, Int8Strips) else Inputs.BF16, "sum_span": 0, "offset": 0}
 
 
 def row_words(x: Strips, k: int) -> int:
     """Count the words of a row of k inputs."""
     if isinstance(x, GroupStrips):
-        return GroupStrips.row_words(k, x.span)
+        return GroupStrips.row_words(k, x.span, x.wide)
     return k // 4 if isinstance(x, Int8Strips) else k // 2
 
 
@@ -287,19 +346,21 @@ def multiplies(form: PackedForm, x: Strips) -> bool:
     """Return whether there is a GEMM for these weights and activations."""
     if isinstance(x, GroupStrips):
         return form.codes and (form.span, form.offset) == (x.span, x.offset)
+    if form.weights in (Weights.IQ4, Weights.BYTES) or form.minimums:
+        return False
     return (form.weights is Weights.INT8) == isinstance(x, Int8Strips)
 
 
 def strips_for(form: PackedForm, pairs: PairArray, int8: Int8Strips, exact: bool = False) -> Strips:
     """Return activations that weights of `form` can multiply, in the memory of `pairs` or of `int8`.
 
-    With `exact`, codes also multiply bfloat16 activations.
+    With `exact`, codes multiply int16 activations.
     """
-    if form.codes and not exact:
-        return GroupStrips(int8.words, form.span, form.offset)
+    if form.codes:
+        return GroupStrips(int8.words, form.span, form.offset, exact)
     return int8 if form.weights is Weights.INT8 else pairs
 
 
-def most_int8_words(k: int) -> int:
-    """Count the words of a row of k inputs in the largest form of int8 strips."""
-    return GroupStrips.row_words(k, min(_LEAST_GROUP.values()))
+def most_int8_words(k: int, exact: bool = False) -> int:
+    """Count the words of a row of k inputs in the largest form of int8 strips, or with `exact` of int16 ones."""
+    return GroupStrips.row_words(k, min(_LEAST_GROUP.values()), exact)

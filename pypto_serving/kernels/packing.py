@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pypto_serving.kernels.abi import loaded
 from pypto_serving.kernels.constants import GATE_HALF
 from pypto_serving.kernels.engine import Engine
-from pypto_serving.kernels.forms import ElementType, Matrix, packed_form
+from pypto_serving.kernels.forms import BLOCK_FORMS, Blocks, ElementType, Matrix, packed_form
 from pypto_serving.types.arrays import Array, BFloat16Array, Float32Array, UInt8Array
 from pypto_serving.types.weights import Layout, StoredCodes, StoredFp8, StoredQuantized
 from pypto_serving.util import ceil_div
@@ -64,6 +64,20 @@ def pack_quantized(
     if refused[0]:
         wrong = "is not a number" if isinstance(stored, StoredFp8) else "is not in [-8, 7]"
         raise ValueError(f"a weight of output {mine.start + refused[0] - 1} {wrong}")
+
+
+def pack_blocks(
+    engine: Engine, room: Matrix, type: str, rows: UInt8Array, offset: int = 0, half: int | None = None
+) -> None:
+    """Pack rows of GGUF's blocks of `type`, uint8 [n, bytes of a row], as `pack_quantized` does."""
+    n = len(rows)
+    if room.form != BLOCK_FORMS[type]:
+        raise ValueError(f"rows of {type} do not go among weights of form {room.form}")
+    _check_places(room, n, offset, half)
+    room.fill_scales(np.full(n, room.form.unit, np.float32), offset, half)
+    places = {"offset": offset if half is None else half * GATE_HALF, "half": half is not None}
+    sizes = {"source": np.ascontiguousarray(rows), "type": Blocks[type], "n": n, "k": room.k}
+    engine._lib.pack_blocks(engine._handle, out=room.words, **room.form.fields(), **sizes, **places)
 
 
 def _check_places(room: Matrix, n: int, offset: int, half: int | None) -> None:

@@ -15,7 +15,6 @@ from pypto_serving.kernels.constants import PANEL
 from pypto_serving.kernels.engine import Engine
 from pypto_serving.kernels.forms import (
     BF16,
-    INT8,
     GroupStrips,
     Int8Strips,
     Matrix,
@@ -78,14 +77,14 @@ class Recording:
         """Look up token embeddings: x [tokens, width] = rows of `table` [count, width].
 
         The table has the tokens from `first` on; rows of other tokens are not written. x may be [tokens, copies,
-        width]; each row is then written `copies` times. A packed table, such as a tied output layer, must be bfloat16
-        or int8, else ValueError is raised.
+        width]; each row is then written `copies` times. A table may be packed, as a tied output layer is; ValueError
+        is raised for forms that cannot be looked up.
         """
-        sources: dict[str, Any] = {"table": table, "packed": None, "scales": None}
+        sources: dict[str, Any] = {"table": table, "packed": None, "scales": None} | BF16.fields()
         if isinstance(table, Matrix):
-            if table.form not in (BF16, INT8):
-                raise ValueError(f"embeddings must be bfloat16 or int8, not {table.form}")
-            sources = {"table": None, "packed": table.words, "scales": table.scales}
+            if not table.form.embeds:
+                raise ValueError(f"embeddings cannot be {table.form}")
+            sources = {"table": None, "packed": table.words, "scales": table.scales} | table.form.fields()
         count = table.n if isinstance(table, Matrix) else len(table)
         sizes = {"first": first, "count": count, "width": x.shape[-1], "copies": math.prod(x.shape[1:-1])}
         self._add("embed", **sources, **sizes, x=x)

@@ -20,13 +20,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.errors import ModelError
+from pypto_serving.kernels.forms import BLOCK_FORMS
 from pypto_serving.model.fields import read_json_file
 from pypto_serving.model.folder import what_it_is
+from pypto_serving.model.gguf.blocks import TYPES
 from pypto_serving.model.stored_names import EXPERTS, own_names
 from pypto_serving.util import brief, ceil_div, parse_json
 
 FLOATS = ("F32", "BF16", "F16")
 """Stored dtypes of weights that are not quantized."""
+BLOCKS = {type.name: type for type in TYPES.values() if type.name in BLOCK_FORMS}
+"""GGUF's types that are kept as they are, by the names that safetensors files of ours give them."""
 INT8, INT64 = "I8", "I64"
 """Stored dtypes of quantized weights, and of tables of ids."""
 ITEM_BYTES = {
@@ -81,11 +85,17 @@ class Expected:
     """A tensor that a model needs: its shape, and the dtypes that it may have.
 
     `usual`: its dtype if no file gives it; "" for the checkpoint's own, or for the only allowed one.
+    `blocks`: rows of GGUF's blocks are allowed, too.
     """
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = FLOATS
     usual: str = ""
+    blocks: bool = False
+
+    def allows(self, dtype: str) -> bool:
+        """Return whether a tensor may have this dtype."""
+        return dtype in self.dtypes or (self.blocks and dtype in BLOCKS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +136,7 @@ class Checkpoint:
             if not same_shape(stored.shape, wanted.shape):
                 shapes = f"has shape {list(stored.shape)}, but config.json makes it {list(wanted.shape)}"
                 raise ModelError(f"{stored.file}: tensor {name} {shapes}")
-            if stored.dtype not in wanted.dtypes:
+            if not wanted.allows(stored.dtype):
                 supported = ", ".join(wanted.dtypes)
                 raise ModelError(f"{stored.file}: tensor {name} has dtype {stored.dtype}; supported: {supported}")
         extra = sorted(name for name in self.tensors if name not in expected)
@@ -298,6 +308,13 @@ def _is_shape(sizes: list[object]) -> bool:
     return len(sizes) <= _MAX_DIMS and all(isinstance(size, int) and 0 <= size <= _MAX_SIZE for size in sizes)
 
 
+def _bytes_of(dtype: str, shape: list[int]) -> int | None:
+    """Count the bytes of a tensor, None for a dtype that is not known; -1 for blocks that do not fill its rows."""
+    if block := BLOCKS.get(dtype):
+        return -1 if not shape or shape[-1] % block.weights else math.prod(shape) // block.weights * block.bytes
+    return math.prod(shape) * ITEM_BYTES[dtype] if dtype in ITEM_BYTES else None
+
+
 def _stored(file: Path, name: str, entry: dict[str, object], data_start: int, size: int) -> StoredTensor:
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if (
@@ -306,8 +323,8 @@ def _stored(file: Path, name: str, entry: dict[str, object], data_start: int, si
             if data_start + end > size:
                 ends = brief(data_start + end)
                 raise ModelError(f"{file} is truncated: tensor {name} ends at {ends}, the file at {size}")
-            item_bytes = ITEM_BYTES.get(dtype)
-            if item_bytes is not None and end - begin != math.prod(shape) * item_bytes:
+            wanted = _bytes_of(dtype, shape)
+            if wanted is not None and end - begin != wanted:
                 raise ModelError(f"{file}: tensor {name} of shape {shape} in {dtype} has {end - begin} bytes")
             return StoredTensor(name, file, dtype, tuple(shape), data_start + begin, data_start + end)
     raise ModelError(f"{file}: the header entry of tensor {name} is damaged")
@@ -376,12 +393,18 @@ class StoredTensors:
         return self._maps[tensor.file]
 
     def view(self, tensor: StoredTensor) -> NDArray[Any]:
-        """View a tensor in its file's map; bfloat16 and 8-bit floats as unsigned integers."""
+        """View a tensor in its file's map; bfloat16 and 8-bit floats as unsigned integers, blocks as bytes of rows."""
+        if tensor.dtype in BLOCKS:
+            stored = np.frombuffer(self.map(tensor), np.uint8, tensor.num_bytes, tensor.begin)
+            return stored.reshape(*tensor.shape[:-1], -1)
         stored = np.frombuffer(self.map(tensor), _NUMPY[tensor.dtype], math.prod(tensor.shape), tensor.begin)
         return stored.reshape(tensor.shape)
 
     def read(self, tensor: StoredTensor, begin: int, end: int) -> NDArray[np.float32]:
-        """Copy elements [begin, end) of a flat `tensor` in float32."""
+        """Copy elements [begin, end) of a flat `tensor` in float32; of blocks, whole ones."""
+        if block := BLOCKS.get(tensor.dtype):
+            first, last = (at // block.weights * block.bytes for at in (begin, end))
+            return block.dequantize(self.view(tensor).reshape(1, -1)[:, first:last]).reshape(-1)
         dtype = _NUMPY[tensor.dtype]
         offset = tensor.begin + begin * dtype.itemsize
         stored = np.frombuffer(self.map(tensor), dtype, end - begin, offset)

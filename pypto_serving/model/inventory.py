@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any, ClassVar, Literal
 
 from pypto_serving.kernels.constants import PANEL
-from pypto_serving.model.checkpoint import INT64, ITEM_BYTES, Expected, StoredTensor
+from pypto_serving.model.checkpoint import BLOCKS, INT64, ITEM_BYTES, Expected, StoredTensor
 from pypto_serving.model.formats.schemes import PLAIN, Scheme, held, packed_bytes
 from pypto_serving.model.stored_names import OTHER_PARTS
 from pypto_serving.parallel.topology import ModelParts, Split, SplitWeights, TokenBytes, merged
@@ -113,6 +113,12 @@ class Inventory:
         """Return the scheme of the tensor `name`."""
         return self.schemes.get(module_of(name), PLAIN)
 
+    @property
+    def blocks(self) -> dict[str, str]:
+        """Return the type of each tensor that the files have in GGUF's blocks."""
+        stored = {name: self._headers[name].dtype for name in self.model if name in self._headers}
+        return {name: dtype for name, dtype in stored.items() if dtype in BLOCKS}
+
     def sizes(self) -> dict[str, Shape]:
         """Return [n, k] of every matrix of the model by module."""
         return {module_of(name): tensor.shape for name, tensor in self.model.items() if tensor.role in MATRICES}
@@ -126,7 +132,8 @@ class Inventory:
             elif tensor.role == "ids":
                 tensors[name] = Expected(tensor.shape, (INT64,))
             else:
-                tensors[name] = Expected(tensor.shape, usual="F32" if tensor.role == "float" else "")
+                usual = "F32" if tensor.role == "float" else ""
+                tensors[name] = Expected(tensor.shape, usual=usual, blocks=name == self.embedding)
         return tensors
 
     def tensors(self) -> dict[str, Shape]:
@@ -164,10 +171,10 @@ class Inventory:
         `head`: scheme of the output layer, if it is not kept as stored. An embedding that is only looked up is a table;
         routers, vectors and other tensors used in float32 are float32.
         """
-        sizes = {}
+        sizes, blocks = {}, self.blocks
         for name, tensor in self.model.items():
             module = module_of(name)
-            if name == self.embedding and not self._tied:
+            if name == self.embedding and not self._tied and name not in blocks:
                 sizes[name] = item_bytes * tensor.count
             elif tensor.role in ("float", "ids", "router") or len(tensor.shape) == 1:
                 sizes[name] = 4 * tensor.count
@@ -175,7 +182,7 @@ class Inventory:
                 scheme = head if head and module == self._head else self.scheme(name)
                 n, k = tensor.shape
                 size = packed_bytes(scheme, self._headers, module, n, k, self._unit(name))
-                sizes[name] = size * item_bytes // 2 if scheme == PLAIN else size
+                sizes[name] = size * item_bytes // 2 if scheme == PLAIN and name not in blocks else size
         return sizes
 
     def torch_bytes(self, item_bytes: int) -> dict[str, int]:
@@ -251,10 +258,11 @@ def describe_model(
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
         num_parameters=inventory.num_parameters(),
-        weight_bytes=sum((packed if own["quantization"] else in_torch).values()),
+        weight_bytes=sum((packed if own["quantization"] or inventory.blocks else in_torch).values()),
         packed_bytes=sum(packed.values()),
         token_bytes=int(sum(inventory.token_share(name) * size for name, size in packed.items())),
         parts=parts(packed),
         torch_parts=parts(in_torch),
+        blocks=" + ".join(sorted({*inventory.blocks.values()})),
         **own,
     )

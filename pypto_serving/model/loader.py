@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pypto_serving.model.checkpoint import Progress, StoredTensors
+from pypto_serving.model.checkpoint import BLOCKS, Progress, StoredTensors
 
 _STORED = {
     "F32": torch.float32,
@@ -81,6 +81,8 @@ class TorchWeights:
 
     def _view(self, name: str) -> Tensor:
         tensor = self._tensors[name]
+        if tensor.dtype in BLOCKS:
+            return torch.from_numpy(self._tensors.read(tensor, 0, math.prod(tensor.shape))).view(tensor.shape)
         dtype = _STORED[tensor.dtype]
         count = (tensor.end - tensor.begin) // dtype.itemsize
         data = self._tensors.map(tensor)

@@ -15,18 +15,28 @@ from numpy.typing import NDArray
 from pypto_serving.errors import ModelError
 from pypto_serving.kernels import (
     BF16,
+    BLOCK_FORMS,
     GATE_HALF,
     INT8,
     ElementType,
     Engine,
     Matrix,
     PackedForm,
+    pack_blocks,
     pack_quantized,
     pack_rounded,
     packed_form,
     zeros,
 )
-from pypto_serving.model.checkpoint import Expected, Progress, StoredTensor, StoredTensors, bfloat16, require_ids
+from pypto_serving.model.checkpoint import (
+    BLOCKS,
+    Expected,
+    Progress,
+    StoredTensor,
+    StoredTensors,
+    bfloat16,
+    require_ids,
+)
 from pypto_serving.model.formats.schemes import PLAIN, Coded, Int8, Plain, Scheme
 from pypto_serving.model.formats.values import MatrixTensors
 from pypto_serving.model.inventory import Shape
@@ -110,11 +120,25 @@ class CodedPart(MatrixPart):
             raise ModelError(f"{self.tensors[0].file}: {self.module}: {error}") from None
 
 
+class BlocksPart(MatrixPart):
+    """GGUF's blocks."""
+
+    def __init__(self, stored: StoredTensors, module: str, outputs: range | None) -> None:
+        tensor = stored[f"{module}.weight"]
+        super().__init__(stored, module, tensor.shape, outputs, [tensor], BLOCK_FORMS[tensor.dtype])
+
+    def pack(self, engine: Engine, room: Matrix, offset: int, half: int | None) -> None:
+        rows = self.stored.view(self.tensors[0])[self.outputs.start : self.outputs.stop]
+        pack_blocks(engine, room, self.tensors[0].dtype, rows, offset, half)
+
+
 def part_of(
     stored: StoredTensors, module: str, scheme: Scheme, shape: Sequence[int], outputs: range | None = None
 ) -> MatrixPart:
     """Return `outputs`, by default all, of a module's matrix [n, k], stored in `scheme`."""
     match scheme:
+        case Plain() if stored[f"{module}.weight"].dtype in BLOCKS:
+            return BlocksPart(stored, module, outputs)
         case Plain():
             return FloatPart(stored, module, outputs)
         case Int8():
@@ -190,6 +214,11 @@ class PackedWeights:
         self._tensors.forget(tensor)
         return ids
 
+    def embeds(self, module: str) -> bool:
+        """Return whether tokens are looked up in the packed matrix of a module; else there is a table."""
+        form = BLOCK_FORMS.get(self.headers[f"{module}.weight"].dtype)
+        return form is not None and form.embeds
+
     def table(self, name: str, rows: range | None = None) -> NDArray[np.uint16]:
         """Read `rows` of a tensor, by default all, as bfloat16, row-major."""
         tensor = self._tensors[name]
@@ -225,8 +254,10 @@ class PackedWeights:
 
     def rounded(self, name: str, outputs: range | None = None) -> list[Matrix]:
         """Pack the named matrix of floats in int8, with a scale per output. Raises ModelError for others."""
-        if (scheme := self._schemes.get(name, PLAIN)) != PLAIN:
-            raise ModelError(f"{name} is stored as {scheme.name}, and is not rounded to int8; drop the option head")
+        dtype = self.headers[f"{name}.weight"].dtype
+        if (scheme := self._schemes.get(name, PLAIN)) != PLAIN or dtype in BLOCKS:
+            stored = scheme.name or dtype
+            raise ModelError(f"{name} is stored as {stored}, and is not rounded to int8; drop the option head")
         part = FloatPart(self._tensors, name, outputs, rounded=True)
         if not part.outputs:
             return []

@@ -38,8 +38,8 @@ Gated = Sequence[Matrix]
 class Int8Room:
     """Owns the memory of int8 activations, `rows` of at most k inputs. `holds`: its present content while recording."""
 
-    def __init__(self, rows: int, k: int) -> None:
-        self.strips = Int8Strips(zeros(np.uint32, rows * most_int8_words(k)), zeros(np.float32, rows))
+    def __init__(self, rows: int, k: int, exact: bool) -> None:
+        self.strips = Int8Strips(zeros(np.uint32, rows * most_int8_words(k, exact)), zeros(np.float32, rows))
         self.holds: object = None
 
 
@@ -80,14 +80,14 @@ class Products:
     """Records products and the operations that write their inputs. Owns the memory of int8 activations and gates.
 
     A step has `rows` rows of at most `widest` inputs, and with experts `entries` rows of at most `expert_widest`.
-    With `exact`, 4-bit codes multiply bfloat16 activations.
+    With `exact`, codes multiply int16 activations, not int8 ones.
     """
 
     def __init__(
         self, step: Recording, exact: bool, rows: int, widest: int, entries: int = 0, expert_widest: int = 0
     ) -> None:
         self._step, self._exact = step, exact
-        self._room, self._expert_room = Int8Room(rows, widest), Int8Room(entries, expert_widest)
+        self._room, self._expert_room = Int8Room(rows, widest, exact), Int8Room(entries, expert_widest, exact)
         self._gates: dict[tuple[int, int], Float32Array] = {}
 
     def normed(

@@ -55,7 +55,7 @@ class LLMOptions(TypedDict, total=False):
     kv_events_replay: str | None
     backend: Literal["cpu", "npu", "cuda", "null"] | None
     npu_platform: Literal["a2a3", "a5", "a5sim", "a2a3sim"] | None
-    kernels: Literal["auto", "avx512_bf16", "avx512", "avx2", "portable", "torch"] | None
+    kernels: Literal["auto", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable", "torch"] | None
     packed_cache: bool | None
     num_threads: int | None
     data_parallel_size: int | None

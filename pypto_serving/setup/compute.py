@@ -100,7 +100,7 @@ def choose_threads(settings: Settings, model: ModelSpec, host: HostFacts) -> int
 
 
 _OBSTACLES = {
-    "activations": "only 4-bit weights leave a choice",
+    "activations": "only 4-bit weights and GGUF leave a choice",
     "head": "this model has no output layer of bf16 that can be rounded",
     "kv_dtype": "the KV cache of this model has a form of its own",
 }
@@ -117,8 +117,9 @@ def choose_precision(settings: Settings, model: ModelSpec, kernels: str) -> dict
     Raises ConfigError for a value that the model, or torch if chosen, does not support.
     """
     _choose_kv_dtype(settings, model, kernels)
+    activations, reason = ("bf16", "default for GGUF") if model.blocks else ("int8", "default for 4-bit weights")
     return {
-        "activations": _choose(settings, model, kernels, "activations", "int8", "default for 4-bit weights"),
+        "activations": _choose(settings, model, kernels, "activations", activations, reason),
         "head": _choose(settings, model, kernels, "head", "auto", "default: as it is stored"),
     }
 

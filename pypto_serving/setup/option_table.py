@@ -81,9 +81,10 @@ _MODEL = (
     Option(
         "activations",
         ChoiceRule(("auto", *get_args(Activations))),
-        "What 4-bit weights are multiplied by: int8, with a scale per 128 inputs, or bf16, slower and closer.",
+        "What 4-bit weights and GGUF's blocks are multiplied by: int8, with a scale per 128 inputs, or bf16 (as 16-bit "
+        "integers), slower and closer.",
         "FORM",
-        decided="int8",
+        decided="int8; bf16 for GGUF",
     ),
     Option(
         "head",

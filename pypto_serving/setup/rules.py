@@ -16,7 +16,7 @@ from pypto_serving.types.model import SERVING_DTYPES
 from pypto_serving.types.tier import POOL_PARAMETERS, parse_pool_url
 from pypto_serving.util import format_size, parse_size, whole
 
-KERNELS = ("auto", "avx512_bf16", "avx512", "avx2", "portable", "torch")
+KERNELS = ("auto", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable", "torch")
 TOOL_CALL_PARSERS = (
     "auto",
     "none",

@@ -88,6 +88,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     no_card: why the kernels for NVIDIA cards cannot serve the model; "" if they can.
     needs_torch_option: the option responsible for that, such as `dtype`; "" if it depends only on the model.
     quantization: the quantization of the weights, or ""; only the kernels support quantized weights.
+    blocks: the types of GGUF's blocks among the weights, or "".
     choices: options that the weights allow, such as `activations`.
     own_blocks: the KV groups have their own block sizes, so the user cannot choose one.
     eos_token_ids: end-of-sequence ids of config.json, which generation_config.json may replace.
@@ -111,6 +112,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     needs_torch_option: str = ""
     no_card: str = "it has no program for NVIDIA cards"
     quantization: str = ""
+    blocks: str = ""
     choices: tuple[str, ...] = ()
     own_blocks: bool = False
     eos_token_ids: tuple[int, ...] = ()

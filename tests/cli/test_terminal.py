@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 COMPLETED = [
     ("pypto-serving se", ["serve"]),
-    ("pypto-serving serve --kernels av", ["avx512_bf16", "avx512", "avx2"]),
+    ("pypto-serving serve --kernels av", ["avx512_bf16", "avx512_vnni", "avx512", "avx2"]),
     ("pypto-serving check --log-level d", ["debug"]),
     ("pypto-serving serve --kv-store t", ["through"]),
     ("pypto-serving chat --backend nu", ["null"]),

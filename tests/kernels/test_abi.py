@@ -14,7 +14,7 @@ from pypto_serving.errors import ConfigError
 from pypto_serving.kernels import ElementType, Engine, Extent, KVCacheLayer, Recording, Scoring, StepRows, runnable
 from pypto_serving.kernels.abi import Arguments, Handle, KernelLibrary, library
 from pypto_serving.kernels.constants import differing
-from pypto_serving.kernels.forms import Inputs, Scale, Weights
+from pypto_serving.kernels.forms import Blocks, Inputs, Scale, Weights
 from pypto_serving.kernels.operands import Epilogue
 from pypto_serving.types.weights import Layout
 from tests.kernels.layouts import Array
@@ -24,7 +24,18 @@ from tests.needs import needs_kernels
 pytestmark = needs_kernels
 
 ELEMENTS = ("u1", "u2", "u4", "u8", "i4", "i8", "f2", "f4", "f8")
-_ENUMS: tuple[type[enum.Enum], ...] = (StepRows, Epilogue, Extent, Scoring, ElementType, Weights, Inputs, Scale, Layout)
+_ENUMS: tuple[type[enum.Enum], ...] = (
+    StepRows,
+    Epilogue,
+    Extent,
+    Scoring,
+    ElementType,
+    Weights,
+    Inputs,
+    Scale,
+    Layout,
+    Blocks,
+)
 ENUMS = {kind.__name__: kind for kind in _ENUMS}
 
 

@@ -36,7 +36,7 @@ def test_every_flag_says_its_default() -> None:
         ("max_num_seqs", "(default: 256)"),
         ("block_size", "(default: 32; with --kv-remote as many as make 256 KiB)"),
         ("backend", "cpu, npu, cuda or null (no model, for tests). (default: cpu)"),
-        ("kernels", "avx512_bf16, avx512, avx2 or portable; or torch, without kernels."),
+        ("kernels", "avx512_bf16, avx512_vnni, avx512, avx2 or portable; or torch, without kernels."),
     ],
 )
 def test_help_texts(name: str, text: str) -> None:

@@ -10,6 +10,12 @@ from tests.setup.small import WITH_KERNELS, make_model, make_resolved, setting
 CODES = make_model(choices=("activations",), quantization="int4 g32", needs_torch="")
 
 
+def test_activations_of_gguf_are_exact_unless_asked_for_in_int8() -> None:
+    model = make_model(choices=("activations",), blocks="Q4_K + Q6_K", needs_torch="")
+    for given, value in ((None, "bf16"), ("auto", "bf16"), ("int8", "int8")):
+        assert make_resolved(model, WITH_KERNELS, activations=given).engine.model.activations == value
+
+
 def test_activations_of_codes_are_int8_unless_asked_for_in_bf16() -> None:
     for given, value, reason in (
         (None, "int8", "default for 4-bit weights"),
@@ -23,9 +29,10 @@ def test_activations_of_codes_are_int8_unless_asked_for_in_bf16() -> None:
 
 
 def test_what_the_model_does_not_leave_open_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^--activations is bf16, but only 4-bit weights leave a choice; drop it$"):
+    with pytest.raises(ConfigError, match=r"^--activations is bf16, but only 4-bit weights and GGUF leave a choice; "):
         make_resolved(activations="bf16")
-    assert setting(make_resolved(activations="auto"), "activations") == ("auto", "only 4-bit weights leave a choice")
+    reason = "only 4-bit weights and GGUF leave a choice"
+    assert setting(make_resolved(activations="auto"), "activations") == ("auto", reason)
 
 
 def test_an_output_layer_is_rounded_only_by_the_kernels() -> None:

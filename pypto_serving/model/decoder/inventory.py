@@ -77,7 +77,7 @@ class DecoderInventory(Inventory):
         """Return the numbers of inputs that matrices of 4-bit codes have."""
         sizes = self.sizes()
         coded = (module for module, scheme in self.schemes.items() if not isinstance(scheme, Plain | Int8 | Fp8))
-        return {sizes[module][1] for module in coded}
+        return {sizes[module][1] for module in coded} | {self.model[name].shape[1] for name in self.blocks}
 
     def joined(self) -> Iterator[tuple[str, ...]]:
         """Yield modules of dense layers whose matrices have the same inputs, and may become one."""

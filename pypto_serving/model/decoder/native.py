@@ -111,9 +111,11 @@ class NativeDecoder:
 
     def _record_embedding(self, head: list[Matrix], mine: range) -> None:
         """Record x = embeddings; each rank has the embeddings of its tokens."""
-        x = self._buffers.x
+        x, module = self._buffers.x, "model.embed_tokens"
         if mine and not self.model.tied_embeddings:
-            self.step.embed(self._weights.table("model.embed_tokens.weight", mine), x, mine.start)
+            packed = self._weights.embeds(module)
+            table = self._matrix(module, mine)[0] if packed else self._weights.table(f"{module}.weight", mine)
+            self.step.embed(table, x, mine.start)
         elif head:
             self.step.embed(head[0], x, mine.start)
         self._peers.barrier(self.step, x)

@@ -66,7 +66,8 @@ def _choices(inventory: DecoderInventory) -> tuple[str, ...]:
     config, choices = inventory.config, ["kv_dtype"]
     if inventory.inputs_of_codes():
         choices.append("activations")
-    if inventory.schemes.get(config.head, PLAIN) == PLAIN and config.hidden_size % 4 == 0:
+    plain = inventory.schemes.get(config.head, PLAIN) == PLAIN and f"{config.head}.weight" not in inventory.blocks
+    if plain and config.hidden_size % 4 == 0:
         choices.append("head")
     return tuple(choices)
 

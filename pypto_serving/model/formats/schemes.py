@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from pypto_serving.errors import ModelError
-from pypto_serving.kernels import BF16, PANEL, planned_form
+from pypto_serving.kernels import BF16, BLOCK_FORMS, PANEL, planned_form
 from pypto_serving.kernels import INT8 as INT8_FORM
 from pypto_serving.kernels.constants import FP8_INPUTS
 from pypto_serving.model.checkpoint import FLOATS, INT8, Expected, StoredTensor
@@ -57,17 +57,18 @@ class Coded(Scheme, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """bfloat16, float16 or float32, which kernels read in bfloat16."""
+    """bfloat16, float16 or float32, which kernels read in bfloat16; or GGUF's blocks."""
 
     name: str = ""
     extras: tuple[str, ...] = ()
-    scale: str = ""
+    scale: str = "weight"
+    """The tensor whose dtype decides how a matrix is packed."""
 
     def expected(self, module: str, n: int, k: int) -> dict[str, Expected]:
-        return {f"{module}.weight": Expected((n, k))}
+        return {f"{module}.weight": Expected((n, k), blocks=True)}
 
     def packed_bytes(self, n: int, k: int, scales: str = "") -> int:
-        return BF16.planned_bytes(n, k)
+        return BLOCK_FORMS.get(scales, BF16).planned_bytes(n, k)
 
 
 PLAIN = Plain()
@@ -84,7 +85,7 @@ def held(schemes: Sequence[Scheme], headers: Mapping[str, StoredTensor], module:
             expected = scheme.expected(module, n, k).items()
         except ModelError:
             return False
-        return all(name in headers and headers[name].dtype in wanted.dtypes for name, wanted in expected)
+        return all(name in headers and wanted.allows(headers[name].dtype) for name, wanted in expected)
 
     return next(filter(holds, schemes), schemes[0])
 

@@ -4,6 +4,7 @@ fp8: F8_E4M3 weights with a scale per block, as Qwen releases them. The tensor `
     name, in bfloat16, float16, float32 or e8m0.
 modelopt: NVFP4 weights, https://github.com/NVIDIA/TensorRT-Model-Optimizer. What the KV cache is rounded to is left to
     options.
+gguf: files that `model/gguf` unpacked: each matrix is plain, or in blocks of the type that its file says.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ _METHODS: dict[str, Callable[[Fields], Quantization]] = {
     "awq": gptq_awq.read_awq,
     "auto-round": gptq_awq.read_auto_round,
     "modelopt": read_modelopt,
+    "gguf": lambda _: Quantization(()),
 }
 
 MODELOPT_FILE, GPTQ_FILE = SECTION_FILES = ("hf_quant_config.json", "quantize_config.json")

@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 
 from pypto_serving.errors import ModelError
 from pypto_serving.model.fields import MOST_LAYERS, Fields
+from pypto_serving.model.gguf.blocks import BlockType
 from pypto_serving.model.gguf.container import Gguf, GgufTensor
 from pypto_serving.model.rope import Rope
 from pypto_serving.util import brief
 
-Rows = Callable[[int, int], NDArray[np.float32]]
-"""Reads rows [first, last) of a tensor, float32."""
+Rows = Callable[[int, int], NDArray[np.uint8]]
+"""Reads rows [first, last) of a tensor as stored."""
 
 _ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
@@ -115,14 +116,14 @@ class GgufModel:
             config |= {"norm_topk_prob": True, "mlp_only_layers": dense}
         return config
 
-    def tensors(self) -> Iterator[tuple[str, tuple[int, ...], Rows]]:
-        """Yield name and shape of every tensor of the checkpoint, and a function that reads its rows."""
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...], BlockType, Rows]]:
+        """Yield name, shape and type of every tensor of the checkpoint, and a function that reads its rows."""
         for name, tensor in self._gguf.tensors.items():
             if name == _FREQUENCIES:
                 continue
             found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
             if found is None:
-                yield self._outer_name(name), tensor.shape, tensor.rows
+                yield self._outer_name(name), tensor.shape, tensor.type, tensor.blocks
             elif found[2] in _EXPERTS:
                 yield from self._of_experts(tensor, found[1], _EXPERTS[found[2]])
             else:
@@ -135,21 +136,23 @@ class GgufModel:
             raise ModelError(f"{self._gguf.path}: tensor {name} is not part of a {self.name} model")
         return f"{names[module]}.weight"
 
-    def _in_layer(self, name: str, tensor: GgufTensor, layer: str, module: str, end: str) -> tuple[str, Any, Rows]:
+    def _in_layer(
+        self, name: str, tensor: GgufTensor, layer: str, module: str, end: str
+    ) -> tuple[str, Any, BlockType, Rows]:
         if module not in _LAYER:
             raise ModelError(f"{self._gguf.path}: tensor {name} is not part of a {self.name} model")
         target = _LAYER[module]
         if target == "mlp.gate" and self._architecture == _MIXTRAL[0]:
             target = "block_sparse_moe.gate"
-        rows: Rows = tensor.rows
+        rows: Rows = tensor.blocks
         if self.name in _INTERLEAVED and module in ("attn_q", "attn_k"):
             heads = self.heads if module == "attn_q" else self.kv_heads
             if tensor.shape[0] != heads * self.head_dim:
                 raise ModelError(f"{self._gguf.path}: tensor {name} has not {heads} heads of {self.head_dim} rows")
             rows = _halves_first(tensor, heads, end == "bias")
-        return f"model.layers.{layer}.{target}.{end}", tensor.shape, rows
+        return f"model.layers.{layer}.{target}.{end}", tensor.shape, tensor.type, rows
 
-    def _of_experts(self, tensor: GgufTensor, layer: str, part: str) -> Iterator[tuple[str, tuple[int, ...], Rows]]:
+    def _of_experts(self, tensor: GgufTensor, layer: str, part: str) -> Iterator[tuple[str, Any, BlockType, Rows]]:
         count, n, k = tensor.shape if len(tensor.shape) == 3 else (0, 0, 0)
         if count != self._experts:
             raise ModelError(f"{self._gguf.path}: tensor {tensor.name} is not of {self._experts} experts")
@@ -157,10 +160,10 @@ class GgufModel:
         folder, part = ("block_sparse_moe", _MIXTRAL_PARTS[part]) if mixtral else ("mlp", part)
         for expert in range(count):
 
-            def rows(first: int, last: int, start: int = expert * n) -> NDArray[np.float32]:
-                return tensor.rows(start + first, start + last)
+            def rows(first: int, last: int, start: int = expert * n) -> NDArray[np.uint8]:
+                return tensor.blocks(start + first, start + last)
 
-            yield f"model.layers.{layer}.{folder}.experts.{expert}.{part}.weight", (n, k), rows
+            yield f"model.layers.{layer}.{folder}.experts.{expert}.{part}.weight", (n, k), tensor.type, rows
 
     def _rope_scaling(self, config: dict[str, Any]) -> dict[str, Any] | None:
         """Return `rope_scaling` of config.json; the divisors of Llama 3's frequencies must be those of its formula."""
@@ -207,11 +210,11 @@ def _halves_first(tensor: GgufTensor, heads: int, bias: bool) -> Rows:
     """
     order = np.arange(tensor.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
     if bias:
-        return lambda first, last: tensor.rows(first, last)[:, order]
+        return lambda _, last: tensor.blocks(0, last).reshape(1, len(order), -1)[:, order].reshape(1, -1)
 
-    def rows(first: int, last: int) -> NDArray[np.float32]:
+    def rows(first: int, last: int) -> NDArray[np.uint8]:
         wanted = order[first:last]
         low = int(wanted.min())
-        return tensor.rows(low, int(wanted.max()) + 1)[wanted - low]
+        return tensor.blocks(low, int(wanted.max()) + 1)[wanted - low]
 
     return rows

@@ -28,6 +28,8 @@ class BlockType:
     weights: int
     bytes: int
     decode: Callable[[Bytes], Floats]
+    halves: tuple[int, ...] = ()
+    """Where a block has its half-precision scales."""
 
     def dequantize(self, rows: Bytes) -> Floats:
         """Decode rows, uint8 [n, bytes of a row], to float32 [n, k]."""
@@ -165,20 +167,29 @@ def _nvfp4(b: Bytes) -> Floats:
 TYPES = {
     0: BlockType("F32", 1, 4, _floats("<f4")),
     1: BlockType("F16", 1, 2, _floats("<f2")),
-    2: BlockType("Q4_0", 32, 18, _q4_0),
-    3: BlockType("Q4_1", 32, 20, _q4_1),
-    6: BlockType("Q5_0", 32, 22, _q5_0),
-    7: BlockType("Q5_1", 32, 24, _q5_1),
-    8: BlockType("Q8_0", 32, 34, _q8_0),
-    10: BlockType("Q2_K", 256, 84, _q2_k),
-    11: BlockType("Q3_K", 256, 110, _q3_k),
-    12: BlockType("Q4_K", 256, 144, _q4_k),
-    13: BlockType("Q5_K", 256, 176, _q5_k),
-    14: BlockType("Q6_K", 256, 210, _q6_k),
-    20: BlockType("IQ4_NL", 32, 18, _iq4_nl),
-    23: BlockType("IQ4_XS", 256, 136, _iq4_xs),
+    2: BlockType("Q4_0", 32, 18, _q4_0, (0,)),
+    3: BlockType("Q4_1", 32, 20, _q4_1, (0, 2)),
+    6: BlockType("Q5_0", 32, 22, _q5_0, (0,)),
+    7: BlockType("Q5_1", 32, 24, _q5_1, (0, 2)),
+    8: BlockType("Q8_0", 32, 34, _q8_0, (0,)),
+    10: BlockType("Q2_K", 256, 84, _q2_k, (80, 82)),
+    11: BlockType("Q3_K", 256, 110, _q3_k, (108,)),
+    12: BlockType("Q4_K", 256, 144, _q4_k, (0, 2)),
+    13: BlockType("Q5_K", 256, 176, _q5_k, (0, 2)),
+    14: BlockType("Q6_K", 256, 210, _q6_k, (208,)),
+    20: BlockType("IQ4_NL", 32, 18, _iq4_nl, (0,)),
+    23: BlockType("IQ4_XS", 256, 136, _iq4_xs, (0,)),
     30: BlockType("BF16", 1, 2, _bf16),
     39: BlockType("MXFP4", 32, 17, _mxfp4),
     40: BlockType("NVFP4", 64, 36, _nvfp4),
 }
 """The types that can be read, by ggml's numbers."""
+_INFINITE_HALF, _LARGEST_E8M0 = 0x7C, 250
+
+
+def are_finite(type: BlockType, rows: Bytes) -> bool:
+    """Return whether the scales of blocks are finite, judging by their bits."""
+    blocks = rows.reshape(-1, type.bytes)
+    if type.name == "MXFP4":
+        return bool((blocks[:, 0] <= _LARGEST_E8M0).all())
+    return all(bool(((blocks[:, at + 1] & _INFINITE_HALF) != _INFINITE_HALF).all()) for at in type.halves)

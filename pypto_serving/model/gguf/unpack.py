@@ -1,26 +1,34 @@
-"""Unpack a GGUF file into a checkpoint folder in bfloat16, which stays in the user's cache. Torch-free."""
+"""Unpack a GGUF file into a checkpoint folder, which stays in the user's cache. Torch-free.
+
+Matrices keep their blocks: their dtype in the safetensors file is the name of GGUF's type.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pypto_serving.errors import ModelError
-from pypto_serving.model.checkpoint import ITEM_BYTES, SINGLE_FILE, Progress, bfloat16
+from pypto_serving.model.checkpoint import BLOCKS, ITEM_BYTES, SINGLE_FILE, Progress, bfloat16
 from pypto_serving.model.convert.conversion import Place, header_of
 from pypto_serving.model.convert.files import as_json, new_file, write
+from pypto_serving.model.formats.quantization import SECTION
 from pypto_serving.model.gguf.architectures import GgufModel, Rows
+from pypto_serving.model.gguf.blocks import BlockType, are_finite
 from pypto_serving.model.gguf.container import Gguf, parts_of
 from pypto_serving.model.gguf.tokenizer import write_tokenizer
+from pypto_serving.model.inventory import Shape
 from pypto_serving.model.registry import model_family
 from pypto_serving.util import brief, hash128, write_at
 
-_FORM = "2"
+_FORM = "3"
 """Changes when folders unpacked before must be unpacked again."""
 _PIECE = 1 << 22
 """Weights that are dequantized at once."""
@@ -68,8 +76,10 @@ def _identity(path: Path, sampling: Mapping[str, float] | None) -> str:
 
 def _write(gguf: Gguf, folder: Path, progress: Progress, sampling: Mapping[str, float]) -> None:
     model = GgufModel(gguf)
-    config, tensors = model.config(), {name: (shape, rows) for name, shape, rows in model.tensors()}
-    _require_shapes(config, {name: shape for name, (shape, _) in tensors.items()}, gguf.path)
+    config = model.config()
+    tensors = {name: (shape, type, rows) for name, shape, type, rows in model.tensors()}
+    _require_shapes(config, {name: shape for name, (shape, *_) in tensors.items()}, gguf.path)
+    config[SECTION] = {"quant_method": "gguf"}
     config |= write_tokenizer(gguf.metadata, gguf.path, folder)
     _write_weights(tensors, gguf.path, folder / SINGLE_FILE, progress)
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
@@ -87,33 +97,44 @@ def _require_shapes(config: dict[str, Any], found: Mapping[str, tuple[int, ...]]
 
 
 def _write_weights(tensors: Mapping[str, Any], source: Path, path: Path, progress: Progress) -> None:
-    """Write vectors in float32, and matrices in bfloat16."""
+    """Write vectors in float32, matrices as stored where kernels have a form for that, and others in bfloat16."""
     places: dict[str, Place] = {}
     end = 0
-    for name, (shape, _) in sorted(tensors.items(), key=lambda item: len(item[1][0])):
-        dtype, begin = "F32" if len(shape) == 1 else "BF16", end
-        end += int(np.prod(shape)) * ITEM_BYTES[dtype]
+    for name, (shape, type, _) in sorted(tensors.items(), key=lambda item: _order(*item[1][:2])):
+        dtype, begin = "F32" if len(shape) == 1 else type.name if type.name in BLOCKS else "BF16", end
+        count = math.prod(shape)
+        end += count // type.weights * type.bytes if dtype in BLOCKS else count * ITEM_BYTES[dtype]
         places[name] = Place(dtype, shape, begin, end)
     header = header_of(places)
     with new_file(path, len(header) + end) as file:
         write_at(file.fileno(), header, 0)
         for name, place in places.items():
             try:
-                _write_tensor(file.fileno(), len(header) + place.begin, place, tensors[name][1])
+                _write_tensor(file.fileno(), len(header) + place.begin, place, *tensors[name][1:])
             except FloatingPointError:
                 raise ModelError(f"{source}: its tensor for {name} has values that are no finite numbers") from None
             progress("weights", place.end, end)
 
 
-def _write_tensor(file: int, at: int, place: Place, rows: Rows) -> None:
-    """Write one tensor. Raises FloatingPointError for values that bfloat16 does not hold."""
+def _order(shape: Shape, type: BlockType) -> tuple[int, bool]:
+    """Return the place of a tensor in the file: numbers of more than a byte begin at multiples of their size."""
+    return len(shape), type.name in BLOCKS
+
+
+def _write_tensor(file: int, at: int, place: Place, type: BlockType, rows: Rows) -> None:
+    """Write one tensor. Raises FloatingPointError for values that bfloat16 does not hold, and scales of blocks."""
     count, width = (1, place.shape[0]) if len(place.shape) == 1 else place.shape
     step = max(1, _PIECE // width)
     for first in range(0, count, step):
-        with np.errstate(all="ignore"):
-            values = rows(first, min(count, first + step))
-            if not max(values.max(), -values.min()) <= _LARGEST:
-                raise FloatingPointError
-        stored = values.astype("<f4") if place.dtype == "F32" else bfloat16(values)
+        stored: NDArray[Any] = rows(first, min(count, first + step))
+        if place.dtype in BLOCKS:
+            finite = are_finite(type, stored)
+        else:
+            with np.errstate(all="ignore"):
+                values = type.dequantize(stored)
+                finite = max(values.max(), -values.min()) <= _LARGEST
+            stored = values.astype("<f4") if place.dtype == "F32" else bfloat16(values)
+        if not finite:
+            raise FloatingPointError
         write_at(file, np.ascontiguousarray(stored).data.cast("B"), at)
         at += stored.nbytes

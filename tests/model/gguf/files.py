@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,19 @@ def tensors_of(kind: str, model: PreTrainedModel) -> dict[str, np.ndarray]:
     return found
 
 
-def write_model(path: Path, kind: str, model: PreTrainedModel, type: Type = Type.F32, **changes: Any) -> Path:
-    """Write a model with matrices of `type`, and a tokenizer of one token a byte; `changes` are of the metadata."""
+def write_model(
+    path: Path,
+    kind: str,
+    model: PreTrainedModel,
+    type: Type = Type.F32,
+    types: Mapping[str, str] | None = None,
+    stored_in: Any = None,
+    **changes: Any,
+) -> Path:
+    """Write a model with matrices of `type`, and a tokenizer of one token a byte; `changes` are of the metadata.
+
+    `types` of some modules, which `stored_in` makes.
+    """
     config, name = model.config, ARCHITECTURES[kind]
     writer = gguf.GGUFWriter(path, name)
     writer.add_block_count(config.num_hidden_layers)
@@ -74,7 +86,10 @@ def write_model(path: Path, kind: str, model: PreTrainedModel, type: Type = Type
     if config.rope_parameters["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_divisors(model))
     for tensor, value in tensors_of(kind, model).items():
-        if value.ndim == 1 or type == Type.F32:
+        if special := (types or {}).get(tensor.removesuffix(".weight").rpartition(".")[2]):
+            rows, _ = stored_in(special, value.reshape(-1, value.shape[-1]))
+            writer.add_tensor(tensor, rows.reshape(*value.shape[:-1], -1), raw_dtype=Type[special])
+        elif value.ndim == 1 or type == Type.F32:
             writer.add_tensor(tensor, value)
         else:
             stored = gguf.quants.quantize(value, type)

@@ -6,36 +6,8 @@ import gguf
 import numpy as np
 import pytest
 
-from pypto_serving.model.gguf.blocks import TYPES, BlockType
-
-SCALES = {
-    "Q4_0": [0],
-    "Q4_1": [0, 2],
-    "Q5_0": [0],
-    "Q5_1": [0, 2],
-    "Q8_0": [0],
-    "Q2_K": [80, 82],
-    "Q3_K": [108],
-    "Q4_K": [0, 2],
-    "Q5_K": [0, 2],
-    "Q6_K": [208],
-    "IQ4_NL": [0],
-    "IQ4_XS": [0],
-}
-"""The first bytes of each half-precision scale in a block."""
-
-
-def random_blocks(type: BlockType, count: int) -> np.ndarray:
-    """Blocks of random bytes with finite scales."""
-    rng = np.random.default_rng(0)
-    blocks = rng.integers(0, 256, (count, type.bytes), dtype=np.uint8)
-    for at in SCALES.get(type.name, []):
-        blocks[:, at : at + 2] = rng.standard_normal(count).astype("<f2").view(np.uint8).reshape(count, 2)
-    if type.name == "MXFP4":
-        blocks[:, 0] = rng.integers(100, 140, count)
-    if type.name == "NVFP4":
-        blocks[:, :4] &= 127
-    return blocks
+from pypto_serving.model.gguf.blocks import TYPES
+from tests.model.gguf.random_blocks import random_blocks
 
 
 @pytest.mark.parametrize("number", TYPES)

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -13,14 +14,17 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFValueType as Value
 
 from pypto_serving.errors import ModelError
-from pypto_serving.model.checkpoint import Checkpoint
+from pypto_serving.kernels import runnable
+from pypto_serving.model.checkpoint import BLOCKS, Checkpoint
 from pypto_serving.model.gguf.container import Gguf
 from pypto_serving.model.gguf.unpack import unpack
+from pypto_serving.model.loader import TorchWeights
 from pypto_serving.model.registry import read_config
 from pypto_serving.setup.locate import locate_model
 from tests.checkpoints import random_model
 from tests.model.gguf import files
 from tests.model.gguf.files import ARCHITECTURES, write_model
+from tests.model.gguf.random_blocks import random_blocks
 from tests.model.sequences import Sequences, load_program
 
 
@@ -70,8 +74,81 @@ def test_weights_are_those_of_the_file(tmp_path: Path, type: Type) -> None:
     stored = Checkpoint.open(unpacked(path)).tensors["model.layers.1.mlp.down_proj.weight"]
     with stored.file.open("rb") as file:
         file.seek(stored.begin)
-        found = torch.frombuffer(bytearray(file.read(stored.num_bytes)), dtype=torch.bfloat16).view(stored.shape)
-    assert torch.equal(found, torch.from_numpy(tensor.rows(0, len(found))).bfloat16())
+        assert file.read(stored.num_bytes) == tensor.blocks(0, stored.shape[0]).tobytes()
+    assert (stored.dtype, stored.shape) == (type.name, tensor.shape)
+
+
+SMALL = {name: block for name, block in BLOCKS.items() if block.weights < 256}
+MIXED = {"attn_v": "Q6_K", "ffn_down": "Q5_K", "attn_q": "Q3_K", "ffn_gate": "Q2_K", "attn_output": "IQ4_XS"}
+"""What Q4_K_M and its like mix; other matrices are Q4_K."""
+
+
+def stored_in(name: str, value: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks of a type about as large as `value`, and what they stand for: where gguf cannot quantize, at random."""
+    type, number = BLOCKS[name], Type[name]
+    try:
+        rows = gguf.quants.quantize(value, number)
+    except NotImplementedError:
+        blocks = random_blocks(type, value.size // type.weights)
+        for at in type.halves:
+            halves = blocks[:, at : at + 2].copy().view("<f2") * np.float16(1e-3)
+            blocks[:, at : at + 2] = halves.view(np.uint8)
+        if name == "NVFP4":
+            blocks[:, :4] %= 16
+        rows = blocks.reshape(len(value), -1)
+    return rows, gguf.quants.dequantize(rows, number).reshape(value.shape)
+
+
+@pytest.mark.parametrize(
+    ("kind", "types"),
+    [
+        *(("qwen3", dict.fromkeys(("attn_v", "ffn_up", "token_embd"), name)) for name in SMALL),
+        ("llama", dict.fromkeys(("attn_q", "attn_k", "ffn_down", "token_embd", "output"), "Q8_0")),
+        ("qwen3_moe", dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), "Q5_1")),
+        ("qwen3", MIXED),
+    ],
+)
+def test_logits_of_blocks(tmp_path: Path, kind: str, types: dict[str, str]) -> None:
+    """Torch computes as transformers does with the values of the blocks; kernels are no further from it than bf16."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 64} if kind != "llama" else SIZES["llama"]
+    if types is MIXED:
+        types = MIXED | dict.fromkeys(("attn_k", "ffn_up", "token_embd"), "Q4_K")
+    model = random_model(kind, **sizes, tie_word_embeddings="output" not in types)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(parameter.bfloat16().float())
+    path = write_model(tmp_path / "model.gguf", kind, model, types=types, stored_in=stored_in)
+    folder, tokens = unpacked(path), np.random.default_rng(0).integers(0, 256, 60)
+    values = TorchWeights(folder, "float32", lambda *_: None)
+    with torch.no_grad():
+        for name, parameter in model.state_dict().items():
+            if parameter.dim() == 2 and values.has(name):
+                parameter.copy_(values.read(name))
+        for index, layer in enumerate(model.model.layers):
+            if kind == "qwen3_moe" and hasattr(layer.mlp, "experts"):
+                for expert in range(model.config.num_experts):
+                    prefix = f"model.layers.{index}.mlp.experts.{expert}."
+                    parts = [values.read(f"{prefix}{part}_proj.weight") for part in ("gate", "up", "down")]
+                    layer.mlp.experts.gate_up_proj[expert].copy_(torch.cat(parts[:2]))
+                    layer.mlp.experts.down_proj[expert].copy_(parts[2])
+        wanted = model(torch.tensor(tokens)[None]).logits[0].numpy()
+        rounded = model.bfloat16()(torch.tensor(tokens)[None]).logits[0].float().numpy()
+    torch_logits, kernels = (
+        logits_of(load_program(folder, dtype, threads=1, kernels=kernels, activations="bf16"), tokens)
+        for dtype, kernels in (("float32", "torch"), ("bfloat16", runnable()[0]))
+    )
+    assert max(np.abs(row - wanted[at]).max() for at, row in torch_logits.items()) < 1e-4 * max(1, np.abs(wanted).max())
+    ours = np.mean([np.abs(row - wanted[at]).mean() for at, row in kernels.items()])
+    theirs = np.mean([np.abs(rounded[at] - wanted[at]).mean() for at in kernels])
+    assert ours <= theirs * (3 if "moe" in kind else 1)  # experts may change near a tie
+
+
+def logits_of(program: Any, tokens: np.ndarray) -> dict[int, np.ndarray]:
+    sequence = (sequences := Sequences(program)).add(tokens)
+    sequences.run(sequence, [40, 20])
+    return sequence.logits
 
 
 def test_a_folder_is_unpacked_once(tmp_path: Path) -> None:
