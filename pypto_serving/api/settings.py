@@ -21,6 +21,8 @@ _NEUTRAL = {
     "typical_p": 1.0,
     "num_beams": 1,
     "encoder_repetition_penalty": 1.0,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
 }
 
 
@@ -67,6 +69,11 @@ class ServingConfig(ServerConfig, frozen=True, kw_only=True):
     architecture: str = ""
     eos_token_ids: tuple[int, ...] = ()
     default_sampling: DefaultSampling = DefaultSampling()
+
+    @property
+    def tokenizer_dir(self) -> str:
+        """Return the folder of the tokenizer and the chat template."""
+        return self.tokenizer or self.model_dir
 
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):
@@ -121,7 +128,11 @@ def load_serving_config(model_dir: str | Path, config_eos_ids: tuple[int, ...] =
     `config_eos_ids` come from its config.json. Without a name in `options`, the folder names it. Raises ModelError.
     """
     options.setdefault("served_model_names", (Path(model_dir).resolve().name,))
-    generation = read_generation_config(model_dir)
+    source, changes = options.get("generation_config", "auto"), options.get("override_generation_config") or {}
+    generation = read_generation_config(model_dir if source in ("auto", "vllm") else source)
+    path = f"{generation.source}{' with override-generation-config' if changes else ''}"
+    sampling = Fields({**({} if source == "vllm" else generation.values), **changes}, path)
+    generation = Fields({**generation.values, **changes}, path)
     options["eos_token_ids"] = eos_token_ids(generation, config_eos_ids) if str(model_dir) else ()
-    options.setdefault("default_sampling", default_sampling(generation))
+    options.setdefault("default_sampling", default_sampling(sampling))
     return ServingConfig(model_dir=str(model_dir), **options)

@@ -138,7 +138,9 @@ class TorchLoader:
 
     def __init__(self, config: EngineConfig, rank: Rank) -> None:
         self.config, self.rank = config, rank
-        self._architecture, self._model = load_config(config.model.path, config.drafts_in_model)
+        self._architecture, self._model = load_config(
+            config.model.path, config.drafts_in_model, config.model.hf_overrides
+        )
         family = model_family(self._architecture)
         check_groups(config, family, self._model)
         self._program = family.program

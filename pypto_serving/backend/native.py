@@ -12,7 +12,7 @@ from pypto_serving.backend.ranks.shared_steps import SharedSteps, step_arrays
 from pypto_serving.backend.ranks.split_blocks import merged
 from pypto_serving.errors import ConfigError
 from pypto_serving.kernels import Engine, NativeCollectives, NativeSampler, RanksGone, Recording
-from pypto_serving.model.fingerprint import program_fingerprint
+from pypto_serving.model.fingerprint import overrides_part, program_fingerprint
 from pypto_serving.model.packed_weights import PackedWeights
 from pypto_serving.model.packed_weights_file import PackedFile, packed_key
 from pypto_serving.model.registry import load_config, model_family
@@ -30,7 +30,9 @@ class NativeLoader:
 
     def __init__(self, config: EngineConfig, rank: Rank) -> None:
         self.config, self.rank = config, rank
-        self._architecture, self._model = load_config(config.model.path, config.drafts_in_model)
+        self._architecture, self._model = load_config(
+            config.model.path, config.drafts_in_model, config.model.hf_overrides
+        )
         self._family = model_family(self._architecture)
         self._program = self._family.native_program
         check_groups(config, self._family, self._model)
@@ -67,7 +69,8 @@ class NativeLoader:
         shapes = (f"{name} {wanted}" for name, wanted in tensors)
         topology = self.rank.topology
         sizes = f"{topology.tensor} x {topology.pipeline} x {topology.expert} x {topology.data}"
-        part = (f"rank {self.rank.index} of {sizes}",) if topology.num_ranks > 1 else ()
+        part: tuple[str, ...] = (f"rank {self.rank.index} of {sizes}",) if topology.num_ranks > 1 else ()
+        part += overrides_part(self.config)
         key = packed_key(self.config.model.path, self._architecture, self._name, *part, *shapes)
         return PackedFile(self.config.worker.packed_cache, key, self.engine)
 

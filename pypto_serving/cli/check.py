@@ -34,8 +34,8 @@ def check(
         resolved = prepare(options, model)
         serving = serving_config(resolved.server, model)
         resolved, sampling = with_chat(resolved, serving), serving.default_sampling
-        if has_tokenizer(model.path):
-            Tokenizer.load(model.path)
+        if has_tokenizer(serving.tokenizer_dir):
+            Tokenizer.load(serving.tokenizer_dir)
     except PyptoError as error:
         if json:
             typer.echo(report.as_json(model, contents, obstacle=str(error)))

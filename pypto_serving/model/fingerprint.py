@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import tempfile
@@ -182,6 +183,12 @@ def _config_files(directory: Path) -> tuple[Path, ...]:
     return (directory / "config.json",) if beside is None else (directory / "config.json", beside)
 
 
+def overrides_part(config: EngineConfig) -> tuple[str, ...]:
+    """Return the part of a key that values in place of those of config.json make; empty without any."""
+    given = config.model.hf_overrides
+    return (f"hf_overrides {json.dumps(given, sort_keys=True)}",) if given else ()
+
+
 def program_fingerprint(
     config: EngineConfig, progress: Progress, architecture: str, program: str, *numerics: str
 ) -> bytes:
@@ -198,5 +205,6 @@ def program_fingerprint(
         for group in config.cache.groups
     )
     rope, activations = f"max_model_len {config.limits.max_model_len}", f"activations {config.model.activations}"
-    words = (architecture, config.model.dtype, rope, activations, *blocks, program, *numerics)
+    overrides = overrides_part(config)
+    words = (architecture, config.model.dtype, rope, activations, *overrides, *blocks, program, *numerics)
     return hash128(weights, *(word.encode() for word in words))

@@ -22,6 +22,7 @@ from pypto_serving.model.stored_names import HEAD, TABLE
 CONFIG_FILE = "config.json"
 _TIED = "tie_word_embeddings"
 _OF_TEXT = "text_config"
+_ROPE, _THETA = ("rope_scaling", "rope_parameters"), "rope_theta"
 _SAMPLE = 1 << 16
 """Bytes that tell whether two matrices are the same."""
 _RENAMED = {"compression_config": SECTION, "torch_dtype": "dtype"}
@@ -29,8 +30,8 @@ _RENAMED = {"compression_config": SECTION, "torch_dtype": "dtype"}
 _NAMES = {stored: name for name, stored in STORED_DTYPES.items()}
 
 
-def read_raw_config(folder: Path) -> dict[str, Any]:
-    """Return the object in the config.json of `folder`. Raises ModelError if there is none.
+def read_raw_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the object in the config.json of `folder`, with `overrides`. Raises ModelError if there is none.
 
     The decoder's part, `text_config`, joins the rest. A section of quantization may stand in a file of its own. Whether
     the embedding is the output layer is decided by the tensors, as in transformers, unless config.json denies it.
@@ -43,6 +44,7 @@ def read_raw_config(folder: Path) -> dict[str, Any]:
     beside = section_file(folder) if raw.get(SECTION) is None else None
     if beside is not None:
         raw[SECTION] = read_section_file(beside)
+    raw = overridden(raw, flattened(overrides))
     if raw.get(_TIED) is not False:
         tied = _is_tied(read_headers(folder)[0])
         raw |= {} if tied is None or (tied and raw.get(_TIED)) else {_TIED: tied}
@@ -69,6 +71,35 @@ def flattened(raw: Mapping[str, Any]) -> dict[str, Any]:
         if values.get(new) is None and values.get(old) is not None:
             values[new] = values.pop(old)
     return values
+
+
+def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `raw` with the values of `overrides`: objects are joined, and null removes a value.
+
+    What is said about RoPE goes to the section that config.json has, whatever its name.
+    """
+    section = next((key for key in _ROPE if isinstance(raw.get(key), Mapping) and raw[key]), None)
+    if section is None:
+        return _joined(raw, overrides)
+    given = dict(overrides)
+    for other in _ROPE:
+        if other != section and other in given:
+            given[section] = given.pop(other)
+    if given.get(_THETA) is not None and _THETA in raw[section] and given.get(section, {}) is not None:
+        given[section] = {_THETA: given[_THETA], **given.get(section, {})}
+    return _joined(raw, given)
+
+
+def _joined(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Apply a merge patch of JSON (RFC 7386)."""
+    joined = {key: value for key, value in values.items() if overrides.get(key, value) is not None}
+    for key, value in overrides.items():
+        if isinstance(value, Mapping):
+            inner = values.get(key)
+            joined[key] = _joined(inner if isinstance(inner, Mapping) else {}, value)
+        elif value is not None:
+            joined[key] = value
+    return joined
 
 
 def _is_tied(headers: Mapping[str, StoredTensor]) -> bool | None:

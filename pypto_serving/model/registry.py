@@ -182,9 +182,13 @@ class CheckpointConfig:
         return read_contents(self.directory, partial(self.family.inventory, self.model), self.stored_dtype())
 
 
-def read_config(model_dir: str | Path) -> CheckpointConfig:
-    """Read the configuration of a checkpoint folder. Raises ModelError for one that is missing or not supported."""
-    raw, path = read_raw_config(Path(model_dir)), str(Path(model_dir) / CONFIG_FILE)
+def read_config(model_dir: str | Path, overrides: Mapping[str, Any] | None = None) -> CheckpointConfig:
+    """Read the configuration of a checkpoint folder, with the values of `overrides` in it.
+
+    Raises ModelError for one that is missing or not supported.
+    """
+    raw = read_raw_config(Path(model_dir), overrides or {})
+    path = f"{Path(model_dir) / CONFIG_FILE}{' with hf-overrides' if overrides else ''}"
     name = _architecture(raw, path)
     family = model_family(name)
     return CheckpointConfig(str(model_dir), name, family, family.parse(raw, path), raw)
@@ -201,9 +205,11 @@ def _architecture(raw: Mapping[str, Any], path: str) -> str:
     return names[0]
 
 
-def load_config(model_dir: str | Path, drafts: bool = False) -> tuple[str, Any]:
+def load_config(
+    model_dir: str | Path, drafts: bool = False, overrides: Mapping[str, Any] | None = None
+) -> tuple[str, Any]:
     """Read architecture and configuration of a checkpoint folder, with draft layers if `drafts`; raise ModelError."""
-    config = read_config(model_dir)
+    config = read_config(model_dir, overrides)
     return config.architecture, config.served_model(drafts)
 
 

@@ -127,7 +127,7 @@ class _OfflineEngine:
     ) -> _Job:
         prompter = self._service.prompter
         fields = kwargs or {}
-        chat = prompter.chat_encoder.encode(messages, fields)
+        chat = prompter.render(messages, fields)
         ids = await _encoded(chat.prompt, partial(prompter.encode_chat, chat, "messages", False))
         guided = with_chat_guide(params, prompter, chat.new_parser, read_tool_use(fields.get("tools"), None, None))
         return await self._job(chat.prompt if isinstance(chat.prompt, str) else None, ids, guided, chat.new_parser)

@@ -30,6 +30,11 @@ class LLMOptions(TypedDict, total=False):
     head: Literal["auto", "int8"] | None
     max_model_len: int | str | None
     seed: int | None
+    tokenizer: str | PathLike[str] | None
+    hf_overrides: Mapping[str, Any] | str | None
+    generation_config: str | PathLike[str] | None
+    override_generation_config: Mapping[str, Any] | str | None
+    default_chat_template_kwargs: Mapping[str, Any] | str | None
     revision: str | PathLike[str] | None
     max_queued_requests: int | None
     max_queued_tokens: int | None

@@ -16,7 +16,8 @@ from pypto_serving.setup.catalog import CATALOG
 from pypto_serving.setup.host import read_cache_dir
 
 BUNDLED = Path(__file__).resolve().parent.parent / "assets" / "bundled"
-WANTED_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "encoding/encoding_*.py"]
+TOKENIZER_FILES = ["*.json", "tokenizer*", "*.jinja", "encoding/encoding_*.py"]
+WANTED_FILES = [*TOKENIZER_FILES, "*.safetensors"]
 _GGUF_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+):([\w.-]+)")
 """A hub name and the quantization of the GGUF file in it, as in owner/name:Q4_K_M."""
 _GGUF_FILES = ("*{}*.gguf", "*{}/*.gguf")
@@ -57,6 +58,15 @@ def locate_model(name: str | None, revision: str | None = None) -> Path:
     if not HUB_NAME.fullmatch(name):
         raise ModelError(f"{name} does not exist; give an existing folder or a hub name such as owner/name")
     return _fetch(name, revision)
+
+
+def locate_tokenizer(name: str) -> Path:
+    """Return the folder with the tokenizer of model `name`, fetched without weights. Raises ModelError without one."""
+    remote = not Path(name).expanduser().exists() and HUB_NAME.fullmatch(name)
+    folder = _fetch(name, None, TOKENIZER_FILES) if remote else locate_model(name)
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelError(f"{name} has no tokenizer.json; give a model that has one")
+    return folder
 
 
 def _of_folder(folder: Path) -> Path:

@@ -101,6 +101,41 @@ _MODEL = (
         decided="the longest that fits, if that is a quarter of the model's or more",
     ),
     Option("seed", WholeRule(0, 2**63 - 1), "Seed of requests that bring none.", "N"),
+    Option(
+        "tokenizer",
+        TextRule(),
+        "Folder or hub name of another tokenizer, with its chat template.",
+        "MODEL",
+        decided="the model's own",
+    ),
+    Option(
+        "hf_overrides",
+        rules.ObjectRule('{"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}'),
+        "Values in place of those of config.json; objects are joined, and null removes a value.",
+        "JSON",
+        decided="none",
+    ),
+    Option(
+        "generation_config",
+        TextRule(),
+        "Where sampling defaults come from: auto, the model's generation_config.json; vllm, none; or a folder.",
+        "NAME",
+        default="auto",
+    ),
+    Option(
+        "override_generation_config",
+        rules.ObjectRule('{"temperature": 0.6, "top_p": 0.95}'),
+        "Values in place of those of generation_config.json.",
+        "JSON",
+        decided="none",
+    ),
+    Option(
+        "default_chat_template_kwargs",
+        rules.ObjectRule('{"enable_thinking": false}'),
+        "What the chat template gets from requests that say nothing else.",
+        "JSON",
+        decided="none",
+    ),
     Option("revision", TextRule(), "Branch, tag or commit of a model of the hub.", "NAME", decided="main"),
 )
 _SERVER = (

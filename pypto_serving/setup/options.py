@@ -143,7 +143,7 @@ def _known(values: Mapping[str, Any], where: str, notes: list[str], as_arguments
         alias = _text(key).replace("-", "_")
         name = ALIASES.get(alias, alias)
         if name in VLLM_ONLY:
-            if value is not None and value != values.get("model", ""):  # vLLM's tokenizer is often named as well
+            if value is not None:
                 if name in REFUSED and _text(value) not in HARMLESS:
                     shown = name if as_arguments else f"{'' if where else '--'}{flag(name)}{where}"
                     raise ConfigError(f"{shown} is an option of vLLM that is not here; {REFUSED[name]}")

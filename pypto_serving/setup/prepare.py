@@ -8,13 +8,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from pypto_serving.backend.defaults import BACKEND_DEFAULTS
 from pypto_serving.errors import ConfigError
 from pypto_serving.model.null_models import NULL_MODELS, null_spec
 from pypto_serving.model.registry import CheckpointConfig, Serving, read_config
 from pypto_serving.setup.compute import given_speculation
 from pypto_serving.setup.host import raise_file_limit, read_host_facts
-from pypto_serving.setup.locate import locate_model
+from pypto_serving.setup.locate import locate_model, locate_tokenizer
 from pypto_serving.setup.option_table import DEFAULTS
 from pypto_serving.setup.options import Options
 from pypto_serving.setup.resolver import Resolved, resolve
@@ -34,6 +36,12 @@ def prepare(
     template = options.chat_template
     if template is not None and not _is_file(template):
         raise ConfigError(f"{options.label('chat_template')} is {template}, which is no file; give a Jinja file")
+    generation = options.generation_config
+    if generation not in (None, "auto", "vllm") and not _is_file(f"{generation}/generation_config.json"):
+        raise ConfigError(
+            f"{options.label('generation_config')} is {generation}, but must be auto, vllm or a folder with a "
+            "generation_config.json"
+        )
     backend = BACKEND_DEFAULTS[options.backend or defaults["backend"]]
     host = read_host_facts(kv_disk=options.kv_disk, cards=backend.cards)
     if not host.kernels and host.torch and not model.needs_torch and backend.cpu_kernels:
@@ -71,7 +79,7 @@ def _checkpoint(options: Options) -> CheckpointConfig | None:
     """Read the model's config.json; None for a null model, which has no files."""
     if options.backend == "null" and options.model in (None, *NULL_MODELS):
         return None
-    return read_config(locate_model(options.model, options.revision))
+    return read_config(locate_model(options.model, options.revision), options.hf_overrides)
 
 
 def _spec(options: Options, config: CheckpointConfig | None) -> ModelSpec:
@@ -86,4 +94,5 @@ def _spec(options: Options, config: CheckpointConfig | None) -> ModelSpec:
     if spec.own_blocks and options.block_size is not None:
         label = options.label("block_size")
         raise ConfigError(f"{label} cannot be chosen for {name}, whose groups have their own; drop it")
-    return spec
+    tokenizer = "" if options.tokenizer in (None, options.model) else str(locate_tokenizer(options.tokenizer))
+    return msgspec.structs.replace(spec, tokenizer=tokenizer, hf_overrides=options.hf_overrides or {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -43,6 +44,9 @@ from pypto_serving.types.config import (
 from pypto_serving.types.model import ModelSpec, default_model_name
 from pypto_serving.types.tier import TierConfig
 from pypto_serving.util import format_size, install_extra
+
+_OBJECTS = ("hf_overrides", "override_generation_config", "default_chat_template_kwargs")
+"""Options whose values are objects of JSON."""
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,7 +201,14 @@ def _with_tiers(memory: MemoryPlan, model: ModelSpec, tiers: tuple[TierConfig, .
 def _model(settings: Settings, model: ModelSpec, kernels: str) -> ModelConfig:
     settings.record("dtype", model.dtype, settings.origin_or("dtype", "from the model's files"))
     rounded = choose_precision(settings, model, kernels)
-    return ModelConfig(path=model.path, dtype=model.dtype, vocab_size=model.vocab_size, **rounded)
+    return ModelConfig(
+        path=model.path,
+        dtype=model.dtype,
+        vocab_size=model.vocab_size,
+        tokenizer=model.tokenizer,
+        hf_overrides=model.hf_overrides,
+        **rounded,
+    )
 
 
 def _scheduler(settings: Settings, backend: str, step_tokens: int) -> SchedulerConfig:
@@ -243,6 +254,12 @@ def _server(settings: Settings, model: ModelSpec) -> ServerConfig:
     origins = options.allowed_origins or ()
     settings.record("allowed_origins", ", ".join(origins) or "none", origin_or("allowed_origins", "default: no others"))
     settings.record("batch_dir", options.batch_dir or "none", origin_or("batch_dir", "default: no batches"))
+    settings.record("tokenizer", options.tokenizer or "its own", origin_or("tokenizer", "from the model's files"))
+    objects = {name: getattr(options, name) or {} for name in _OBJECTS}
+    for name, value in objects.items():
+        settings.record(
+            name, json.dumps(value) if value else "none", origin_or(name, "default: as the model's files say")
+        )
     settings.record("chat_template", template or "its own", origin_or("chat_template", "from the model's files"))
     for name in ("host", "port"):
         if options.uds and getattr(options, name) is not None:
@@ -256,6 +273,9 @@ def _server(settings: Settings, model: ModelSpec) -> ServerConfig:
         allowed_origins=origins,
         batch_dir=options.batch_dir,
         chat_template=template,
+        tokenizer=model.tokenizer,
+        override_generation_config=objects["override_generation_config"],
+        default_chat_template_kwargs=objects["default_chat_template_kwargs"],
         **settings.pick_fields(ServerConfig),
     )
 

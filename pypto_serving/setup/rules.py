@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, get_args
 
@@ -14,7 +16,7 @@ from pypto_serving.types.api_keys import read_api_keys
 from pypto_serving.types.config import DEFAULT_DRAFTS, LONGEST_MATCH, MAX_DRAFTS, Speculation
 from pypto_serving.types.model import SERVING_DTYPES
 from pypto_serving.types.tier import POOL_PARAMETERS, parse_pool_url
-from pypto_serving.util import format_size, parse_size, whole
+from pypto_serving.util import decode_json, format_size, parse_size, whole
 
 KERNELS = ("auto", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable", "torch")
 TOOL_CALL_PARSERS = (
@@ -322,6 +324,24 @@ def _number(text: str) -> int | float:
         return float(text) if "." in text or "e" in text.lower() else int(text)
     except ValueError:
         return parse_size(text)
+
+
+@dataclass(frozen=True)
+class ObjectRule:
+    """An object of JSON as a mapping or as text."""
+
+    example: str
+
+    @property
+    def allowed(self) -> str:
+        return f"a mapping or JSON such as {self.example}"
+
+    def parse(self, value: object) -> dict[str, Any]:
+        if isinstance(value, str):
+            return decode_json(value, dict[str, Any])
+        if not isinstance(value, Mapping):
+            raise ValueError
+        return decode_json(json.dumps(dict(value), allow_nan=False), dict[str, Any])
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ _SWITCHES = """
 _WITH_VALUE = """
     allowed_headers allowed_methods api_server_count attention_backend chat_template_content_format code_revision
     compilation_config config_format convert cudagraph_capture_sizes disable_access_log_for_endpoints
-    distributed_executor_backend generation_config guided_decoding_backend ignore_patterns limit_mm_per_prompt
+    distributed_executor_backend guided_decoding_backend ignore_patterns limit_mm_per_prompt
     load_format log_config_file logprobs_mode max_cudagraph_capture_size max_logprobs max_num_partial_prefills
     max_parallel_loading_workers max_seq_len_to_capture mm_processor_kwargs model_impl model_loader_extra_config
     num_scheduler_steps optimization_level performance_mode preemption_mode prefix_caching_hash_algo quantization
@@ -42,9 +42,9 @@ _WITH_VALUE = """
 """
 _REFUSED = {
     "LoRA adapters are not served; merge them into the weights": "enable_lora lora_modules= max_loras= max_lora_rank=",
-    "give MODEL as a folder that holds these files with the weights": "tokenizer= tokenizer_revision= hf_config_path=",
-    "change config.json in a copy of the folder": "hf_overrides= rope_scaling= rope_theta=",
-    "requests bring such values": "default_chat_template_kwargs= override_generation_config= logits_processors=",
+    "give a folder that holds these files": "tokenizer_revision= hf_config_path=",
+    """give hf-overrides, such as '{"rope_parameters": {"rope_theta": 1000000.0}}'""": "rope_scaling= rope_theta=",
+    "there is nothing like it": "logits_processors= kv_transfer_config= enable_sleep_mode return_tokens_as_token_ids",
     "set HF_TOKEN": "hf_token=",
     "set HF_HUB_CACHE": "download_dir=",
     "give kv-memory": "num_gpu_blocks_override=",
@@ -55,7 +55,6 @@ _REFUSED = {
     "give client-priority": "scheduling_policy=",
     "give join-address": "nnodes= node_rank= master_addr= headless",
     "put a proxy in front": "ssl_ca_certs= ssl_cert_reqs= middleware=",
-    "there is nothing like it": "kv_transfer_config= enable_sleep_mode return_tokens_as_token_ids",
 }
 REFUSED = {name.rstrip("="): advice for advice, names in _REFUSED.items() for name in names.split()}
 """Options that would change answers or places, and what helps."""

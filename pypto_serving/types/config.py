@@ -117,6 +117,8 @@ class UnmetError(ConfigError):
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The model and its precision. `path`: its folder, or "" for a model without files.
 
+    tokenizer: folder of its tokenizer, if another; "" otherwise.
+    hf_overrides: values in place of those of config.json.
     activations: their form before they are multiplied by 4-bit codes.
     head: form of the output layer.
     """
@@ -124,6 +126,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     dtype: str
     vocab_size: int
+    tokenizer: str = ""
+    hf_overrides: dict[str, Any] = {}
     activations: Activations = "int8"
     head: Head = "auto"
 
@@ -299,6 +303,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     client_priority: whether requests may name a priority.
     any_model_name: whether a name that is not served means the first one that is.
     strict_max_tokens: whether a request is refused whose max_tokens, beside its prompt, exceed the context.
+    tokenizer: folder of the tokenizer and the chat template; "" for the model's.
+    generation_config: "auto" takes the model's own sampling defaults, "vllm" none; else a folder with some.
+    override_generation_config: values in place of these.
+    default_chat_template_kwargs: what requests that name no other give to the chat template.
     tool_call_parser, reasoning_parser: "auto" chooses by the model, "none" parses nothing.
     trust_request_chat_template: whether requests may bring a chat template.
     batch_dir: folder for files and batches; None to serve neither.
@@ -313,6 +321,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_keys: tuple[str, ...] = ()
     api_key_file: str = ""
     chat_template: str | None = None
+    tokenizer: str = ""
+    generation_config: str = "auto"
+    override_generation_config: dict[str, Any] = {}
+    default_chat_template_kwargs: dict[str, Any] = {}
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     trust_request_chat_template: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import PurePath
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -91,10 +91,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     blocks: the types of GGUF's blocks among the weights, or "".
     choices: options that the weights allow, such as `activations`.
     own_blocks: the KV groups have their own block sizes, so the user cannot choose one.
+    tokenizer: folder of its tokenizer, if another; "" otherwise.
+    hf_overrides: values in place of those of config.json.
     eos_token_ids: end-of-sequence ids of config.json, which generation_config.json may replace.
     """
 
     path: str = ""
+    tokenizer: str = ""
+    hf_overrides: dict[str, Any] = {}
     architecture: str = ""
     dtype: str
     num_layers: int

@@ -40,9 +40,8 @@ def run(parent: Parent[WorkerStart], wrap: Wrap = lambda runner: runner) -> None
     program = backend.prepare(parent.progress)
     backend.watch(parent.fault)
     backend.pin_main_thread()
-    own_runner = Runner(
-        program, buffers, config.model.vocab_size, config.num_drafts, config.model.path, ngram=config.worker.ngram
-    )
+    folder = config.model.tokenizer or config.model.path
+    own_runner = Runner(program, buffers, config.model.vocab_size, config.num_drafts, folder, ngram=config.worker.ngram)
     runner, prefault = wrap(own_runner), open_prefault(config, program, own_runner)
     stores = open_stores(program, start)
     greeting = hello(program, start.epoch, time.monotonic() - started_s, inventories(stores, start.left_out))

@@ -80,7 +80,7 @@ def test_model_may_follow_a_name(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--enable-lora"], "LoRA adapters are not served"),
         (["--num-gpu-blocks-override", "5"], "give kv-memory"),
-        (["--tokenizer", "other"], "give MODEL as a folder"),
+        (["--rope-theta", "1e6"], "give hf-overrides, such as"),
         (["--scheduling-policy", "priority"], "give client-priority"),
         (["--tool-call-parser", "glm45"], "--tool-call-parser is glm45, but must be one of auto, none, hermes"),
         (["--gpu-memory-utilization", "1.5"], "but must be a share above 0 to 1"),
@@ -109,8 +109,8 @@ def test_files_and_keyword_arguments_take_the_same_names(tmp_path: Path, capsys:
     file.write_text("model: bundled\nenforce-eager: true\ndisable-log-requests: true\nkv_cache_dtype: fp8\n")
     code, settings, err = check(capsys, "--config", str(file))
     assert (code, settings["log-requests"], settings["kv-dtype"]) == (0, False, "int8"), err
-    file.write_text("hf-overrides: {a: 1}\n")
-    assert "hf-overrides in vllm.yaml is an option of vLLM" in check(capsys, "--config", str(file))[2]
+    file.write_text("rope-theta: 5.0\n")
+    assert "rope-theta in vllm.yaml is an option of vLLM" in check(capsys, "--config", str(file))[2]
 
 
 def test_an_option_and_its_name_in_vllm_are_one(capsys: pytest.CaptureFixture[str]) -> None:

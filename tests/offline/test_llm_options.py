@@ -36,7 +36,7 @@ def annotation(rule: OptionRule) -> str:
             return "float"
         case rules.MemoryRule():
             return "int | float | str"
-        case rules.DraftsRule():
+        case rules.DraftsRule() | rules.ObjectRule():
             return "Mapping[str, Any] | str"
     return "str | PathLike[str]" if type(rule) is rules.TextRule else "str"
 

@@ -281,7 +281,7 @@ def load(serving: ServingConfig, tokenizer: Tokenizer) -> DeepseekV4Encoder:
         if tokenizer.raw.token_to_id(token) is None:
             raise ModelError(f"tokenizer.json has no token {token}, which chats of DeepSeek V4 need")
     try:
-        encoding = read_regular(Path(serving.model_dir) / "encoding" / "encoding_dsv4.py").decode()
+        encoding = read_regular(Path(serving.tokenizer_dir) / "encoding" / "encoding_dsv4.py").decode()
     except (OSError, ValueError):
         encoding = ""
     efforts = LATER_EFFORTS if "REASONING_EFFORT_PROMPTS" in encoding else FIRST_EFFORTS

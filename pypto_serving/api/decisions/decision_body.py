@@ -151,7 +151,7 @@ def _encoded(prompter: Prompter, text: str, questions: Sequence[Question]) -> It
 
 def _rendered(prompter: Prompter, message: Message) -> str | list[int]:
     """Render a chat of one message, to be answered without thinking. Raises RequestError if thinking stays on."""
-    chat = prompter.chat_encoder.encode([message], _NO_THOUGHTS)
+    chat = prompter.render([message], _NO_THOUGHTS)
     if chat.new_parser is not None and chat.new_parser.thinking is not None and chat.new_parser.thinking.opened:
         problem = "this model's chats begin with reasoning that cannot be turned off, so it cannot make decisions"
         raise RequestError(problem, code="decisions_unavailable")

@@ -317,7 +317,7 @@ def encode_chat(prompter: Prompter, chat: ChatRequest) -> tuple[list[int], Outpu
     """
     prompter.check_length(sum(len(message["content"]) for message in chat.messages), chat.messages_field)
     tools = chat.tools.described()
-    encoded = prompter.chat_encoder.encode(chat.messages, {**chat.kwargs, **({"tools": tools} if tools else {})})
+    encoded = prompter.render(chat.messages, {**chat.kwargs, **({"tools": tools} if tools else {})})
     ids = prompter.encode_chat(encoded, chat.messages_field, chat.add_special_tokens)
     form = encoded.new_parser
     if form is not None:

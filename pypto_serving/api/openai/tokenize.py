@@ -53,7 +53,7 @@ async def tokenizer_info(request: Request) -> Response:
 
 
 def _describe_tokenizer(serving: ServingConfig) -> dict[str, Any]:
-    folder = Path(serving.model_dir)
+    folder = Path(serving.tokenizer_dir)
     described = read_optional_json(folder / "tokenizer_config.json") | load_special_tokens(folder)
     described.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
     try:

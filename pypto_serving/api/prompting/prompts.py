@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from pypto_serving.api.chat.formats import ChatEncoder, ChatOrigin, EncodedChat, Message
+from pypto_serving.api.prompting.template import RESERVED
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.api.text.files import has_tokenizer
 from pypto_serving.api.text.tokenizer import Tokenizer
-from pypto_serving.errors import ContextLengthError, ModelError, RequestError
+from pypto_serving.errors import ConfigError, ContextLengthError, ModelError, RequestError
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.util import brief
 
@@ -63,7 +64,7 @@ def load_encoder(serving: ServingConfig, tokenizer: Tokenizer | None) -> ChatEnc
 
 def describe_chat(serving: ServingConfig) -> ChatOrigin:
     """Name what encodes and parses chats, with the reasons. Raises like `load_encoder`, but reads no tokenizer."""
-    if not has_tokenizer(serving.model_dir):
+    if not has_tokenizer(serving.tokenizer_dir):
         return _off("this model has no tokenizer.json")
     try:
         found: ChatOrigin = _module(serving).origin(serving)
@@ -88,6 +89,9 @@ MAX_CHARS_PER_TOKEN = 256
 """Longer texts are refused before they are rendered or encoded."""
 
 
+_THINKING = {"enable_thinking", "thinking", "reasoning_effort"}
+
+
 class Prompter:
     """Make prompts for one model. Does not change after loading, so any thread may use it.
 
@@ -101,7 +105,9 @@ class Prompter:
         tokenizer: Tokenizer | None,
         chat_encoder: ChatEncoder,
         eos_token_ids: tuple[int, ...] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
+        self._template_kwargs = template_kwargs or {}
         self.config = config
         self.eos_token_ids = eos_token_ids
         self.tokenizer = tokenizer
@@ -110,9 +116,20 @@ class Prompter:
     @classmethod
     def load(cls, config: EngineConfig, serving: ServingConfig) -> Prompter:
         """Load tokenizer and chat encoder. Raises ModelError if one of them is damaged."""
-        tokenizer = _load_tokenizer(serving.model_dir)
+        tokenizer = _load_tokenizer(serving.tokenizer_dir)
         eos_token_ids = _eos_token_ids(serving.eos_token_ids, tokenizer, config.model.vocab_size)
-        return cls(config, tokenizer, load_encoder(serving, tokenizer), eos_token_ids)
+        if reserved := sorted(RESERVED & serving.default_chat_template_kwargs.keys()):
+            raise ConfigError(f"default-chat-template-kwargs must not set {', '.join(reserved)}; leave it out")
+        encoder = load_encoder(serving, tokenizer)
+        return cls(config, tokenizer, encoder, eos_token_ids, serving.default_chat_template_kwargs)
+
+    def render(self, messages: Sequence[Message], kwargs: Mapping[str, Any]) -> EncodedChat:
+        """Make the prompt of a chat; what `kwargs` leaves out is the server's default. Raises RequestError.
+
+        All names that turn thinking on or off are one, so that a request's word counts.
+        """
+        left = self._template_kwargs.keys() - (_THINKING if _THINKING & kwargs.keys() else set())
+        return self.chat_encoder.encode(messages, {name: self._template_kwargs[name] for name in left} | {**kwargs})
 
     def encode_text(self, text: str, where: str, add_special_tokens: bool) -> list[int]:
         """Encode one text. Raises RequestError if it is empty, cannot fit, or the model has no tokenizer."""

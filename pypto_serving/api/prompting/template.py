@@ -397,22 +397,22 @@ def load(serving: ServingConfig, tokenizer: Tokenizer) -> TemplateEncoder:
     source: str | None = None
     tool_source: str | None = None
     try:
-        source, origin = find_template(Path(serving.model_dir), serving.chat_template)
-        tool_source, _ = find_template(Path(serving.model_dir), serving.chat_template, "tool_use")
+        source, origin = find_template(Path(serving.tokenizer_dir), serving.chat_template)
+        tool_source, _ = find_template(Path(serving.tokenizer_dir), serving.chat_template, "tool_use")
         logger.info("chat template from %s", origin)
     except ModelError as error:
         if serving.chat_template is not None or not serving.trust_request_chat_template:
             raise
         logger.warning("each chat request must have its own chat_template: %s", error)
-    special = load_special_tokens(serving.model_dir)
+    special = load_special_tokens(serving.tokenizer_dir)
     parsers = serving.tool_call_parser, serving.reasoning_parser
     return TemplateEncoder(source, special, tokenizer.is_special, *parsers, tool_source)
 
 
 def origin(serving: ServingConfig) -> ChatOrigin:
     """Return names and reasons for the template and both parsers. Raises ModelError like `load`."""
-    source, path = find_template(Path(serving.model_dir), serving.chat_template)
-    tool_source, _ = find_template(Path(serving.model_dir), serving.chat_template, "tool_use")
+    source, path = find_template(Path(serving.tokenizer_dir), serving.chat_template)
+    tool_source, _ = find_template(Path(serving.tokenizer_dir), serving.chat_template, "tool_use")
     TemplateEncoder(source, {}, tool_source=tool_source)
     found = (path.name, "from the model's files") if serving.chat_template is None else (str(path), "given")
     return ChatOrigin(found, choose_family(tool_source), choose_habit(source))

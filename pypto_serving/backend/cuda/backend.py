@@ -31,7 +31,7 @@ class CudaBackend(Backend):
         """Compile, load weights, allocate the KV memory and capture the graphs. Raises ModelError or ConfigError."""
         config = self.config
         state = checkpoint_state(config.model.path)
-        checkpoint = read_config(config.model.path)
+        checkpoint = read_config(config.model.path, config.model.hf_overrides)
         check_groups(config, checkpoint.family, checkpoint.model)
         try:
             program = self._program(

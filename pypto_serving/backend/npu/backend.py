@@ -60,7 +60,7 @@ class NpuBackend(Backend):
                 f"lower tiers; drop kv-{config.cache.tiers[0].tier}"
                 + ("-memory" if config.cache.tiers[0].tier == "host" else "")
             )
-        checkpoint = read_config(config.model.path)
+        checkpoint = read_config(config.model.path, config.model.hf_overrides)
         check_groups(config, checkpoint.family, checkpoint.model)
         library = find_library(config, checkpoint)
         self._device = self._prepare(runtime, library, progress)
