@@ -62,6 +62,19 @@ LLAMA: dict[str, Any] = QWEN3 | {
 QWEN2: dict[str, Any] = QWEN3 | {"num_attention_heads": 2, "num_key_value_heads": 1}
 """Heads of hidden_size / num_attention_heads."""
 MISTRAL: dict[str, Any] = QWEN3 | {"tie_word_embeddings": False, "sliding_window": None, "rms_norm_eps": 1e-5}
+MINISTRAL3: dict[str, Any] = MISTRAL | {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
 MIXTRAL: dict[str, Any] = MISTRAL | {"num_local_experts": 8, "num_experts_per_tok": 2}
 PHI3: dict[str, Any] = QWEN3 | {
     "hidden_size": 128,
@@ -81,6 +94,7 @@ PHI3: dict[str, Any] = QWEN3 | {
     "rms_norm_eps": 1e-5,
     "pad_token_id": 0,
 }
+SMOLLM3: dict[str, Any] = QWEN3 | {"no_rope_layer_interval": 2, "pad_token_id": 0}
 DEEPSEEK_V4 = {"deepseek_v4": deepseek_v4.TINY, "deepseek_v4_fast": deepseek_v4.FAST}
 DECODERS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "qwen3": (QWEN3, transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
@@ -89,6 +103,8 @@ DECODERS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "qwen2": (QWEN2, transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "mistral": (MISTRAL, transformers.MistralConfig, transformers.MistralForCausalLM),
     "mixtral": (MIXTRAL, transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "ministral3": (MINISTRAL3, transformers.Ministral3Config, transformers.Ministral3ForCausalLM),
+    "smollm3": (SMOLLM3, transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
     "phi3": (PHI3, transformers.Phi3Config, transformers.Phi3ForCausalLM),
 }
 KINDS = (*DECODERS, *DEEPSEEK_V4)

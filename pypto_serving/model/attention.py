@@ -301,12 +301,13 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 def settle_query_rows(head_dim: int, dtype: torch.dtype) -> int | None:
     """Find the fewest queries per product from which results do not depend on their number; None if there are none."""
     generator = torch.Generator().manual_seed(0)
-    shapes = ((3, 128, head_dim), (3, head_dim, TILE), (3, TILE, head_dim))
+    shapes = ((3, 128, head_dim), (3, TILE, head_dim), (3, TILE, head_dim))
     device = torch.get_default_device()
     q, keys, values = (torch.randn(s, generator=generator, device="cpu").to(device, dtype) for s in shapes)
 
     def attend(rows: int, heads: int) -> Tensor:
-        return _attend_tile(product(q[:heads, :rows].contiguous(), keys[:heads]), values[:heads], False).out
+        scores = product(q[:heads, :rows].contiguous(), keys[:heads].transpose(1, 2))
+        return _attend_tile(scores, values[:heads], False).out
 
     whole = attend(128, 3)
     for floor in QUERY_ROW_FLOORS:

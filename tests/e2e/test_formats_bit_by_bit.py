@@ -13,7 +13,7 @@ import pytest
 
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.types.sampling import SamplingParams
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import DECODERS, make_checkpoint
 from tests.e2e.engines import QUICK_FAULTS, Reply, engine_config, replies, run_engine
 from tests.needs import needs_kernels
 from tests.quantised import quantise, quantise_deepseek, quantise_parts
@@ -47,9 +47,9 @@ def by_layer(path: Path, kind: str) -> None:
     quantise_parts(path, {rf"model\.layers\.{i}\..*_proj": format for i, format in enumerate(COMPRESSED)})
 
 
-def whole(path: Path, *formats: str) -> None:
+def whole(path: Path, formats: tuple[str, ...], kind: str = "qwen3") -> None:
     """All layers in one format, or one layer after the other in some that config.json does not tell apart."""
-    plain(path, layers=max(2, len(formats)))
+    plain(path, kind, layers=max(2, len(formats)))
     quantise(path, formats)
 
 
@@ -68,8 +68,10 @@ CASES: dict[str, tuple[Callable[[Path], object], dict[str, str]]] = {
         partial(by_layer, kind="qwen3_moe"),
         {"head": "int8", "kv_dtype": "int8"},
     ),
-    "blocks": (lambda path: whole(path, *BLOCKS), {}),
-    **{format: (partial(lambda format, path: whole(path, format), format), {}) for format in APART},
+    **{kind: (partial(by_layer, kind=kind), {}) for kind in DECODERS if not kind.startswith("qwen3")},
+    **{f"phi3 {format}": (partial(whole, kind="phi3", formats=(format,)), {}) for format in ("gptq", "awq")},
+    "blocks": (partial(whole, formats=BLOCKS), {}),
+    **{format: (partial(whole, formats=(format,)), {}) for format in APART},
     **{f"deepseek_v4 {form}": (partial(deepseek, form=form), {}) for form in ("released", "base", "w8a8")},
     "deepseek_v4 released head int8, activations bf16": (
         partial(deepseek, form="released"),
@@ -88,7 +90,7 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 SOAKED = {*APART[1:5], *APART[6:], "compressed-tensors", "compressed-tensors experts", "bf16 head int8, kv int8"}
-SOAKED |= {"deepseek_v4 base", "deepseek_v4 w8a8", "deepseek_v4 released"}
+SOAKED |= {"llama", "qwen2", "mistral", "phi3 gptq", "deepseek_v4 base", "deepseek_v4 w8a8", "deepseek_v4 released"}
 """Formats of which another case has a near relative, or the same one with other parts."""
 
 

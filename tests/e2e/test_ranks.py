@@ -18,7 +18,7 @@ from pypto_serving.kernels import SharedMemory
 from pypto_serving.parallel.topology import Topology
 from pypto_serving.types.kv import CompressedSpec, FullSpec
 from pypto_serving.types.request import RequestOutput
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import DECODERS, make_checkpoint
 from tests.configs import change_config
 from tests.e2e.engines import FOR_KERNELS, QUICK_FAULTS, Reply, answers, replies, run_engine
 from tests.e2e.ranks import (
@@ -70,6 +70,17 @@ def test_ranks_answer_as_one_does(model: Path, wanted: list[Reply]) -> None:
     again, stats = answered(model, rank_config(model, Topology(), **tiers), seeds=(2,))
     assert again[2] == found[2]
     assert hits(stats, "disk") > 0
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DECODERS if not kind.startswith("qwen3")])
+def test_every_family(tmp_path: Path, kind: str) -> None:
+    """Drafts, preemptions, chunks, prefix hits, two ranks and a killed one change no answer."""
+    model = make_checkpoint(tmp_path / "model", kind, "bfloat16")
+    wanted, _ = answered(model, rank_config(model, Topology(), prefix_caching=False))
+    changes = {"faults": QUICK_FAULTS, "backend_options": {"faults": {"1": ["after", 12]}}}
+    found, stats = answered(model, rank_config(model, TWO, changes, **TIGHT, **NGRAM))
+    assert found == wanted
+    assert stats.num_preemptions > 0 and stats.prefix_hits > 0 and stats.num_respawns == 1
 
 
 def test_loading_ends_once(model: Path) -> None:

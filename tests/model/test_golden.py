@@ -86,6 +86,8 @@ def test_a_long_sequence(checkpoint: MakeCheckpoint, theta: float) -> None:
         ("qwen2", {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": False}),
         ("mistral", {"sliding_window": 512, "head_dim": 48}),
         ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3}),
+        ("ministral3", {"tie_word_embeddings": True, "head_dim": 48, "num_key_value_heads": 4}),
+        ("smollm3", {"no_rope_layers": [0, 0, 1], "attention_bias": True, "mlp_bias": True}),
         ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}}),
         ("phi3", {"original_max_position_embeddings": 2048, "tie_word_embeddings": True, "num_key_value_heads": 2}),
     ],

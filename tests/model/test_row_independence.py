@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pypto_serving.kernels import runnable
+from tests.checkpoints import DECODERS
 from tests.model.conftest import MakeCheckpoint
 from tests.model.neighbours import BUNDLED, OUTPUT, PROMPT, TOKENS, Subject, Subjects, assert_same, run_among_others
 from tests.model.sequences import Sequences, load_program
@@ -38,7 +39,10 @@ def subjects(checkpoint: MakeCheckpoint) -> Iterator[Subjects]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=["qwen3", "qwen3_moe", "llama", "qwen2", "wide", "bundled"])
+OTHERS = [kind for kind in DECODERS if kind not in ("qwen3", "qwen3_moe")]
+
+
+@pytest.fixture(params=["qwen3", "qwen3_moe", "wide", "bundled"])
 def model(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -94,6 +98,18 @@ def test_a_shared_prefix_is_as_good_as_computing_it(subject: Subject) -> None:
     second.tables, second.computed = [first.tables[0][:cached]], cached * block_size
     sequences.run(second, [PROMPT - second.computed, *[1] * OUTPUT])
     assert_same(second.logits, subject.alone)
+
+
+@pytest.mark.parametrize("model", OTHERS)
+@pytest.mark.parametrize("arithmetic", ["float32 torch", *NATIVE[:1]])
+def test_every_family(subjects: Subjects, model: str, arithmetic: str) -> None:
+    """In a batch, in chunks, after a preemption and behind a shared prefix."""
+    torch.set_num_threads(1)
+    subject = subjects(model, arithmetic)
+    found = run_among_others(subject.program, 12, [100, 1, 30, 128, 16, *[1] * OUTPUT], seed=2)
+    assert_same(found, subject.alone)
+    test_preemption_and_other_blocks(subject)
+    test_a_shared_prefix_is_as_good_as_computing_it(subject)
 
 
 @pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])

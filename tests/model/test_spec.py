@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, MistralConfig, MixtralConfig
+from transformers import LlamaConfig, MistralConfig, MixtralConfig, Phi3Config, SmolLM3Config
 
 from pypto_serving.errors import ModelError
 from pypto_serving.model.decoder.inventory import DecoderInventory
@@ -71,7 +71,13 @@ def test_models_with_a_window_are_served_up_to_its_length(tmp_path: Path, change
 
 @pytest.mark.parametrize(
     ("architecture", "theirs"),
-    [("LlamaForCausalLM", LlamaConfig), ("MistralForCausalLM", MistralConfig), ("MixtralForCausalLM", MixtralConfig)],
+    [
+        ("LlamaForCausalLM", LlamaConfig),
+        ("MistralForCausalLM", MistralConfig),
+        ("MixtralForCausalLM", MixtralConfig),
+        ("Phi3ForCausalLM", Phi3Config),
+        ("SmolLM3ForCausalLM", SmolLM3Config),
+    ],
 )
 def test_absent_keys_have_the_values_of_transformers(tmp_path: Path, architecture: str, theirs: Any) -> None:
     sizes = {"hidden_size": 64, "num_attention_heads": 16, "head_dim": 32, "max_position_embeddings": 8192}

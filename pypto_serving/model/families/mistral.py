@@ -1,4 +1,4 @@
-"""Mistral, and Mixtral with its experts in every layer."""
+"""Mistral, Ministral 3, and Mixtral with its experts in every layer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,32 @@ _MIXTRAL_NAMES = TensorNames(
 
 # What transformers takes for keys that are absent, where other families take something else. null is no absent key.
 _DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}
+_MINISTRAL3_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
 _MIXTRAL_DEFAULTS = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
 
 
 def parse(raw: dict[str, Any], source: str) -> DecoderConfig:
     """Read the object in config.json at `source`. Raises ModelError naming an unsupported key and value."""
     config = Fields(_DEFAULTS | raw, source)
+    return DecoderConfig.from_fields(config, window=sliding_window(config, True))
+
+
+def parse_ministral3(raw: dict[str, Any], source: str) -> DecoderConfig:
+    """Read the object in a Ministral 3's config.json at `source`. Raises ModelError naming an unsupported value."""
+    config = Fields(_MINISTRAL3_DEFAULTS | raw, source)
     return DecoderConfig.from_fields(config, window=sliding_window(config, True))
 
 
@@ -37,4 +57,5 @@ def parse_mixtral(raw: dict[str, Any], source: str) -> DecoderConfig:
 
 
 FAMILY = decoder_family(parse)
+MINISTRAL3 = decoder_family(parse_ministral3)
 MIXTRAL = decoder_family(parse_mixtral)

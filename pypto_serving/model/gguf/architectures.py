@@ -22,6 +22,7 @@ Rows = Callable[[int, int], NDArray[np.uint8]]
 _ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "mistral3": ("MistralForCausalLM", "mistral"),
+    "phi3": ("Phi3ForCausalLM", "phi3"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
@@ -44,15 +45,18 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
 }
+_PHI3_LAYER = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _MIXTRAL_PARTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-_FREQUENCIES = "rope_freqs.weight"
+_FREQUENCIES, _SHORT, _LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
+_ATTENTION_FACTOR, _GROWTH = "rope.scaling.attn_factor", "attention.temperature_scale"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Llama 3's extension of the context; a file holds only the resulting divisors of frequencies."""
-_FACTORS = ("logit_scale", "residual_scale", "embedding_scale", "expert_weights_scale", "rope.scaling.attn_factor")
-"""Keys of factors that no model here has, so they must be 1 if they are there; 0 means absent."""
-_ABSENT = ("attention.scale", "attention.temperature_scale", "attn_logit_softcapping", "final_logit_softcapping")
-"""Keys of what no model here has, so they must be 0 if they are there."""
+_FACTORS = ("logit_scale", "residual_scale", "embedding_scale", "expert_weights_scale", _ATTENTION_FACTOR)
+"""Keys of factors that must be 1 if they are there, but for those in `_READ`; 0 means absent."""
+_ABSENT = ("attention.scale", _GROWTH, "attn_logit_softcapping", "final_logit_softcapping")
+"""Keys of what must be 0 if it is there, but for those in `_READ`."""
+_READ = {"phi3": _ATTENTION_FACTOR, "mistral3": _GROWTH}
 
 
 class GgufModel:
@@ -80,12 +84,14 @@ class GgufModel:
         """Return the object of config.json, without ids of tokens."""
         keys, tensors = self._keys, self._gguf.tensors
         rotated = keys.positive_int("rope.dimension_count", default=self.head_dim)
-        keys.require(rotated == self.head_dim, "rope.dimension_count", rotated, f"head_dim, {self.head_dim}")
+        whole = rotated == self.head_dim or self.name == "phi3"
+        keys.require(whole, "rope.dimension_count", rotated, f"head_dim, {self.head_dim}")
         values = keys.positive_int("attention.value_length", default=self.head_dim)
         keys.require(values == self.head_dim, "attention.value_length", values, f"head_dim, {self.head_dim}")
         for key in _FACTORS + _ABSENT:
             allowed = (None, 0, 1) if key in _FACTORS else (None, 0)
-            keys.require(keys.get(key) in allowed, key, keys.get(key), f"{allowed[-1]}, or absent")
+            holds = keys.get(key) in allowed or (self.name, key) in _READ.items()
+            keys.require(holds, key, keys.get(key), f"{allowed[-1]}, or absent")
         width = keys.positive_int("feed_forward_length")
         config: dict[str, Any] = {
             "architectures": [self._architecture],
@@ -103,8 +109,10 @@ class GgufModel:
             "rope_theta": keys.positive_float("rope.freq_base", default=10000.0),
             "tie_word_embeddings": "output.weight" not in tensors,
             "attention_bias": "blk.0.attn_q.bias" in tensors,
-            "sliding_window": keys.get("attention.sliding_window"),
+            "sliding_window": keys.get("attention.sliding_window") or None,
         }
+        if rotated < self.head_dim:
+            config["partial_rotary_factor"] = rotated / self.head_dim
         if (scaling := self._rope_scaling(config)) is not None:
             config["rope_scaling"] = scaling
         if self._experts:
@@ -119,7 +127,7 @@ class GgufModel:
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...], BlockType, Rows]]:
         """Yield name, shape and type of every tensor of the checkpoint, and a function that reads its rows."""
         for name, tensor in self._gguf.tensors.items():
-            if name == _FREQUENCIES:
+            if name in (_FREQUENCIES, _SHORT, _LONG):
                 continue
             found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
             if found is None:
@@ -139,9 +147,10 @@ class GgufModel:
     def _in_layer(
         self, name: str, tensor: GgufTensor, layer: str, module: str, end: str
     ) -> tuple[str, Any, BlockType, Rows]:
-        if module not in _LAYER:
+        names = _LAYER | _PHI3_LAYER if self.name == "phi3" else _LAYER
+        if module not in names:
             raise ModelError(f"{self._gguf.path}: tensor {name} is not part of a {self.name} model")
-        target = _LAYER[module]
+        target = names[module]
         if target == "mlp.gate" and self._architecture == _MIXTRAL[0]:
             target = "block_sparse_moe.gate"
         rows: Rows = tensor.blocks
@@ -168,12 +177,16 @@ class GgufModel:
     def _rope_scaling(self, config: dict[str, Any]) -> dict[str, Any] | None:
         """Return `rope_scaling` of config.json; the divisors of Llama 3's frequencies must be those of its formula."""
         keys = self._keys
+        if _SHORT in self._gguf.tensors:
+            return self._longrope()
         factors = ("rope.scaling.factor", "rope.scale_linear")
         kind = keys.get("rope.scaling.type") or ("linear" if keys.get(*factors) else None)
         keys.require(kind in (None, "none", "linear", "yarn"), "rope.scaling.type", kind, "none, linear or yarn")
         if kind in ("linear", "yarn"):
             scaling: dict[str, Any] = {"rope_type": kind, "factor": keys.positive_float(*factors)}
             if kind == "yarn":
+                if keys.get(_GROWTH):
+                    scaling["llama_4_scaling_beta"] = keys.positive_float(_GROWTH)
                 length = keys.positive_int("rope.scaling.original_context_length")
                 scaling["original_max_position_embeddings"] = length
                 scaling["beta_fast"] = keys.positive_float("rope.scaling.yarn_beta_fast", default=32.0)
@@ -196,6 +209,17 @@ class GgufModel:
         if tensor.shape != plain.shape or not np.allclose(plain / scaled, divisors, rtol=1e-3):
             raise ModelError(f"{self._gguf.path}: {_FREQUENCIES} does not hold the divisors of Llama 3's frequencies")
         return scaling
+
+    def _longrope(self) -> dict[str, Any]:
+        """Return `rope_scaling` of a file with divisors of frequencies for short and for long contexts."""
+        short, long = (self._require(name).rows(0, 1)[0].tolist() for name in (_SHORT, _LONG))
+        return {
+            "rope_type": "longrope",
+            "short_factor": short,
+            "long_factor": long,
+            "original_max_position_embeddings": self._keys.positive_int("rope.scaling.original_context_length"),
+            "attention_factor": self._keys.get(_ATTENTION_FACTOR) or None,
+        }
 
     def _require(self, name: str) -> GgufTensor:
         if name not in self._gguf.tensors:

@@ -14,7 +14,9 @@ from tokenizers import pre_tokenizers
 from transformers import PreTrainedModel
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-ARCHITECTURES |= {"qwen3_moe": "qwen3moe"}
+ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "phi3": "phi3", "ministral3": "mistral3"}
+_INTERLEAVED = ("llama", "mistral3")
+_JOINED = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
 _EXPERT_PARTS = ("gate", "up", "down")
 _NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 _HEADS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
@@ -38,10 +40,10 @@ def tensors_of(kind: str, model: PreTrainedModel) -> dict[str, np.ndarray]:
         if name.startswith("model.layers."):
             _, _, layer, rest = name.split(".", 3)
             module, _, end = rest.rpartition(".")
-            for old, new in (_NORMS | _HEADS | _MATRICES | _MLP).items():
+            for old, new in (_NORMS | _HEADS | _MATRICES | _MLP | _JOINED).items():
                 if module == old:
                     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(new)
-                    moved = heads and ARCHITECTURES[kind] == "llama"
+                    moved = heads and ARCHITECTURES[kind] in _INTERLEAVED
                     found[f"blk.{layer}.{new}.{end}"] = interleaved(value, heads) if moved else value
             if rest == "mlp.gate.weight":
                 found[f"blk.{layer}.ffn_gate_inp.weight"] = value
@@ -85,6 +87,7 @@ def write_model(
     add_tokenizer(writer, config.vocab_size)
     if config.rope_parameters["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_divisors(model))
+    add_scaling(writer, config.rope_parameters, config.max_position_embeddings)
     for tensor, value in tensors_of(kind, model).items():
         if special := (types or {}).get(tensor.removesuffix(".weight").rpartition(".")[2]):
             rows, _ = stored_in(special, value.reshape(-1, value.shape[-1]))
@@ -101,6 +104,23 @@ def write_model(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def add_scaling(writer: gguf.GGUFWriter, rope: dict[str, Any], length: int) -> None:
+    """Write what files of Phi and Ministral 3 have of their RoPE."""
+    trained = rope.get("original_max_position_embeddings")
+    if rope["rope_type"] == "longrope":
+        writer.add_rope_dimension_count(2 * len(rope["short_factor"]))
+        writer.add_rope_scaling_orig_ctx_len(trained)
+        writer.add_rope_scaling_attn_factors(float(np.sqrt(1 + np.log(length / trained) / np.log(trained))))
+        for name in ("short", "long"):
+            writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(trained)
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
 
 
 def llama3_divisors(model: PreTrainedModel) -> np.ndarray:

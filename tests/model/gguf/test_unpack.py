@@ -21,7 +21,7 @@ from pypto_serving.model.gguf.unpack import unpack
 from pypto_serving.model.loader import TorchWeights
 from pypto_serving.model.registry import read_config
 from pypto_serving.setup.locate import locate_model
-from tests.checkpoints import random_model
+from tests.checkpoints import PHI3, random_model
 from tests.model.gguf import files
 from tests.model.gguf.files import ARCHITECTURES, write_model
 from tests.model.gguf.random_blocks import random_blocks
@@ -33,6 +33,10 @@ def unpacked(path: Path) -> Path:
 
 
 SIZES: dict[str, dict[str, Any]] = {"llama": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}}
+SIZES["phi3"] = {
+    "rope_parameters": PHI3["rope_parameters"] | {"original_max_position_embeddings": 64},
+    "original_max_position_embeddings": 64,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 5e5,
@@ -165,7 +169,7 @@ def test_a_folder_is_unpacked_once(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"general.architecture": ("clip", Value.STRING)}, "vision encoder"),
-        ({"general.architecture": ("rwkv", Value.STRING)}, "llama, mistral3, qwen2"),
+        ({"general.architecture": ("rwkv", Value.STRING)}, "llama, mistral3, phi3, qwen2"),
         ({"tokenizer.ggml.model": ("bert", Value.STRING)}, "gpt2 and llama"),
         ({"tokenizer.ggml.pre": ("elvish", Value.STRING)}, "elvish"),
         ({"qwen3.rope.dimension_count": (8, Value.UINT32)}, "rope.dimension_count"),
