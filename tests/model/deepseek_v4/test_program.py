@@ -46,7 +46,7 @@ def test_draft_layers_are_left_alone(checkpoint: MakeCheckpoint, tmp_path: Path)
     [
         ("layers.1.attn.indexer.wq_b.weight", {}, ["layers.1.attn.indexer.wq_b.weight", "missing"]),
         ("layers.0.ffn.gate.tid2eid", {}, ["layers.0.ffn.gate.tid2eid", "missing"]),
-        ("", {"layers__9__odd": torch.ones(1)}, ["layers.9.odd", "not part of this model"]),
+        ("", {"layers__0__odd": torch.ones(1)}, ["layers.0.odd", "not part of this model"]),
         ("", {"layers__0__attn__attn_sink": torch.ones(5)}, ["attn_sink", "[5]", "[4]"]),
         ("", {"layers__0__ffn__gate__tid2eid": torch.ones(320, 2)}, ["tid2eid", "F32", "I64"]),
         ("", {"norm__weight": torch.ones(64, dtype=torch.int64)}, ["norm.weight", "I64", "F32, BF16, F16"]),
