@@ -50,3 +50,15 @@ HOISTED = (
     + TURNS.replace("CALLS", "").replace("{{ m.content }}", "{{ '' if m.role == 'system' else m.content }}")
 )
 """As DeepSeek R1's: the last system message counts, and comes first."""
+GEMMA = (
+    "{% if messages[0].role == 'system' %}{% set first = messages[0].content + '\n\n' %}{% set rest = messages[1:] %}"
+    "{% else %}{% set first = '' %}{% set rest = messages %}{% endif %}{% for m in rest %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ first if loop.first }}{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+)
+"""As Gemma 3's: turns of two roles, and neither tools nor calls nor results."""
+PHI = (
+    "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+)
+"""As Phi-3.5's: other roles are dropped."""

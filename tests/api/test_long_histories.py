@@ -12,7 +12,7 @@ import pytest
 from pypto_serving.api.anthropic import history as anthropic
 from pypto_serving.api.chat.leaving_out import LeftOut
 from pypto_serving.api.ollama.ollama_body import answer_calls
-from pypto_serving.api.prompting.template import Manners
+from pypto_serving.api.prompting.manners import Manners
 from pypto_serving.api.responses import history as responses
 from pypto_serving.errors import RequestError
 

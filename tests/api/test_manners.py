@@ -11,10 +11,12 @@ import pytest
 
 from pypto_serving.api.prompting.template import TemplateEncoder
 from pypto_serving.api.text.tokenizer import Tokenizer
+from pypto_serving.errors import RequestError
 from tests.api.chat_events import prompt_of
 from tests.api.checkpoint import CHATML, write_checkpoint
 from tests.api.running import CHAT, RunningServer
-from tests.api.templates import HERMES, HOISTED, IN_TURNS, NO_SYSTEM, ONE_SYSTEM, with_tools
+from tests.api.scripted_engine import Script
+from tests.api.templates import GEMMA, HERMES, HOISTED, IN_TURNS, NO_SYSTEM, ONE_SYSTEM, PHI, with_tools
 from tests.api.tool_samples import NOW_TOOL
 
 Message = dict[str, Any]
@@ -213,3 +215,37 @@ def test_chats_with_tools_use_the_template_for_tools() -> None:
         == TemplateEncoder(HERMES, {}).encode(asked, {"tools": [NOW_TOOL]}).prompt
     )
     assert encoder.encode(asked, {}).prompt == TemplateEncoder(CHATML, {}).encode(asked, {}).prompt
+
+
+@pytest.mark.parametrize(("template", "system"), [(GEMMA, False), (PHI, True)])
+def test_tools_are_described_to_a_template_without_them(
+    start: Start, tmp_path: Path, tokenizer: Tokenizer, template: str, system: bool
+) -> None:
+    server = start(write_checkpoint(tmp_path, template=template), config={"max_model_len": 4096})
+    server.engine.script = lambda request: Script(tokenizer.encode(CALL), "stop")
+    body = {"messages": [said("system", "s"), *CALLED, said("user", "d")], "tools": [NOW_TOOL]}
+    answer = server.post(CHAT, body).json()["choices"][0]
+    (call,) = answer["message"]["tool_calls"]
+    assert (answer["finish_reason"], call["function"]) == ("tool_calls", {"name": "now", "arguments": "{}"})
+    prompt = prompt_of(server, tokenizer)
+    assert prompt.startswith("<|im_start|>system\ns\n\nYou may" if system else "<|im_start|>user\ns\n\nYou may")
+    described = json.dumps(NOW_TOOL, ensure_ascii=False)
+    assert f"<tools>\n{described}\n</tools>" in prompt and "between <tool_call> and </tool_call>:" in prompt
+    result = "<tool_response>\nc\n</tool_response>"
+    last = [("user", result), ("user", "d")] if system else [("user", f"{result}\n\nd")]
+    assert prompt.endswith(turns(("assistant", f"b\n{CALL}"), *last))
+    forced = server.post(CHAT, {**body, "tool_choice": "required"})
+    assert forced.status_code == 200 and server.engine.requests[-1].params.guide is not None
+    plain = server.post(CHAT, {"messages": body["messages"]})
+    assert plain.json()["choices"][0]["message"]["content"] == CALL
+    prompt = prompt_of(server, tokenizer)
+    assert result in prompt and "You may" not in prompt
+
+
+def test_a_template_without_tools_that_shows_calls_shows_them_itself() -> None:
+    assert "<tool_call>" not in str(TemplateEncoder(TEXT_ONLY, {}).encode(CALLED, {}).prompt)
+
+
+def test_tools_in_words_are_in_one_form_only() -> None:
+    with pytest.raises(RequestError, match="describes no tools, and the server does so only in the form hermes"):
+        TemplateEncoder(GEMMA, {}, tool_parser="pythonic").encode([said("user", "a")], {"tools": [NOW_TOOL]})

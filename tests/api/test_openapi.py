@@ -92,7 +92,6 @@ DEPENDS = [
     *(
         "between n, which",
         "logprobs = true",
-        "describes no tools",
         "like tools[0]",
         "64 levels",
         "no tools",

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +13,10 @@ import jinja2
 from pypto_serving.api.chat.formats import Calls, ChatOrigin, EncodedChat, OutputFormat
 from pypto_serving.api.chat.parsers.families import FAMILIES, HABITS, Habit, choose_family, choose_habit, takes_tools
 from pypto_serving.api.chat.parsers.scanner import Thinking
-from pypto_serving.api.chat.tools import as_object, check_effort, parameter_types, read_calls, read_tools, refuse
+from pypto_serving.api.chat.tools import check_effort, parameter_types, read_calls, read_tools, refuse
+from pypto_serving.api.prompting import tools_in_words
 from pypto_serving.api.prompting.jinja import compile_template, render
+from pypto_serving.api.prompting.manners import Manners, Message
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.api.text.files import load_special_tokens, read_optional_json
 from pypto_serving.api.text.tokenizer import Tokenizer
@@ -42,206 +41,6 @@ DEFAULT = "default"
 """The name of the template for chats without tools, where a checkpoint has several."""
 _CUT_HERE = "\ue000the answer goes on here\ue001 "
 """Appended to a message that the model shall continue, to find its end in the prompt."""
-
-
-Message = dict[str, Any]
-INSTRUCTING = ("system", "developer")
-_CALL = {"id": "call00001", "type": "function", "function": {"name": "qz_call", "arguments": {"qz_key": "qz_value"}}}
-
-
-def _says(role: str, text: str) -> Message:
-    return {"role": role, "content": text}
-
-
-_FIRST, _ASKS, _ASKS_MORE = _says("system", "qz_first"), _says("user", "qz_asks"), _says("user", "qz_more")
-_ANSWERS = _says("assistant", "qz_answers")
-_CALLS = {**_says("assistant", ""), "tool_calls": [_CALL]}
-_RESULT = {**_says("tool", "qz_result"), "tool_call_id": _CALL["id"], "name": "qz_call"}
-
-
-class Manners:
-    """Forms of conversations that a template accepts, found by rendering short ones. `render` raises RequestError."""
-
-    def __init__(self, render: Callable[[Sequence[Mapping[str, Any]]], str]) -> None:
-        self._render = render
-
-    @cached_property
-    def takes_system(self) -> bool:
-        """Whether the template shows a system message at the beginning."""
-        return self._takes([_ASKS], [_FIRST, _ASKS])
-
-    @cached_property
-    def takes_later_system(self) -> bool:
-        """Whether the template shows later system messages in place, after user and after assistant messages."""
-        later, last = _says("system", "qz_later"), _says("system", "qz_last")
-        return self._takes([_FIRST, _ASKS], [_FIRST, _ASKS, later, _ANSWERS, last, _ASKS_MORE])
-
-    @cached_property
-    def takes_repeated_roles(self) -> bool:
-        """Whether a user message may follow another."""
-        return self._takes([_ASKS], [_ASKS, _ASKS_MORE])
-
-    @cached_property
-    def takes_user_after_tool(self) -> bool:
-        """Whether a user message may follow the result of a tool."""
-        return self._takes([_ASKS, _CALLS, _RESULT], [_ASKS, _CALLS, _RESULT, _ASKS_MORE])
-
-    @cached_property
-    def form_of_calls(self) -> tuple[bool, bool]:
-        """Whether calls are shown only beside a null content, and only with their arguments as text."""
-        for as_text in (False, True):
-            for null in (False, True):
-                prompt = self._prompt([_ASKS, _with_form(_CALLS, null, as_text), _RESULT])
-                if "qz_key" in prompt and "qz_value" in prompt:
-                    return null, as_text
-        return False, False
-
-    @cached_property
-    def takes_raw_arguments(self) -> bool:
-        """Whether calls are shown whose arguments are text that is not JSON, as a model may have written it."""
-        function = {"name": "qz_call", "arguments": '{"qz_key": "qz_value'}
-        message = _with_form({**_CALLS, "tool_calls": [{**_CALL, "function": function}]}, *self.form_of_calls)
-        prompt = self._prompt([_ASKS, message, _RESULT])
-        return "qz_key" in prompt and "qz_value" in prompt
-
-    def _takes(self, plain: Sequence[Message], tried: Sequence[Message]) -> bool:
-        """Return whether the rendered `tried` has all texts in order, or if the template cannot even render `plain`."""
-        return self._shows(tried) or not self._shows(plain)
-
-    def _shows(self, messages: Sequence[Message]) -> bool:
-        prompt, at = self._prompt(messages), 0
-        for text in filter(None, (message["content"] for message in messages)):
-            at = prompt.find(text, at)
-            if at < 0:
-                return False
-        return bool(prompt)
-
-    def _prompt(self, messages: Sequence[Message]) -> str:
-        """Return the rendered messages, "" if the template refuses them."""
-        try:
-            return self._render(messages)
-        except RequestError:
-            return ""
-
-    def fit(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages to render.
-
-        - Merge system and developer messages at the beginning.
-        - Keep later ones if the template accepts them; else append their text to the preceding turn of user or tool, or
-          put it before the user's text that follows.
-        - Merge consecutive messages of one role if the template requires alternating roles.
-        - Give calls in the form that the template shows. Arguments that are not a JSON object are text, or if the
-          template cannot show that, the text of the only argument `arguments`.
-        """
-        fitted = _join_first(messages)
-        start = int(fitted[0]["role"] in INSTRUCTING) if fitted else 0
-        if start and not self.takes_system:
-            fitted = _move(fitted, 0)
-        elif any(message["role"] in INSTRUCTING for message in fitted[start:]) and not self.takes_later_system:
-            fitted = _move(fitted, start)
-        pairs = {(one["role"], other["role"]) for one, other in pairwise(fitted)}
-        if pairs & {("user", "user"), ("assistant", "assistant")} and not self.takes_repeated_roles:
-            fitted = _join(fitted, ("user", "assistant"))
-        if ("tool", "user") in pairs and not self.takes_user_after_tool:
-            fitted = _join(fitted, ("tool",), ("user",))
-        calls = [call["function"] for message in fitted for call in message.get("tool_calls", ())]
-        raw = any(isinstance(function["arguments"], str) for function in calls) and not self.takes_raw_arguments
-        if calls and (raw or any(self.form_of_calls)):
-            fitted = [_with_form(message, *self.form_of_calls, raw) for message in fitted]
-        return fitted
-
-
-def _with_form(message: Message, null: bool, as_text: bool, wraps: bool = False) -> Message:
-    """Return a message whose calls have no content, if it is empty and `null`, and arguments `as_text`.
-
-    Arguments that are text already become an only argument if the form `wraps` them.
-    """
-    if "tool_calls" not in message:
-        return message
-    functions = [{**call["function"]} for call in message["tool_calls"]]
-    for function in functions:
-        given = as_object(function["arguments"]) if wraps else function["arguments"]
-        as_is = isinstance(given, str) or not as_text
-        function["arguments"] = given if as_is else json.dumps(given, ensure_ascii=False)
-    calls = [{**call, "function": function} for call, function in zip(message["tool_calls"], functions, strict=True)]
-    content = None if null and not message["content"] else message["content"]
-    return {**message, "content": content, "tool_calls": calls}
-
-
-class _Joining:
-    """Collects messages. Joins all texts of one at the end, since each join copies what was there."""
-
-    def __init__(self) -> None:
-        self.messages: list[Message] = []
-        self._texts: list[list[Any]] = []
-
-    @property
-    def last(self) -> Message:
-        return self.messages[-1] if self.messages else {}
-
-    def add(self, message: Message, before: Sequence[Any] = ()) -> None:
-        """Add a message that begins with the texts `before`."""
-        self.messages.append(dict(message))
-        self._texts.append([*before, message.get("content")])
-
-    def append(self, message: Message) -> None:
-        """Append the text of a message to the last one."""
-        self._texts[-1].append(message.get("content"))
-
-    def finish(self) -> list[Message]:
-        for message, texts in zip(self.messages, self._texts, strict=True):
-            if len(texts) > 1:
-                message["content"] = "\n\n".join(filter(None, texts))
-        return self.messages
-
-
-def _join_first(messages: Sequence[Message]) -> list[Message]:
-    """Merge the system and developer messages at the beginning."""
-    leading = list(takewhile(lambda message: message["role"] in INSTRUCTING, messages))
-    if len(leading) < 2:
-        return list(messages)
-    texts = [message["content"] for message in leading if message.get("content")]
-    return [{**leading[0], "content": "\n\n".join(texts)}, *messages[len(leading) :]]
-
-
-def _join(messages: Sequence[Message], roles: Collection[str], others: Collection[str] = ()) -> list[Message]:
-    """Merge each message into the preceding one if that has one of `roles`, and the same role or one of `others`."""
-    joined = _Joining()
-    for message in messages:
-        last = joined.last
-        same = message["role"] in others if others else message["role"] == last.get("role")
-        if last.get("role") in roles and same and not last.get("tool_calls"):
-            joined.append(message)
-            if "tool_calls" in message:
-                last["tool_calls"] = message["tool_calls"]
-        else:
-            joined.add(message)
-    return joined.finish()
-
-
-def _move(messages: Sequence[Message], start: int) -> list[Message]:
-    """Move the texts of system messages from `start` on into neighbouring turns."""
-    moved, waiting = _Joining(), list[Any]()
-    for message in messages[:start]:
-        moved.add(message)
-    for message in messages[start:]:
-        if message["role"] not in INSTRUCTING:
-            if waiting and message["role"] not in _HEARD:
-                moved.add(_says("user", ""), waiting)
-                waiting = []
-            moved.add(message, waiting)
-            waiting = []
-        elif moved.last.get("role") in _HEARD:
-            moved.append(message)
-        else:
-            waiting.append(message.get("content"))
-    if waiting:
-        moved.add(_says("user", ""), waiting)
-    return moved.finish()
-
-
-_HEARD = ("user", "tool")
-"""Roles of messages that the model answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,10 +111,11 @@ class TemplateEncoder:
         options = dict(kwargs)
         functions = read_tools(options.get("tools"), "tools")
         template = self._choose(options.pop("chat_template", None), bool(functions))
-        if functions and not template.takes_tools:
-            refuse("tools", "cannot be used: the chat template of this model describes no tools")
         continues = _continues(options)
-        given = template.manners.fit(template_messages(messages, template.knows_developers))
+        given = template_messages(messages, template.knows_developers)
+        if not template.takes_tools:
+            given = _in_words(template, given, functions)
+        given = template.manners.fit(given)
         continued = _open_last(given) if continues else None
         values = self._special_tokens | {"tools": None, "documents": None, "messages": given} | _with_effort(options)
         prompt = render(template.compiled, values)
@@ -355,6 +155,16 @@ class TemplateEncoder:
         if thinking is None and calls is None:
             return None
         return OutputFormat(thinking, calls, any(map(self._is_special, marks)))
+
+
+def _in_words(template: ChatTemplate, given: list[Message], functions: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Describe tools, calls and results in texts, for a template without tools. Raises RequestError if it cannot."""
+    if functions and template.family != tools_in_words.FAMILY:
+        described = f"describes no tools, and the server does so only in the form {tools_in_words.FAMILY}"
+        refuse("tools", f"cannot be used: the chat template {described}, not for tool_call_parser {template.family}")
+    if functions or (tools_in_words.has_calls(given) and not template.manners.shows_calls):
+        return tools_in_words.in_words(given, functions)
+    return given
 
 
 def _continues(options: dict[str, Any]) -> bool:

@@ -254,9 +254,9 @@ def takes_tools(template: str) -> bool:
 
 
 def choose_family(template: str) -> tuple[str, str]:
-    """Return the form of calls that a template teaches, "none" if it has no tools, and why."""
+    """Return the form of calls that a template teaches, and why it is this one."""
     if not takes_tools(template):
-        return "none", "the chat template has no tools"
+        return "hermes", "the chat template has no tools, so the server describes them in this form"
     for name, signs in _SIGNS:
         if all(sign in template for sign in signs):
             return name, f"the chat template has {' and '.join(signs)}"
