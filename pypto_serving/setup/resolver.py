@@ -13,6 +13,7 @@ from pypto_serving.backend.defaults import BACKEND_DEFAULTS, BackendDefaults
 from pypto_serving.errors import ConfigError
 from pypto_serving.model.null_models import NULL_MODELS
 from pypto_serving.parallel.topology import Placement, Topology
+from pypto_serving.setup.catalog import catalog
 from pypto_serving.setup.compute import (
     check_cards,
     choose_drafts,
@@ -246,7 +247,8 @@ def _server(settings: Settings, model: ModelSpec) -> ServerConfig:
     path = options.model or model.path or NULL_MODELS[0]
     settings.record("model", path, origin_or("model", "the default model"))
     settings.pick("revision", "main", "default: the hub's")
-    names = options.served_model_name or (default_model_name(model.path or path),)
+    short = options.model if options.model in catalog() else None
+    names = options.served_model_name or (short or default_model_name(model.path or path),)
     settings.record("served_model_name", ", ".join(names), origin_or("served_model_name", "the model's name"))
     keys, template = options.api_key or (), options.chat_template
     shown = f"{len(keys)} keys" if len(keys) > 1 else "set" if keys else "none"

@@ -179,9 +179,9 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     ),
     ([*NULL, "--kv-disk", "n" * 300], 2, "nnn, which cannot be used: file name too long; give a folder that can"),
     ([*NULL, "--kv-disk-size", "1.5"], 2, "--kv-disk-size is 1.5, but must be a size with a unit such as 20GiB"),
-    (["check", "./no/such/model"], 3, "./no/such/model does not exist; give an existing folder or a hub name"),
+    (["check", "./no/such/model"], 3, "./no/such/model does not exist; give an existing folder, a hub name"),
     (["check", "n" * 300], 3, "file name too long; give an existing folder or a hub name"),
-    (["check", "~no-such-user/model"], 3, "~no-such-user/model does not exist; give an existing folder or a hub name"),
+    (["check", "~no-such-user/model"], 3, "~no-such-user/model does not exist; give an existing folder, a hub name"),
     ([*NULL, "--chat-template", "n" * 300], 2, "nnn, which is no file; give a Jinja file"),
     (["serve", "--backend", "null", "--host", "256.0.0.1"], 2, "--host 256.0.0.1 is not an address of this machine"),
     (["generate", "--temperature", "-1", "x"], 2, "--temperature is -1.0, but must be between 0 and 100"),
@@ -404,7 +404,7 @@ def test_locate_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert locate_model(str(tmp_path)) == tmp_path.resolve()
     monkeypatch.chdir(tmp_path)
     assert locate_model(".") == tmp_path.resolve()
-    monkeypatch.setattr(locate, "_fetch", lambda name, revision: Path("cache") / name)
+    monkeypatch.setattr(locate, "_fetch", lambda found, revision, files: Path("cache") / found["name"])
     assert locate_model("owner/name.v1-2") == Path("cache/owner/name.v1-2")
     assert locate_model("bundled") == BUNDLED
     (tmp_path / "bundled").mkdir()

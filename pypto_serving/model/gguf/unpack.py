@@ -49,8 +49,10 @@ def unpack(path: Path, cache: Path, progress: Progress, sampling: Mapping[str, f
         if target.exists():
             return target
         target.parent.mkdir(parents=True, exist_ok=True)
-        with (target.parent / "lock").open("w") as lock:
+        with (target.parent / "lock").open("a+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
+            lock.truncate(0)
+            lock.write(str(path))  # for whoever lists the folders
             if not target.exists():
                 unfinished = target.with_name(f"{target.name}.part")
                 shutil.rmtree(unfinished, ignore_errors=True)
