@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pypto_serving.model.gguf.grids import IQ1_S, IQ2_S, IQ2_XS, IQ2_XXS, IQ3_S, IQ3_XXS
+
 Bytes = NDArray[np.uint8]
 """Blocks, uint8 [blocks, bytes], or a part of each."""
 Floats = NDArray[np.float32]
@@ -164,6 +166,100 @@ def _nvfp4(b: Bytes) -> Floats:
     return _grouped(scales, _E2M1[_shifted(b[:, 4:], 8, 4)])
 
 
+def _words(b: Bytes, dtype: str) -> NDArray[np.uint32]:
+    return np.ascontiguousarray(b).view(dtype).astype(np.uint32)
+
+
+def _signs(b: Bytes) -> Floats:
+    """Return -1 for each set bit, else 1: float32 [n, bits], the lowest bit of a byte first."""
+    return 1 - 2 * np.unpackbits(b, axis=1, bitorder="little").astype(np.float32)
+
+
+def _even_signs(words: NDArray[np.uint32]) -> Floats:
+    """Return the signs of 8 weights each by 7 bits; the last makes the number of negative ones even."""
+    q = words & 127
+    parity = q ^ q >> 4
+    parity ^= parity >> 2
+    return _signs((q | ((parity ^ parity >> 1) & 1) << 7).astype(np.uint8))
+
+
+def _quarters(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Return the four fields of 7 bits of each word, [n, 4 words]."""
+    return (words[:, :, None] >> np.arange(0, 28, 7, dtype=np.uint32)).reshape(len(words), -1)
+
+
+def _high(b: Bytes, bits: int) -> NDArray[np.uint32]:
+    """Return the fields of each byte, lowest first, as bits 8 and up of codes."""
+    return _shifted(b, 1, bits).astype(np.uint32) << 8
+
+
+def _iq1(scales: Floats, codes: NDArray[np.uint32], negative: NDArray[np.bool_]) -> Floats:
+    """Multiply rows of the table, moved by an eighth, by their scales."""
+    moved = IQ1_S[codes] + np.where(negative, np.float32(-0.125), np.float32(0.125))[:, :, None]
+    return _grouped(scales, moved.reshape(len(codes), -1))
+
+
+def _iq1_s(b: Bytes) -> Floats:
+    high = _words(b[:, 34:], "<u2")
+    codes = b[:, 2:34] | (high[:, :, None] >> np.arange(0, 12, 3, dtype=np.uint32) & 7).reshape(len(b), 32) << 8
+    scales = _half(b, 0) * (2 * (high >> 12 & 7) + 1).astype(np.float32)
+    return _iq1(scales, codes, np.repeat(high >> 15 == 1, 4, axis=1))
+
+
+def _iq1_m(b: Bytes) -> Floats:
+    """The scale of a block is cut into the upper halves of four words."""
+    high, words = _shifted(b[:, 32:48], 1, 4), _words(b[:, 48:], "<u2")
+    bits = (words >> 12 << np.arange(0, 16, 4, dtype=np.uint32)).sum(axis=1, dtype=np.uint32)
+    d = bits.astype("<u2").view("<f2").astype(np.float32)[:, None]
+    scales = (words[:, :, None] >> np.arange(0, 12, 3, dtype=np.uint32) & 7).reshape(len(b), 16)
+    codes = b[:, :32] | (high & 7).astype(np.uint32) << 8
+    return _iq1(d * (2 * scales + 1).astype(np.float32), codes, high & 8 != 0)
+
+
+def _iq2_xxs(b: Bytes) -> Floats:
+    words = _words(b[:, 2:], "<u4")[:, 1::2]
+    grid = IQ2_XXS[b[:, 2:].reshape(-1, 8, 8)[:, :, :4]].reshape(len(b), -1)
+    scales = _half(b, 0) * (np.float32(0.5) + (words >> 28).astype(np.float32)) * np.float32(0.25)
+    return _grouped(scales, grid * _even_signs(_quarters(words)))
+
+
+def _iq2_xs(b: Bytes) -> Floats:
+    words = _words(b[:, 2:66], "<u2")
+    scales = _half(b, 0) * (np.float32(0.5) + _shifted(b[:, 66:], 1, 4)) * np.float32(0.25)
+    return _grouped(scales, IQ2_XS[words & 511].reshape(len(b), -1) * _even_signs(words >> 9))
+
+
+def _iq2_s(b: Bytes) -> Floats:
+    codes = b[:, 2:34] | _high(b[:, 66:74], 2)
+    scales = _half(b, 0) * (np.float32(0.5) + _shifted(b[:, 74:], 1, 4)) * np.float32(0.25)
+    return _grouped(scales, IQ2_S[codes].reshape(len(b), -1) * _signs(b[:, 34:66]))
+
+
+def _iq3_xxs(b: Bytes) -> Floats:
+    words = _words(b[:, 66:], "<u4")
+    scales = _half(b, 0) * (np.float32(0.5) + (words >> 28).astype(np.float32)) * np.float32(0.5)
+    return _grouped(scales, IQ3_XXS[b[:, 2:66]].reshape(len(b), -1) * _even_signs(_quarters(words)))
+
+
+def _iq3_s(b: Bytes) -> Floats:
+    codes = b[:, 2:66] | _high(b[:, 66:74], 1)
+    scales = _half(b, 0) * (1 + 2 * _shifted(b[:, 106:], 1, 4).astype(np.float32))
+    return _grouped(scales, IQ3_S[codes].reshape(len(b), -1) * _signs(b[:, 74:106]))
+
+
+def _tq1_0(b: Bytes) -> Floats:
+    """Five weights a byte: the digits of a number in base 3, of which each product moves the first out at the top."""
+    parts = [(b[:, :32], 5), (b[:, 32:48], 5), (b[:, 48:52], 4)]
+    powers = np.array([1, 3, 9, 27, 81], np.uint8)
+    digits = [(q[:, None] * powers[:count, None]).reshape(len(b), -1) for q, count in parts]
+    q = np.concatenate(digits, axis=1).astype(np.uint16) * 3 >> 8
+    return _half(b, 52) * (q.astype(np.float32) - 1)
+
+
+def _tq2_0(b: Bytes) -> Floats:
+    return _half(b, 64) * (_shifted(b[:, :64], 32, 2).astype(np.float32) - 1)
+
+
 TYPES = {
     0: BlockType("F32", 1, 4, _floats("<f4")),
     1: BlockType("F16", 1, 2, _floats("<f2")),
@@ -177,9 +273,18 @@ TYPES = {
     12: BlockType("Q4_K", 256, 144, _q4_k, (0, 2)),
     13: BlockType("Q5_K", 256, 176, _q5_k, (0, 2)),
     14: BlockType("Q6_K", 256, 210, _q6_k, (208,)),
+    16: BlockType("IQ2_XXS", 256, 66, _iq2_xxs, (0,)),
+    17: BlockType("IQ2_XS", 256, 74, _iq2_xs, (0,)),
+    18: BlockType("IQ3_XXS", 256, 98, _iq3_xxs, (0,)),
+    19: BlockType("IQ1_S", 256, 50, _iq1_s, (0,)),
     20: BlockType("IQ4_NL", 32, 18, _iq4_nl, (0,)),
+    21: BlockType("IQ3_S", 256, 110, _iq3_s, (0,)),
+    22: BlockType("IQ2_S", 256, 82, _iq2_s, (0,)),
     23: BlockType("IQ4_XS", 256, 136, _iq4_xs, (0,)),
+    29: BlockType("IQ1_M", 256, 56, _iq1_m),
     30: BlockType("BF16", 1, 2, _bf16),
+    34: BlockType("TQ1_0", 256, 54, _tq1_0, (52,)),
+    35: BlockType("TQ2_0", 256, 66, _tq2_0, (64,)),
     39: BlockType("MXFP4", 32, 17, _mxfp4),
     40: BlockType("NVFP4", 64, 36, _nvfp4),
 }

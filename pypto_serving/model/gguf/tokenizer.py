@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from pypto_serving.errors import ModelError
@@ -48,7 +49,7 @@ def write_tokenizer(metadata: Mapping[str, Any], source: Path, target: Path) -> 
     Raises ModelError naming a kind of tokenizer that is not known.
     """
     reader = _TokenizerReader(metadata, source)
-    reader.tokenizer().save(str(target / "tokenizer.json"))
+    reader.tokenizer().save(str(target / "tokenizer.json"), pretty=False)
     (target / "tokenizer_config.json").write_bytes(as_json(reader.config()))
     return reader.ids()
 
@@ -160,7 +161,7 @@ class _TokenizerReader:
         tokenizer = Tokenizer(
             models.BPE(
                 vocabulary,
-                list(_merges(vocabulary, scores)),
+                _merges(self._tokens, vocabulary, scores),
                 unk_token=None if unknown is None else self._tokens[unknown],
                 fuse_unk=True,
                 byte_fallback=True,
@@ -191,9 +192,12 @@ class _TokenizerReader:
         self._keys.require(holds, f"tokenizer.{key}", "something else", allowed)
 
 
-def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> Iterator[tuple[str, str]]:
-    """Yield pairs of tokens that join to a token, in the order in which SentencePiece joins them."""
-    for token in sorted(vocabulary, key=lambda token: -scores[vocabulary[token]]):
-        for cut in range(1, len(token)):
-            if token[:cut] in vocabulary and token[cut:] in vocabulary:
-                yield token[:cut], token[cut:]
+def _merges(tokens: Sequence[str], vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Return pairs of tokens that join to a token, in the order in which SentencePiece joins them."""
+    best_first = np.argsort(-np.array(scores), kind="stable").tolist()
+    return [
+        (token[:cut], token[cut:])
+        for token in map(tokens.__getitem__, best_first)
+        for cut in range(1, len(token))
+        if token[:cut] in vocabulary and token[cut:] in vocabulary
+    ]

@@ -6,6 +6,7 @@ Matrices keep their blocks: their dtype in the safetensors file is the name of G
 from __future__ import annotations
 
 import fcntl
+import logging
 import math
 import shutil
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ from pypto_serving.model.inventory import Shape
 from pypto_serving.model.registry import model_family
 from pypto_serving.util import brief, hash128, write_at
 
+logger = logging.getLogger(__name__)
 _FORM = "3"
 """Changes when folders unpacked before must be unpacked again."""
 _PIECE = 1 << 22
@@ -83,6 +85,9 @@ def _write(gguf: Gguf, folder: Path, progress: Progress, sampling: Mapping[str, 
     _require_shapes(config, {name: shape for name, (shape, *_) in tensors.items()}, gguf.path)
     config[SECTION] = {"quant_method": "gguf"}
     config |= write_tokenizer(gguf.metadata, gguf.path, folder)
+    types = {tensor.type.name for tensor in gguf.tensors.values() if len(tensor.shape) > 1} - BLOCKS.keys() - {"BF16"}
+    if types:
+        logger.warning("%s: weights in %s become bfloat16", gguf.path.name, ", ".join(sorted(types)))
     _write_weights(tensors, gguf.path, folder / SINGLE_FILE, progress)
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
     write(folder / "generation_config.json", as_json(ids | dict(sampling)))

@@ -13,6 +13,8 @@ def random_blocks(type: BlockType, count: int, seed: int = 0) -> np.ndarray:
     blocks = rng.integers(0, 256, (count, type.bytes), dtype=np.uint8)
     for at in type.halves:
         blocks[:, at : at + 2] = rng.standard_normal(count).astype("<f2").view(np.uint8).reshape(count, 2)
+    if type.name == "IQ1_M":  # its scale is spread over four bytes
+        blocks[:, 55] &= 0xBF
     if type.name == "MXFP4":
         blocks[:, 0] = rng.integers(100, 140, count)
     if type.name == "NVFP4":
