@@ -17,6 +17,8 @@ from pypto_serving.model.gguf.grids import IQ1_S, IQ2_S, IQ2_XS, IQ2_XXS, IQ3_S,
 Bytes = NDArray[np.uint8]
 """Blocks, uint8 [blocks, bytes], or a part of each."""
 Floats = NDArray[np.float32]
+Words = NDArray[np.integer]
+"""Codes of more than 8 bits."""
 
 _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -166,7 +168,7 @@ def _nvfp4(b: Bytes) -> Floats:
     return _grouped(scales, _E2M1[_shifted(b[:, 4:], 8, 4)])
 
 
-def _words(b: Bytes, dtype: str) -> NDArray[np.uint32]:
+def _words(b: Bytes, dtype: str) -> Words:
     return np.ascontiguousarray(b).view(dtype).astype(np.uint32)
 
 
@@ -175,7 +177,7 @@ def _signs(b: Bytes) -> Floats:
     return 1 - 2 * np.unpackbits(b, axis=1, bitorder="little").astype(np.float32)
 
 
-def _even_signs(words: NDArray[np.uint32]) -> Floats:
+def _even_signs(words: Words) -> Floats:
     """Return the signs of 8 weights each by 7 bits; the last makes the number of negative ones even."""
     q = words & 127
     parity = q ^ q >> 4
@@ -183,17 +185,17 @@ def _even_signs(words: NDArray[np.uint32]) -> Floats:
     return _signs((q | ((parity ^ parity >> 1) & 1) << 7).astype(np.uint8))
 
 
-def _quarters(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
+def _quarters(words: Words) -> Words:
     """Return the four fields of 7 bits of each word, [n, 4 words]."""
     return (words[:, :, None] >> np.arange(0, 28, 7, dtype=np.uint32)).reshape(len(words), -1)
 
 
-def _high(b: Bytes, bits: int) -> NDArray[np.uint32]:
+def _high(b: Bytes, bits: int) -> Words:
     """Return the fields of each byte, lowest first, as bits 8 and up of codes."""
     return _shifted(b, 1, bits).astype(np.uint32) << 8
 
 
-def _iq1(scales: Floats, codes: NDArray[np.uint32], negative: NDArray[np.bool_]) -> Floats:
+def _iq1(scales: Floats, codes: Words, negative: NDArray[np.bool_]) -> Floats:
     """Multiply rows of the table, moved by an eighth, by their scales."""
     moved = IQ1_S[codes] + np.where(negative, np.float32(-0.125), np.float32(0.125))[:, :, None]
     return _grouped(scales, moved.reshape(len(codes), -1))
