@@ -60,7 +60,7 @@ def models(
 
 @models_app.command()
 def rm(name: Annotated[str, typer.Argument(metavar="NAME", help="A name that `models` lists.")]) -> None:
-    """Delete all files of a model from the caches; a server that uses it should be stopped before."""
+    """Delete all files of a model and what they were unpacked to; a server that uses it should be stopped before."""
     from pypto_serving.setup.model_cache import remove
 
     model = remove(name)

@@ -109,10 +109,11 @@ def fetch_hub_files(name: str, revision: str | None, patterns: Sequence[str]) ->
 def fetch_modelscope(name: str, revision: str | None, patterns: Sequence[str], cache: Path) -> Path:
     """Return a folder in `cache` with the files of a ModelScope model that fit `patterns`; fetch missing ones.
 
-    Without network, the files are those of the last time. Raises ModelError, and the errors of the HTTP client.
+    Without network, the files are those of the last time that the same were asked for. Raises ModelError, and the
+    errors of the HTTP client.
     """
     root, revision = cache / MODELSCOPE / name, revision or "master"
-    reference = root / "refs" / revision.replace("/", "--")
+    reference = root / "refs" / hash128(repr((revision, *patterns)).encode()).hex()
     try:
         files = [file for file in _list_modelscope(name, revision) if _fits(file.path, patterns)]
     except Exception:

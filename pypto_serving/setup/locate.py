@@ -105,7 +105,7 @@ def _of_quantization(name: str, wanted: str, folder: Path, patterns: Sequence[st
     ends = re.compile(rf"[-.]{re.escape(wanted)}(-\d{{5}}-of-\d{{5}})?$", re.IGNORECASE)
     exact = [path for path in models if ends.search(path.stem)]
     if len(models := exact or models) != 1:
-        found = ", ".join(path.name for path in models) or "no GGUF model of that name"
+        found = ", ".join(path.name for path in models) or f"none with {wanted} in its name"
         raise ModelError(f"{name} must name one GGUF model of the hub, but there is {found}")
     return _unpacked(models[0])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from pypto_serving.setup.host import read_cache_dir
 
 
 class CachedModel(msgspec.Struct, frozen=True):
-    """A model in the caches: the name that `serve` takes for it, and its files and folders."""
+    """A model in the caches: its name, all quantizations of a repository together, and its files and folders."""
 
     name: str
     num_bytes: int
@@ -37,7 +38,7 @@ def cached_models() -> list[CachedModel]:
 
 def remove(name: str) -> CachedModel:
     """Delete what the caches hold of the model `name`. Raises ModelError if that is nothing, or cannot be deleted."""
-    known = catalog().get(name)
+    known, name = catalog().get(name), re.sub(r"^(hf\.co|huggingface\.co)/", "", name)
     wanted = {name, name.rpartition(":")[0]} | ({known.name, known.repo} if known else set())
     model = next((model for model in cached_models() if model.name in wanted), None)
     if model is None:

@@ -169,7 +169,10 @@ def test_modelscope_gets_its_token_and_chooses_files(place: Place) -> None:
     assert (folder / "config.json").read_bytes() == CONFIG
     assert {token for *_, token in place.server.asked} == {"Bearer ms-secret"}
     place.server.files = {"config.json": b"[]"}
-    assert Path(place.locate("modelscope.cn/o/n")[0], "config.json").read_bytes() == b"[]"
+    assert Path(folder := place.locate("modelscope.cn/o/n")[0], "config.json").read_bytes() == b"[]"
+    place.server.files["sub/m-q4_k_m.gguf"] = b"none"
+    assert "m-q4_k_m.gguf" in place.locate("modelscope.cn/o/n:Q4_K_M")[0]
+    assert place.locate("modelscope.cn/o/n", HF_HUB_OFFLINE="1")[0] == folder
 
 
 @pytest.mark.parametrize("path", ["../../out.json", "/out.json"])
@@ -182,6 +185,8 @@ def test_names_of_the_list(place: Place, capsys: pytest.CaptureFixture[str]) -> 
     assert catalog()["qwen3"].name == "qwen3:8b" and catalog()["smollm2"].package
     place.locate("qwen3:0.6b")
     assert any("/Qwen/Qwen3-0.6B-GGUF/" in path for path, *_ in place.server.asked)
+    place.server.files = {"m-q8_0.gguf": b"other"}
+    assert "there is none with Q4_K_M in its name" in place.locate("o/n-GGUF")[0]
     assert "does not exist; give an existing folder" in place.locate("qwen3:nine")[0]
     for known in catalog().values():
         assert known.licence and (known.package or known.repo.count("/") == 1)
@@ -208,7 +213,7 @@ def test_models_lists_and_deletes(
     assert main(["models"]) == 0
     out = capsys.readouterr().out
     assert "o/n-GGUF " in out and "qwen3:0.6b" in out and "4 GiB of memory is free" in out
-    for name, folder in zip(("o/n-GGUF:Q4_K_M", *names[1:]), unpacked, strict=True):
+    for name, folder in zip(("hf.co/o/n-GGUF:Q4_K_M", *names[1:]), unpacked, strict=True):
         assert folder.exists() and main(["models", "rm", name]) == 0
         assert not folder.parent.exists()
     assert "deleted o/n-GGUF: " in capsys.readouterr().out
