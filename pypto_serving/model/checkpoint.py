@@ -147,7 +147,7 @@ class Checkpoint:
             raise ModelError(f"{self.directory}: tensor {surplus[0]}{more} is not part of this model")
 
     def _warn_of_layers(self, expected: Iterable[str], extra: Iterable[str]) -> None:
-        """Log a warning if `extra` has tensors of layers behind the last one of the model."""
+        """Log a warning if `extra` has tensors of layers after the last one of the model."""
         deepest = max((int(match[1]) for name in expected if (match := _LAYER.match(name))), default=0)
         beyond = [name for name in extra if (match := _LAYER.match(name)) and int(match[1]) > deepest]
         if beyond:
@@ -169,7 +169,7 @@ class Checkpoint:
 def _with_experts(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the tensors, with each expert's matrices in place of those that hold all experts of a layer.
 
-    [experts, 2 x width, hidden] has gate and up of an expert one behind the other, [experts, hidden, width] its down.
+    [experts, 2 x width, hidden] has gate and up of an expert one after the other, [experts, hidden, width] its down.
     """
     whole: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():

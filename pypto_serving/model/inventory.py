@@ -161,7 +161,7 @@ class Inventory:
         return sum(tensor.count for tensor in self._all(mtp).values() if tensor.role != "ids")
 
     def ignores(self, name: str) -> bool:
-        """Return True for tensors that nothing reads: here layers behind the last one, and parts beside the decoder."""
+        """Return True for tensors that nothing reads: here layers after the last one, and parts beside the decoder."""
         layer = self.layer.match(name)
         return bool(OTHER_PARTS.fullmatch(name)) or (layer is not None and int(layer[1]) >= self.config.num_layers)
 

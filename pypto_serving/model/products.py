@@ -36,7 +36,7 @@ Gated = Sequence[Matrix]
 
 
 class Int8Room:
-    """Owns the memory of int8 activations, `rows` of at most k inputs. `holds`: its present content while recording."""
+    """Owns the memory of quantized inputs: `rows` of at most k. `holds`: its present content while recording."""
 
     def __init__(self, rows: int, k: int, exact: bool) -> None:
         self.strips = Int8Strips(zeros(np.uint32, rows * most_int8_words(k, exact)), zeros(np.float32, rows))
@@ -77,7 +77,7 @@ class ExpertBuffers:
 
 
 class Products:
-    """Records products and the operations that write their inputs. Owns the memory of int8 activations and gates.
+    """Records products and the operations that write their inputs. Owns the memory of quantized inputs and gates.
 
     A step has `rows` rows of at most `widest` inputs, and with experts `entries` rows of at most `expert_widest`.
     With `exact`, codes multiply int16 activations, not int8 ones.

@@ -13,7 +13,7 @@ PREFIX = "model."
 _FIRST_LAYER = re.compile(r"(.*?)layers\.0\.(?:self_attn|linear_attn|input_layernorm)\.")
 _HEAD = re.compile(r"(?:.*\.)?(lm_head\.[^.]+)")
 EXPERTS = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)(?:\.weight)?")
-"""A tensor of all experts of a layer: gate and up of each one behind the other, or its down."""
+"""A tensor of all experts of a layer: gate and up of each one after the other, or its down."""
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 OTHER_PARTS = re.compile(
     r"(model\.)?(visual|vision\w*|audio\w*|embed_vision|embed_audio|multi_modal_\w+|multimodal_\w+|mm_\w+|mtp|"

@@ -10,7 +10,7 @@ from pypto_serving.api.grammars.grammar_text import regex
 from pypto_serving.util import brief
 
 RULE = re.compile(r"^[ \t]*([A-Za-z][\w-]*)[ \t]*::=", re.M)
-"""The begin of a rule. A grammar that has one is GBNF, not Lark."""
+"""The beginning of a rule. A grammar that has one is GBNF, not Lark."""
 _TOKEN = re.compile(
     r'"(?:\\.|[^"\\\n])*"'  # text
     r"|\[(?:\\.|[^\]\\\n])*\]"  # class of characters

@@ -64,7 +64,7 @@ class LayerRecipe:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some outputs of a stored matrix, from `first` on: a matrix that is stored behind others."""
+    """Some outputs of a stored matrix, from `first` on: a matrix that is stored after others."""
 
     module: str
     first: int = 0
@@ -78,7 +78,7 @@ class Part:
 class TensorNames:
     """The names of a layer's modules that differ between architectures.
 
-    qkv, gate_up: matrices of their own, or a single one that holds them one behind the other.
+    qkv, gate_up: matrices of their own, or a single one that holds them one after the other.
     parts: gate, up and down of an expert.
     """
 
@@ -96,7 +96,7 @@ class TensorNames:
 
 
 def parts_of(prefix: str, modules: Sequence[str], sizes: Sequence[int]) -> list[Part]:
-    """Return the matrices of `sizes` outputs that `modules` hold: each its own, or all one behind the other."""
+    """Return the matrices of `sizes` outputs that `modules` hold: each its own, or all one after the other."""
     if len(modules) == len(sizes):
         return [Part(prefix + module) for module in modules]
     return [Part(prefix + modules[0], sum(sizes[:index])) for index in range(len(sizes))]

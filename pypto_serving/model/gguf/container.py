@@ -47,7 +47,7 @@ class GgufTensor:
 
     @property
     def end(self) -> int:
-        """The byte of the file behind the tensor."""
+        """The byte of the file after the tensor."""
         return self.begin + math.prod(self.shape[:-1]) * self.row_bytes
 
     def blocks(self, first: int, last: int) -> NDArray[np.uint8]:
