@@ -72,6 +72,7 @@ FORMS = {
         '<p><math><mrow><mi mathvariant="normal">ℝ</mi><mo>≤</mo><mi>α</mi></mrow></math></p>'
     ),
     r"$\unknown{x}$ and $a_$": r'<p><code class="tex">\unknown{x}</code> and <code class="tex">a_</code></p>',
+    r"$\constructor$": r'<p><code class="tex">\constructor</code></p>',
 }
 
 
@@ -236,6 +237,7 @@ CODE = {
     ("json", '{"a": [1, true]}'): '{<meta>"a"</meta>: [<number>1</number>, <keyword>true</keyword>]}',
     ("rust", "fn f<'a>(x: &'a T) {}"): "<keyword>fn</keyword> f&lt;<meta>'a</meta>&gt;(x: &amp;<meta>'a</meta> T) {}",
     ("sh", 'echo "$A" $B # c'): '<keyword>echo</keyword> <string>"$A"</string> <meta>$B</meta> <comment># c</comment>',
+    ("yaml", "a: it's no # b"): "<meta>a</meta>: it's <keyword>no</keyword> <comment># b</comment>",
     ("html", '<a href="x">y</a>'): (
         '<keyword>&lt;a</keyword> <meta>href</meta>=<string>"x"</string><keyword>&gt;</keyword>'
         "y<keyword>&lt;/a&gt;</keyword>"

@@ -95,10 +95,11 @@ class Line {
     return null;
   }
 
-  /** A string within the line; one that does not end is no string in a shell, so that an apostrophe colours one word only. */
+  /** A string within the line. Where words need no quotes, as in a shell, one that does not end is an apostrophe. */
   quoted(sign) {
     let end = this.at + 1;
     while (end < this.text.length && this.text[end] !== sign) end += this.text[end] === "\\" ? 2 : 1;
+    if (end >= this.text.length && this.language.spaced) return this.take("", this.at + 1) ?? null;
     end = Math.min(end + 1, this.text.length);
     const isKey = this.language.keys && /^\s*[:=]/.test(this.text.slice(end, end + 20));
     this.take(isKey ? "meta" : "string", end);

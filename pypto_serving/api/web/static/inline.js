@@ -90,8 +90,8 @@ class Reading {
     this.plain = "";
   }
 
-  /** Go on behind `end`, and return `made`. */
-  behind(end, made) {
+  /** Go on at `end`, and return `made`. */
+  goOn(end, made) {
     this.at = end;
     return made;
   }
@@ -101,10 +101,10 @@ class Reading {
     const close = { "(": "\\)", "[": "\\]" }[next];
     if (close) {
       const end = this.find(close, this.at + 2, MAX_FORMULA);
-      if (end > this.at + 2) return this.behind(end + 2, formula(this.text.slice(this.at + 2, end), next === "["));
+      if (end > this.at + 2) return this.goOn(end + 2, formula(this.text.slice(this.at + 2, end), next === "["));
     }
-    if (next === "\n") return this.behind(this.at + 1, "");
-    return ESCAPED.has(next) ? this.behind(this.at + 2, next) : null;
+    if (next === "\n") return this.goOn(this.at + 1, "");
+    return ESCAPED.has(next) ? this.goOn(this.at + 2, next) : null;
   }
 
   /** Where `wanted` is next, at most `most` characters on; -1 if it is not. */
@@ -119,10 +119,10 @@ class Reading {
     this.ticks ??= runs(this.text, "`");
     const ends = this.ticks.get(length);
     while (ends.length && ends.at(-1) <= start) ends.pop();
-    if (!ends.length) return this.behind(start + length, this.text.slice(start, start + length));
+    if (!ends.length) return this.goOn(start + length, this.text.slice(start, start + length));
     const inner = this.text.slice(start + length, ends.at(-1));
     const shown = inner.startsWith(" ") && inner.endsWith(" ") && inner.trim() ? inner.slice(1, -1) : inner;
-    return this.behind(ends.at(-1) + length, h("code", {}, shown));
+    return this.goOn(ends.at(-1) + length, h("code", {}, shown));
   }
 
   /** How many of `sign` follow each other here. */
@@ -136,12 +136,12 @@ class Reading {
   dollars() {
     const { text, at } = this;
     const length = this.run("$");
-    if (length > 2) return this.behind(at + length, text.slice(at, at + length));
+    if (length > 2) return this.goOn(at + length, text.slice(at, at + length));
     const from = at + length;
     const end = this.find("$".repeat(length), from, MAX_FORMULA);
     const inner = end > from ? text.slice(from, end) : "";
     const fits = length === 2 || (!isSpace(inner[0]) && !isSpace(inner.at(-1)) && inner.at(-1) !== "\\" && !inner.includes("\n\n") && !isWord(text[end + 1]) && !isWord(text[at - 1]));
-    return inner.trim() && fits ? this.behind(end + length, formula(inner, length === 2)) : this.behind(from, text.slice(at, from));
+    return inner.trim() && fits ? this.goOn(end + length, formula(inner, length === 2)) : this.goOn(from, text.slice(at, from));
   }
 
   /** `[label](target "title")`; an image becomes a link, too. */
@@ -150,19 +150,19 @@ class Reading {
     const from = at + marks + 1;
     let end = from;
     while (end < text.length && end - from <= MAX_LABEL && text[end] !== "]" && text[end] !== "[") end += text[end] === "\\" ? 2 : 1;
-    if (text[end] !== "]" || text[end + 1] !== "(") return this.behind(from, text.slice(at, from));
+    if (text[end] !== "]" || text[end + 1] !== "(") return this.goOn(from, text.slice(at, from));
     const target = targetAt(text, end + 2);
-    if (!target) return this.behind(from, text.slice(at, from));
+    if (!target) return this.goOn(from, text.slice(at, from));
     const whole = text.slice(at, target.end);
-    return this.behind(target.end, anchor(target.url, text.slice(from, end) ? inline(text.slice(from, end)) : [target.url], whole));
+    return this.goOn(target.end, anchor(target.url, text.slice(from, end) ? inline(text.slice(from, end)) : [target.url], whole));
   }
 
   angle() {
     const { text, at } = this;
     const line = BREAK.find((each) => text.startsWith(each, at));
-    if (line) return this.behind(at + line.length, h("br"));
+    if (line) return this.goOn(at + line.length, h("br"));
     const end = text.startsWith("http", at + 1) ? addressEnd(text, at + 1) : 0;
-    return end && text[end] === ">" ? this.behind(end + 1, anchor(text.slice(at + 1, end), [text.slice(at + 1, end)], text.slice(at, end + 1))) : null;
+    return end && text[end] === ">" ? this.goOn(end + 1, anchor(text.slice(at + 1, end), [text.slice(at + 1, end)], text.slice(at, end + 1))) : null;
   }
 
   address() {
@@ -170,7 +170,7 @@ class Reading {
     let end = addressEnd(text, at);
     if (!end) return null;
     while (".,;:!?*_~".includes(text[end - 1]) || (text[end - 1] === ")" && !text.slice(at, end).includes("(")) || text[end - 1] === "]") end -= 1;
-    return this.behind(end, anchor(text.slice(at, end), [text.slice(at, end)], text.slice(at, end)));
+    return this.goOn(end, anchor(text.slice(at, end), [text.slice(at, end)], text.slice(at, end)));
   }
 
   /** A mark of emphasis: it ends what is open, or begins, or is only signs. */
@@ -250,7 +250,7 @@ function addressEnd(text, at) {
   return end > at + scheme.length ? end : 0;
 }
 
-/** The target of a link from behind its parenthesis: {url, end}; null if it does not close. */
+/** The target of a link, from after its parenthesis: {url, end}; null if it does not close. */
 function targetAt(text, at) {
   const skip = (from) => {
     let end = from;

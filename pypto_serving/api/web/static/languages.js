@@ -43,7 +43,7 @@ const LANGUAGES = {
   python: { words: words(PYTHON), line: ["#"], quotes: QUOTES, long: ['"""', "'''"], decorator: true },
   r: { words: words(R), line: ["#"], quotes: QUOTES },
   ruby: { words: words(RUBY), line: ["#"], quotes: QUOTES },
-  rust: { words: words(RUST), ...C_COMMENTS, quotes: ['"'], decorator: false, ticks: true },
+  rust: { words: words(RUST), ...C_COMMENTS, quotes: ['"'], ticks: true },
   scala: { words: words(SCALA), ...C_COMMENTS, quotes: ['"'], long: ['"""'], decorator: true, ticks: true },
   shell: { words: words(SHELL), line: ["#"], quotes: QUOTES, variables: true, dashes: true, spaced: true },
   sql: { words: words(SQL), caseless: true, line: ["--"], block: ["/*", "*/"], quotes: QUOTES },

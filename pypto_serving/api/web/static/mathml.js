@@ -15,7 +15,7 @@ export const row = (nodes) => (nodes.length === 1 ? nodes[0] : m("mrow", {}, ...
 /** An operator or a fence. */
 export const operator = (sign, attributes = {}) => m("mo", attributes, sign);
 
-/** An upright name, such as that of a function, with room behind it. */
+/** An upright name, such as that of a function, with room after it. */
 export function named(name, limits) {
   const made = m("mo", { class: "name", lspace: "0", rspace: "0.1667em", movablelimits: "true" }, name);
   if (limits) made.dataset.limits = "yes";

@@ -1,6 +1,6 @@
 // What the commands of TeX stand for: tables for math.js.
 
-const pairs = (text) => Object.fromEntries(text.trim().split(/\s+/).map((pair) => [pair.slice(0, pair.indexOf("=")), pair.slice(pair.indexOf("=") + 1)]));
+const pairs = (text) => Object.assign(Object.create(null), Object.fromEntries(text.trim().split(/\s+/).map((pair) => [pair.slice(0, pair.indexOf("=")), pair.slice(pair.indexOf("=") + 1)])));
 
 /** Letters and signs that are read like letters. */
 export const LETTERS = pairs(`

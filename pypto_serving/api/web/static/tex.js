@@ -16,7 +16,7 @@ const isUpright = (sign) => /[^a-zA-Zα-ωϑϕϖϱϵ]/u.test(sign);
 /** Text keeps its spaces at both ends. */
 const spaced = (text) => text.replace(/^ | $/g, "\u00a0").replaceAll("\\ ", " ").replaceAll("~", "\u00a0");
 
-/** Room before the name of a function that is not the first part, nor behind an operator. */
+/** Room before the name of a function that is not the first part, nor after an operator. */
 function spaceBefore(part) {
   const name = part?.localName === "mo" ? part : part?.firstElementChild;
   if (name?.classList.contains("name")) name.setAttribute("lspace", "0.1667em");

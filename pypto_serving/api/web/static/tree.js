@@ -9,14 +9,14 @@ export function newChat(settings) {
   return { id: newId(), title: "", updated: Date.now(), settings, nodes: {}, chosen: {} };
 }
 
-/** Add a message behind `parent` and choose it. */
+/** Add a message after `parent` and choose it. */
 export function add(chat, parent, message) {
   const node = addBeside(chat, parent, message);
   chat.chosen[parent] = node.id;
   return node;
 }
 
-/** Add a message behind `parent` as another version than the chosen one. */
+/** Add a message after `parent` as another version than the chosen one. */
 export function addBeside(chat, parent, message) {
   const node = { id: newId(), parent, ...message };
   chat.nodes[node.id] = node;
