@@ -53,10 +53,9 @@ _ATTENTION_FACTOR, _GROWTH = "rope.scaling.attn_factor", "attention.temperature_
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Llama 3's extension of the context; a file holds only the resulting divisors of frequencies."""
 _FACTORS = ("logit_scale", "residual_scale", "embedding_scale", "expert_weights_scale", _ATTENTION_FACTOR)
-"""Keys of factors that must be 1 if they are there, but for those in `_READ`; 0 means absent."""
+"""Keys of factors that must be 1 if they are there and nothing reads them; 0 means absent."""
 _ABSENT = ("attention.scale", _GROWTH, "attn_logit_softcapping", "final_logit_softcapping")
-"""Keys of what must be 0 if it is there, but for those in `_READ`."""
-_READ = {"phi3": _ATTENTION_FACTOR, "mistral3": _GROWTH}
+"""Keys of what must be 0 if it is there and nothing reads it."""
 
 
 class GgufModel:
@@ -88,9 +87,13 @@ class GgufModel:
         keys.require(whole, "rope.dimension_count", rotated, f"head_dim, {self.head_dim}")
         values = keys.positive_int("attention.value_length", default=self.head_dim)
         keys.require(values == self.head_dim, "attention.value_length", values, f"head_dim, {self.head_dim}")
+        read = {
+            _ATTENTION_FACTOR: self.name == "phi3" and _SHORT in tensors,
+            _GROWTH: self.name == "mistral3" and keys.get("rope.scaling.type") == "yarn",
+        }
         for key in _FACTORS + _ABSENT:
             allowed = (None, 0, 1) if key in _FACTORS else (None, 0)
-            holds = keys.get(key) in allowed or (self.name, key) in _READ.items()
+            holds = keys.get(key) in allowed or read.get(key, False)
             keys.require(holds, key, keys.get(key), f"{allowed[-1]}, or absent")
         width = keys.positive_int("feed_forward_length")
         config: dict[str, Any] = {

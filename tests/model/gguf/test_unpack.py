@@ -193,6 +193,13 @@ def test_what_is_not_known_is_refused(tmp_path: Path, changes: dict[str, Any], w
     assert not list((tmp_path / "cache").glob("gguf/*/model*"))
 
 
+def test_a_factor_of_queries_without_yarn_is_refused(tmp_path: Path) -> None:
+    kind = {"mistral3.rope.scaling.type": ("none", Value.STRING)}
+    path = write_model(tmp_path / "model.gguf", "ministral3", random_model("ministral3"), **kind)
+    with pytest.raises(ModelError, match=r"temperature_scale is 0\.1"):
+        unpacked(path)
+
+
 def test_a_file_of_many_layers_takes_no_time(tmp_path: Path) -> None:
     count = {"qwen3moe.block_count": (10**9, Value.UINT32)}
     path = write_model(tmp_path / "model.gguf", "qwen3_moe", random_model("qwen3_moe"), **count)
