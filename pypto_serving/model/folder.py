@@ -14,6 +14,7 @@ _FORMS = (
     ("*.pt", "its weights are pickled ({}); save_pretrained of transformers writes safetensors"),
     ("*.pth", "its weights are pickled ({}); save_pretrained of transformers writes safetensors"),
     ("consolidated*.safetensors", "it has the form of Mistral's own tools ({}); give the one of Hugging Face"),
+    ("params.json", "it has the form of Mistral's own tools ({}); give the one of Hugging Face"),
     ("model_index.json", "it is a pipeline of diffusers, which makes no text"),
     ("*.onnx", "its weights are in {}; give the checkpoint of safetensors that it was made from"),
     ("*.h5", "its weights are in {}; give the checkpoint of safetensors"),

@@ -26,6 +26,8 @@ _HASH = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 _SHA256_DIGITS = 64
 _LIST_TIMEOUT_S = 30.0
 MODELSCOPE = "modelscope.cn"
+UNWANTED = "*consolidated*.safetensors"
+"""The same weights again, for Mistral's own tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,4 +171,4 @@ def _modelscope_headers() -> dict[str, str]:
 
 
 def _fits(path: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(path, pattern) for pattern in patterns)
+    return not fnmatchcase(path, UNWANTED) and any(fnmatchcase(path, pattern) for pattern in patterns)

@@ -13,7 +13,7 @@ from pathlib import Path
 from pypto_serving.errors import ModelError
 from pypto_serving.model.raw_config import CONFIG_FILE
 from pypto_serving.setup.catalog import catalog
-from pypto_serving.setup.download import MODELSCOPE, fetch_hub_files, fetch_modelscope
+from pypto_serving.setup.download import MODELSCOPE, UNWANTED, fetch_hub_files, fetch_modelscope
 from pypto_serving.setup.host import read_cache_dir
 
 BUNDLED = Path(__file__).resolve().parent.parent / "assets" / "bundled"
@@ -147,7 +147,7 @@ def _fetch(found: re.Match[str], revision: str | None, files: Sequence[str]) -> 
         if found["hub"] == MODELSCOPE:
             return fetch_modelscope(name, revision, files, _cache_dir(name))
         fetch_hub_files(name, revision, files)
-        return Path(snapshot_download(name, revision=revision, allow_patterns=[*files]))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[*files], ignore_patterns=UNWANTED))
     except ModelError:
         raise
     except GatedRepoError:

@@ -163,16 +163,18 @@ def test_a_damaged_download_is_refused_and_fetched_anew(place: Place, name: str)
 
 
 def test_modelscope_gets_its_token_and_chooses_files(place: Place) -> None:
-    place.server.files = {"config.json": CONFIG, "README.md": b"read"}
+    place.server.files = {"config.json": CONFIG, "README.md": b"read", "consolidated.safetensors": b"twice"}
     folder = Path(place.locate("modelscope.cn/o/n")[0])
-    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    for each in (folder, Path(place.locate("o/n")[0])):
+        assert [path.name for path in each.iterdir()] == ["config.json"]
     assert (folder / "config.json").read_bytes() == CONFIG
-    assert {token for *_, token in place.server.asked} == {"Bearer ms-secret"}
+    assert {token for path, _, token in place.server.asked if "/v1/" in path} == {"Bearer ms-secret"}
     place.server.files = {"config.json": b"[]"}
-    assert Path(folder := place.locate("modelscope.cn/o/n")[0], "config.json").read_bytes() == b"[]"
+    folder = Path(place.locate("modelscope.cn/o/n")[0])
+    assert (folder / "config.json").read_bytes() == b"[]"
     place.server.files["sub/m-q4_k_m.gguf"] = b"none"
     assert "m-q4_k_m.gguf" in place.locate("modelscope.cn/o/n:Q4_K_M")[0]
-    assert place.locate("modelscope.cn/o/n", HF_HUB_OFFLINE="1")[0] == folder
+    assert place.locate("modelscope.cn/o/n", HF_HUB_OFFLINE="1")[0] == str(folder)
 
 
 @pytest.mark.parametrize("path", ["../../out.json", "/out.json"])

@@ -52,7 +52,7 @@ def test_a_full_output_is_one_line(tmp_path: Path) -> None:
 def test_a_full_output_of_each_command(
     tmp_path: Path, argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In this process, whose interpreter does not end behind it."""
+    """In this process, whose interpreter does not end after it."""
     monkeypatch.chdir(tmp_path)
     with Path("/dev/full").open("w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)

@@ -131,7 +131,7 @@ def test_edited_checkpoints_have_the_same_logits(checkpoint: MakeCheckpoint, tmp
     assert not contents.obstacle and not any("missing" in line or "not part" in line for line in contents.verdicts)
 
 
-def test_layers_behind_the_last_are_told(
+def test_layers_after_the_last_are_told(
     checkpoint: MakeCheckpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = edited(checkpoint("llama"), tmp_path / "edited", EDITS["layers"][1])
@@ -228,6 +228,10 @@ ODD: dict[str, tuple[dict[str, str], str]] = {
     "consolidated": (
         {"params.json": "{}", "consolidated.safetensors": ""},
         "it has the form of Mistral's own tools (consolidated.safetensors); give the one of Hugging Face",
+    ),
+    "parameters": (
+        {"params.json": "{}"},
+        "it has the form of Mistral's own tools (params.json); give the one of Hugging Face",
     ),
     "above": ({"merged/config.json": "{}"}, "give the folder merged in it"),
     "cache": ({"snapshots/12ab/config.json": "{}"}, "give the folder snapshots/12ab in it"),
