@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from pypto_serving import LLM, SamplingParams
+from pypto_serving.cli.app import app
 from pypto_serving.errors import ModelError
 from pypto_serving.setup.locate import locate_model
 
@@ -63,23 +68,10 @@ def llm(folder: Path) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> Any:
-    """The model of transformers with the values that the gguf package reads."""
-    reader = gguf.GGUFReader(folder.parents[2] / "models/smollm2.gguf")
+def read_weights(file: Path) -> dict[str, Any]:
+    """The tensors of the GGUF file as the gguf package reads them, under the names of transformers."""
+    reader = gguf.GGUFReader(file)
     values = {t.name: gguf.quants.dequantize(t.data, t.tensor_type).astype(np.float32) for t in reader.tensors}
-    config = transformers.LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e5},
-        tie_word_embeddings=True,
-    )
     names = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
     names |= {"attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
     names |= {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
@@ -91,10 +83,58 @@ def reference(folder: Path) -> Any:
             if module in ("attn_q", "attn_k"):
                 value = value.reshape(-1, 32, 2, 576).transpose(0, 2, 1, 3).reshape(value.shape)
             weights[f"model.layers.{layer}.{names[module]}.{end}"] = value
+    return {name: torch.from_numpy(value.copy()) for name, value in weights.items()}
+
+
+def float_model(weights: dict[str, Any]) -> Any:
+    """The model of transformers in float32."""
+    config = transformers.LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e5},
+        tie_word_embeddings="lm_head.weight" not in weights,
+    )
     model = transformers.LlamaForCausalLM(config).eval()
-    missing, unknown = model.load_state_dict({n: torch.from_numpy(v.copy()) for n, v in weights.items()}, strict=False)
-    assert missing == ["lm_head.weight"] and not unknown
+    missing, unknown = model.load_state_dict(weights, strict=False)
+    assert set(missing) <= {"lm_head.weight"} and not unknown
     return model
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Any:
+    return float_model(read_weights(folder.parents[2] / "models/smollm2.gguf"))
+
+
+@pytest.fixture(scope="module")
+def converted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Convert the GGUF file as the command does; the folder of the format."""
+
+    def convert(name: str) -> Path:
+        target = tmp_path_factory.mktemp("smollm2") / name
+        assert CliRunner().invoke(app, ["convert", "smollm2", str(target), "--format", name]).exit_code == 0
+        return target
+
+    return convert
+
+
+def dequantised(folder: Path) -> dict[str, Any]:
+    """Weights of a checkpoint of compressed-tensors: int8 with a scale a row, or 8 int4 above -8 in an int32."""
+    stored = load_file(folder / "model.safetensors")
+    weights = {name: value.float() for name, value in stored.items() if value.dtype == torch.bfloat16}
+    for name in [name for name in weights if name.endswith("_scale")]:
+        packed, scales = stored[name.replace("_scale", "_packed")], weights.pop(name)
+        codes = ((packed[..., None] >> torch.arange(0, 32, 4)) & 15).reshape(len(packed), -1) - 8
+        weights[name.removesuffix("_scale")] = codes * scales.repeat_interleave(32, 1)
+    for name, value in stored.items():
+        if value.dtype == torch.int8:
+            weights[name] = value * stored[f"{name}_scale"].float()
+    return weights
 
 
 def logits(model: Any, tokens: list[int]) -> torch.Tensor:
@@ -103,13 +143,13 @@ def logits(model: Any, tokens: list[int]) -> torch.Tensor:
     return found
 
 
-def test_greedy_tokens(llm: LLM, reference: Any) -> None:
+def assert_greedy(llm: LLM, model: Any, max_tokens: int) -> None:
     """A first difference lies only where the two best logits of the reference are as good as equal."""
-    outputs = llm.generate(list(PROMPTS), SamplingParams(temperature=0, max_tokens=48))
+    outputs = llm.generate(list(PROMPTS), SamplingParams(temperature=0, max_tokens=max_tokens))
     whole = 0
     for output in outputs:
         prompt, made = list(output.prompt_token_ids), list(output.outputs[0].token_ids)
-        rows = logits(reference, prompt + made)[len(prompt) - 1 : -1]
+        rows = logits(model, prompt + made)[len(prompt) - 1 : -1]
         differs = next((i for i, token in enumerate(made) if int(rows[i].argmax()) != token), None)
         whole += differs is None
         if differs is not None:
@@ -117,12 +157,70 @@ def test_greedy_tokens(llm: LLM, reference: Any) -> None:
     assert whole >= len(PROMPTS) * 2 // 3
 
 
-def test_perplexity(llm: LLM, reference: Any) -> None:
+def logprobs_of_text(llm: LLM, model: Any) -> tuple[Any, Any]:
+    """The log-probabilities of the tokens of TEXT, here and of the reference."""
     (output,) = llm.generate([TEXT], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))
     tokens = list(output.prompt_token_ids)
-    wanted = torch.log_softmax(logits(reference, tokens), -1)[:-1].gather(1, torch.tensor(tokens[1:])[:, None]).mean()
-    found = np.mean([entry[token].logprob for token, entry in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)])
-    assert abs(np.exp(-found) / np.exp(-float(wanted)) - 1) < 0.005
+    wanted = torch.log_softmax(logits(model, tokens), -1)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    found = [entry[token].logprob for token, entry in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)]
+    return np.array(found), wanted.numpy()
+
+
+def assert_same_perplexity(llm: LLM, model: Any) -> None:
+    found, wanted = logprobs_of_text(llm, model)
+    assert abs(np.exp(wanted.mean() - found.mean()) - 1) < 0.005
+
+
+def test_greedy_tokens(llm: LLM, reference: Any) -> None:
+    assert_greedy(llm, reference, 48)
+
+
+def test_perplexity(llm: LLM, reference: Any) -> None:
+    assert_same_perplexity(llm, reference)
+
+
+def test_in_bfloat16(folder: Path, reference: Any, tmp_path: Path) -> None:
+    """The checkpoint that transformers writes of the same weights, in bfloat16."""
+    for file in folder.iterdir():
+        if "token" in file.name:
+            shutil.copy(file, tmp_path)
+    model = copy.deepcopy(reference).bfloat16()
+    model.save_pretrained(tmp_path)
+    with LLM(str(tmp_path), max_model_len=1024) as llm:
+        assert_greedy(llm, model.float(), 16)
+        assert_same_perplexity(llm, model)
+
+
+def test_in_int4(converted: Callable[[str], Path]) -> None:
+    folder = converted("w4a16")
+    model = float_model(dequantised(folder))
+    with LLM(str(folder), max_model_len=1024, activations="bf16") as llm:
+        assert_greedy(llm, model, 16)
+        assert_same_perplexity(llm, model)
+
+
+def test_in_int8(converted: Callable[[str], Path]) -> None:
+    """Inputs of products are rounded with a scale a token; the kernels lose no more by it than the reference does."""
+    folder = converted("w8a8")
+    model = float_model(dequantised(folder))
+    with LLM(str(folder), max_model_len=1024) as llm:
+        found, exact = logprobs_of_text(llm, model)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.register_forward_pre_hook(lambda _, inputs: rounded(inputs[0]))
+        _, wanted = logprobs_of_text(llm, model)
+    assert np.abs(found - exact).mean() <= 1.2 * np.abs(wanted - exact).mean()
+
+
+def rounded(values: torch.Tensor) -> torch.Tensor:
+    scales = values.abs().amax(-1, keepdim=True) / 127
+    return (values / scales).round() * scales
+
+
+def test_activations_in_int8(folder: Path, reference: Any) -> None:
+    with LLM(str(folder), max_model_len=1024, activations="int8") as llm:
+        found, wanted = logprobs_of_text(llm, reference)
+    assert np.abs(found - wanted).mean() <= 0.15
 
 
 def test_its_default_sampling_is_what_its_authors_recommend(folder: Path) -> None:
