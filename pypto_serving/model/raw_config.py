@@ -85,8 +85,9 @@ def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
     for other in _ROPE:
         if other != section and other in given:
             given[section] = given.pop(other)
-    if given.get(_THETA) is not None and _THETA in raw[section] and given.get(section, {}) is not None:
-        given[section] = {_THETA: given[_THETA], **given.get(section, {})}
+    wanted = given.get(section, {})
+    if given.get(_THETA) is not None and _THETA in raw[section] and isinstance(wanted, Mapping):
+        given[section] = {_THETA: given[_THETA], **wanted}
     return _joined(raw, given)
 
 

@@ -107,6 +107,8 @@ class Rope:
                 "short_factors": _divisors(scaling, "short_factor", dim // 2),
                 "long_factors": _divisors(scaling, "long_factor", dim // 2),
             }
+        elif kind == "dynamic":
+            scaling.require(dim > 2, "rope_type", kind, "another, where 2 dimensions of a head are rotated")
         elif kind == "llama3":
             low, high = scaling.positive_float("low_freq_factor"), scaling.positive_float("high_freq_factor")
             scaling.require(low < high, "high_freq_factor", high, f"above low_freq_factor, {low}")
@@ -238,7 +240,8 @@ def _unread(scaling: Fields, kind: RopeKind) -> tuple[str, ...]:
     """Name the keys that only other kinds read. Raises ModelError for a key of unknown meaning with a number."""
     left = {key: value for key, value in scaling.values.items() if key not in (*_READ_BY_ALL, *_READ[kind])}
     for key, value in left.items():
-        harmless = key in _READ_BY_SOME or value is None or isinstance(value, bool | str)
+        grows = key == _GROWTH and bool(value)
+        harmless = (key in _READ_BY_SOME and not grows) or value is None or isinstance(value, bool | str)
         scaling.require(harmless or value == 1, key, value, f"absent: RoPE of type {kind} does not read it here")
     return tuple(f"{key} {value}" for key, value in left.items() if key in _READ_BY_SOME and value not in (None, 1))
 

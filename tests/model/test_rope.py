@@ -134,3 +134,12 @@ def test_numbers_of_unknown_meaning_are_refused(key: str) -> None:
     with pytest.raises(ModelError, match=f"{key} is .*2.0.*, but must be absent: RoPE of type yarn does not read it"):
         _read(**YARN, **{key: value})
     assert _read(**YARN, **{key: 1}) == _read(**YARN)
+
+
+def test_kinds_that_cannot_be_computed_are_refused() -> None:
+    """Queries that grow are read with YaRN alone; NTK scaling has no exponent where a single pair is rotated."""
+    with pytest.raises(ModelError, match=r"llama_4_scaling_beta is 0.1, but must be absent: RoPE of type default"):
+        _read(rope_type="default", llama_4_scaling_beta=0.1)
+    assert _read(rope_type="default", llama_4_scaling_beta=0).query_growth == 0
+    with pytest.raises(ModelError, match='rope_type is "dynamic", but must be another'):
+        _read(rope_type="dynamic", factor=2, partial_rotary_factor=2 / 64)

@@ -56,6 +56,11 @@ def test_overrides_are_joined() -> None:
     assert found["rope_parameters"] == {"rope_theta": 7.0, "rope_type": "default"}
 
 
+def test_a_section_of_another_kind_is_left_to_the_reader() -> None:
+    raw = {"rope_parameters": {"rope_theta": 5.0}}
+    assert overridden(raw, {"rope_theta": 7.0, "rope_scaling": "yarn"})["rope_parameters"] == "yarn"
+
+
 def test_a_bad_override_is_one_line(path: Path) -> None:
     with pytest.raises(ModelError, match=r"config.json with hf-overrides: num_hidden_layers is -1, but must be"):
         resolved(path, hf_overrides={"num_hidden_layers": -1})
