@@ -131,7 +131,10 @@ def load_serving_config(model_dir: str | Path, config_eos_ids: tuple[int, ...] =
     source, changes = options.get("generation_config", "auto"), options.get("override_generation_config") or {}
     generation = read_generation_config(model_dir if source in ("auto", "vllm") else source)
     path = f"{generation.source}{' with override-generation-config' if changes else ''}"
-    sampling = Fields({**({} if source == "vllm" else generation.values), **changes}, path)
+    own = {} if source == "vllm" else dict(generation.values)
+    if changes.get("temperature") is not None:
+        own.pop("do_sample", None)
+    sampling = Fields(own | changes, path)
     generation = Fields({**generation.values, **changes}, path)
     options["eos_token_ids"] = eos_token_ids(generation, config_eos_ids) if str(model_dir) else ()
     options.setdefault("default_sampling", default_sampling(sampling))

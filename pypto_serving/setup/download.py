@@ -40,7 +40,7 @@ class RemoteFile:
     url: str
 
     def __post_init__(self) -> None:
-        if not _HASH.fullmatch(self.hash) or ".." in Path(self.path).parts or Path(self.path).is_absolute():
+        if not _HASH.fullmatch(str(self.hash)) or ".." in Path(self.path).parts or Path(self.path).is_absolute():
             raise ModelError(f"the hub lists a file {brief(self.path)} with the hash {brief(self.hash)}")
 
     def fetch(self, blobs: Path, headers: Mapping[str, str]) -> None:

@@ -77,7 +77,11 @@ def _any_case(text: str) -> str:
 
 def locate_tokenizer(name: str) -> Path:
     """Return the folder with the tokenizer of model `name`, fetched without weights. Raises ModelError without one."""
-    found = None if name in catalog() or Path(name).expanduser().exists() else HUB_NAME.fullmatch(name)
+    try:
+        here = name == BUNDLED.name or name in catalog() or Path(name).expanduser().exists()
+    except (OSError, RuntimeError):
+        here = True  # locate_model says what is wrong
+    found = None if here else HUB_NAME.fullmatch(name)
     remote = found is not None and not found["quantization"]
     folder = _fetch(found, None, TOKENIZER_FILES) if found and remote else locate_model(name)
     if not (folder / "tokenizer.json").is_file():

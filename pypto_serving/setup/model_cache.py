@@ -45,7 +45,7 @@ def remove(name: str) -> CachedModel:
         raise ModelError(f"{name} is not in the cache; `pypto-serving models` lists what is")
     for path in model.paths:
         try:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         except OSError as error:
             raise ModelError(f"{error.filename or path} cannot be deleted: {error.strerror}") from None
     return model
@@ -69,7 +69,7 @@ def _unpacked() -> Iterator[tuple[Path, Path]]:
     if cache := read_cache_dir():
         for folder in sorted(Path(cache, "gguf").glob("*")):
             try:
-                yield Path((folder / "lock").read_text() or folder), folder
+                yield Path(os.fsdecode((folder / "lock").read_bytes()) or folder), folder
             except OSError:
                 yield folder, folder
 

@@ -18,7 +18,9 @@ import pytest
 from huggingface_hub import constants
 
 from pypto_serving.cli import main
+from pypto_serving.errors import ModelError
 from pypto_serving.setup.catalog import catalog
+from pypto_serving.setup.download import RemoteFile
 from pypto_serving.setup.host import HostFacts
 from tests.checkpoints import random_model
 from tests.model.gguf.files import write_model
@@ -183,6 +185,12 @@ def test_a_hub_that_lists_paths_elsewhere(place: Place, path: str) -> None:
     assert "the hub lists a file" in place.locate("modelscope.cn/o/n")[0]
 
 
+def test_a_hub_without_a_hash() -> None:
+    nothing: Any = None
+    with pytest.raises(ModelError, match=r"the hub lists a file .a. with the hash None"):
+        RemoteFile("a", 1, nothing, "")
+
+
 def test_names_of_the_list(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     assert catalog()["qwen3"].name == "qwen3:8b" and catalog()["smollm2"].package
     place.locate("qwen3:0.6b")
@@ -215,6 +223,9 @@ def test_models_lists_and_deletes(
     assert main(["models"]) == 0
     out = capsys.readouterr().out
     assert "o/n-GGUF " in out and "qwen3:0.6b" in out and "4 GiB of memory is free" in out
+    linked = tmp_path / "elsewhere"  # a user may have moved a model to another disk
+    next((tmp_path / "hf/hub").glob("models--*")).rename(linked)
+    (tmp_path / "hf/hub/models--o--n-GGUF").symlink_to(linked)
     for name, folder in zip(("hf.co/o/n-GGUF:Q4_K_M", *names[1:]), unpacked, strict=True):
         assert folder.exists() and main(["models", "rm", name]) == 0
         assert not folder.parent.exists()

@@ -14,6 +14,7 @@ from pypto_serving.api.settings import serving_config
 from pypto_serving.errors import ConfigError, ModelError, PyptoError
 from pypto_serving.model.raw_config import overridden
 from pypto_serving.model.registry import read_config
+from pypto_serving.setup.locate import BUNDLED
 from pypto_serving.setup.option_table import QUIET_DEFAULTS
 from pypto_serving.setup.options import make_options
 from pypto_serving.setup.prepare import model_spec, prepare
@@ -75,6 +76,11 @@ def test_sampling_defaults(path: Path, tmp_path: Path) -> None:
     assert found(override_generation_config='{"temperature": 0.25, "top_p": null}') == {"temperature": 0.25}
     assert found(generation_config=str(tmp_path)) == {"top_k": 5}
     assert found(generation_config="vllm", override_generation_config={"min_p": 0.5}) == {"min_p": 0.5}
+    (tmp_path / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.5}')
+    assert found(generation_config=str(tmp_path)) == {"temperature": 0.0}
+    assert found(generation_config=str(tmp_path), override_generation_config={"temperature": 0.6}) == {
+        "temperature": 0.6
+    }
     with pytest.raises(ModelError, match=r"with override-generation-config: .*top_p"):
         found(override_generation_config={"top_p": 7})
 
@@ -92,6 +98,7 @@ def test_another_tokenizer_and_template_values(path: Path, tmp_path: Path) -> No
     assert str(prompter.render(messages, {}).prompt).endswith("calmFalse")
     assert str(prompter.render(messages, {"mood": "glad"}).prompt).endswith("gladFalse")
     assert str(prompter.render(messages, {"reasoning_effort": "high"}).prompt).endswith("calmTrue")
+    assert resolved(path, tokenizer="bundled")[1].tokenizer == str(BUNDLED)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +110,7 @@ def test_another_tokenizer_and_template_values(path: Path, tmp_path: Path) -> No
         ({"default_chat_template_kwargs": "x"}, "must be a mapping or JSON"),
         ({"generation_config": "nowhere"}, "generation_config is nowhere, but must be auto, vllm or a folder with a"),
         ({"tokenizer": "."}, "tokenizer.json; give a model that has one"),
+        ({"tokenizer": "~nobody-here/x"}, "~nobody-here/x does not exist; give an existing folder"),
     ],
 )
 def test_bad_values_are_one_line(path: Path, tmp_path: Path, given: dict[str, Any], words: str) -> None:

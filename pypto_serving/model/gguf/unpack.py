@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import math
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,14 +48,15 @@ def unpack(path: Path, cache: Path, progress: Progress, sampling: Mapping[str, f
     target = path
     try:
         identity = _identity(path, sampling)
-        target = cache / "gguf" / f"{path.stem}-{identity[:12]}" / path.stem
+        name = os.fsencode(path.stem).decode(errors="replace")
+        target = cache / "gguf" / f"{name}-{identity[:12]}" / name
         if target.exists():
             return target
         target.parent.mkdir(parents=True, exist_ok=True)
-        with (target.parent / "lock").open("a+") as lock:
+        with (target.parent / "lock").open("ab", buffering=0) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             lock.truncate(0)
-            lock.write(str(path))  # for whoever lists the folders
+            lock.write(os.fsencode(path))  # for whoever lists the folders
             if not target.exists():
                 unfinished = target.with_name(f"{target.name}.part")
                 shutil.rmtree(unfinished, ignore_errors=True)

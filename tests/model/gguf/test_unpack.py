@@ -156,7 +156,9 @@ def logits_of(program: Any, tokens: np.ndarray) -> dict[int, np.ndarray]:
 
 
 def test_a_folder_is_unpacked_once(tmp_path: Path) -> None:
+    """Its name may hold any bytes."""
     path = write_model(tmp_path / "model.gguf", "qwen3", random_model("qwen3"))
+    path = path.rename(tmp_path / os.fsdecode(b"m\xff.gguf"))
     folder = unpacked(path)
     before = (folder / "model.safetensors").stat().st_mtime_ns
     assert unpacked(path) == folder
