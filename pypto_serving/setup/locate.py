@@ -25,6 +25,7 @@ HUB_NAME = re.compile(
     r"(?::(?P<quantization>[\w.-]+))?"
 )
 """A model on a hub, by default Hugging Face's, and the quantization of a GGUF file, as in owner/name:Q4_K_M."""
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _USUAL_QUANTIZATION = "Q4_K_M"
 """The one of repositories named -GGUF, unless given: as llama.cpp and Ollama choose."""
 
@@ -190,7 +191,7 @@ def _why_not(error: BaseException) -> str:
             return f"the hub answered {status}"
         if isinstance(each, OfflineModeIsEnabled):
             return "HF_HUB_OFFLINE is set"
-        if isinstance(each, OSError) and each.strerror and (each.filename is not None or each.errno == errno.ENOSPC):
+        if isinstance(each, OSError) and each.strerror and (each.filename is not None or each.errno in _NO_ROOM):
             place = "" if each.filename is None else f"{each.filename}: "
             return place + each.strerror.lower()
     return "there is no network, or the hub cannot be reached"

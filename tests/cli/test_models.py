@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ from pypto_serving.errors import ModelError
 from pypto_serving.setup.catalog import catalog
 from pypto_serving.setup.download import RemoteFile
 from pypto_serving.setup.host import HostFacts
+from pypto_serving.setup.locate import locate_model
 from tests.checkpoints import random_model
 from tests.model.gguf.files import write_model
 
@@ -189,6 +191,16 @@ def test_a_hub_without_a_hash() -> None:
     nothing: Any = None
     with pytest.raises(ModelError, match=r"the hub lists a file .a. with the hash None"):
         RemoteFile("a", 1, nothing, "")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_download_without_room(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def fetch(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("pypto_serving.setup.locate.fetch_modelscope", fetch)
+    with pytest.raises(ModelError, match=f"cannot be fetched: {os.strerror(number).lower()}"):
+        locate_model("modelscope.cn/o/n")
 
 
 def test_names_of_the_list(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
