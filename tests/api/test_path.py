@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import tomllib
+from collections import defaultdict
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -22,12 +23,12 @@ TESTED_UVICORN = ("0.32", "0.55")
 
 def test_a_plain_chat_passes_few_files(start: Callable[..., RunningServer]) -> None:
     """Before the engine has it; it is read in this process. Files of several processes' types count, too."""
-    passed: set[str] = set()
+    passed = defaultdict[int, set[str]](set)
     watching = False
 
     def watch(frame: FrameType, event: str, arg: Any) -> None:
         if watching and event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            passed.add(frame.f_code.co_filename.removeprefix(PACKAGE))
+            passed[threading.get_ident()].add(frame.f_code.co_filename.removeprefix(PACKAGE))
 
     threading.setprofile(watch)
     try:
@@ -47,7 +48,9 @@ def test_a_plain_chat_passes_few_files(start: Callable[..., RunningServer]) -> N
     server.engine.submit = submit_and_stop  # type: ignore[method-assign]
     watching = True
     assert server.post(CHAT, body).status_code == 200
-    assert "/api/generation/generation.py" in passed and len(passed) <= MAX_FILES, "\n".join(sorted(passed))
+    # a thread that only the engine has, such as the one that keeps its figures, may run meanwhile
+    files = set().union(*(files for files in passed.values() if any(file.startswith("/api/") for file in files)))
+    assert "/api/generation/generation.py" in files and len(files) <= MAX_FILES, "\n".join(sorted(files))
     assert sys.getprofile() is None
 
 

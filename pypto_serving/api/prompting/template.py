@@ -162,7 +162,8 @@ def _in_words(template: ChatTemplate, given: list[Message], functions: Sequence[
     if functions and template.family != tools_in_words.FAMILY:
         described = f"describes no tools, and the server does so only in the form {tools_in_words.FAMILY}"
         refuse("tools", f"cannot be used: the chat template {described}, not for tool_call_parser {template.family}")
-    if functions or (tools_in_words.has_calls(given) and not template.manners.shows_calls):
+    has_calls = any("tool_calls" in message or message["role"] == "tool" for message in given)
+    if functions or (has_calls and not template.manners.shows_calls):
         return tools_in_words.in_words(given, functions)
     return given
 

@@ -22,11 +22,6 @@ To call a function, write a JSON object with its name and arguments between <too
 The result comes between <tool_response> and </tool_response>. Answer without a call if you need none."""
 
 
-def has_calls(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether there are calls of tools or results."""
-    return any("tool_calls" in message or message["role"] == "tool" for message in messages)
-
-
 def in_words(messages: Sequence[Mapping[str, Any]], functions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages whose calls and results are texts; a system message describes the functions, if there are any."""
     texts = [_in_words(message) for message in messages]

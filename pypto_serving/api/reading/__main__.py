@@ -80,14 +80,14 @@ class Jobs:
     def _read(self) -> Callable[..., msgspec.Struct]:
         from pypto_serving.api.http.errors import describe
         from pypto_serving.api.prompting.prompts import Prompter
-        from pypto_serving.api.reading.body_reader import read_body_of
+        from pypto_serving.api.reading.body_reader import READERS
 
         start = self._start
-        read_here = partial(read_body_of, Prompter.load(start.config, start.serving), start.serving)
+        prompter = Prompter.load(start.config, start.serving)
 
         def read(kind: Endpoint, raw: bytes) -> msgspec.Struct:
             try:
-                return read_here(kind, raw)
+                return READERS[kind](prompter, start.serving, raw)
             except PyptoError as error:
                 return Refusal.of(describe(error))
 

@@ -15,7 +15,7 @@ from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.responses.response_body import read_input_tokens, read_response
 from pypto_serving.api.settings import ServingConfig
 
-_READ: dict[Endpoint, Callable[[Prompter, ServingConfig, bytes | bytearray], ReadBody | Answered]] = {
+READERS: dict[Endpoint, Callable[[Prompter, ServingConfig, bytes | bytearray], ReadBody | Answered]] = {
     "completions": read_completion,
     "chat": read_chat,
     "messages": read_messages,
@@ -28,13 +28,7 @@ _READ: dict[Endpoint, Callable[[Prompter, ServingConfig, bytes | bytearray], Rea
     "tokenize": read_tokenize,
     "detokenize": read_detokenize,
 }
+"""What parses the body of an endpoint, checks its fields and makes its prompts. A hostile body may take very long.
 
-
-def read_body_of(
-    prompter: Prompter, serving: ServingConfig, endpoint: Endpoint, raw: bytes | bytearray
-) -> ReadBody | Answered:
-    """Parse the body of an endpoint, check its fields, and make its prompts. A hostile body may take very long.
-
-    Does not check whether grammars compile. Raises RequestError that names the field at fault.
-    """
-    return _READ[endpoint](prompter, serving, raw)
+Does not check whether grammars compile. Raises RequestError that names the field at fault.
+"""

@@ -25,7 +25,7 @@ from pypto_serving.api.common.body import (
 from pypto_serving.api.common.respond import until_disconnect
 from pypto_serving.api.prompting.jinja import TooManyStepsError, steps_limited
 from pypto_serving.api.prompting.prompts import Prompter
-from pypto_serving.api.reading.body_reader import read_body_of
+from pypto_serving.api.reading.body_reader import READERS
 from pypto_serving.api.reading.process import QueueName, Reader, TooLargeError, TooSlowError
 from pypto_serving.api.reading.wire import Compiles, Refusal, RefusedError
 from pypto_serving.api.settings import ServingConfig
@@ -73,7 +73,7 @@ class Reading:
 
         `warn_ignored` is called with the names of unknown fields.
         """
-        self._read_here = partial(read_body_of, prompter, serving)
+        self._prompter = prompter
         self._serving = serving
         self._require_admission = require_admission
         self._warn_ignored = warn_ignored
@@ -108,7 +108,7 @@ class Reading:
         if self._is_read_here(endpoint, raw):
             try:
                 with steps_limited():
-                    return self._read_here(endpoint, raw)
+                    return READERS[endpoint](self._prompter, self._serving, raw)
             except TooManyStepsError:
                 logger.debug("a chat template takes many steps; the reader runs it")
         self._require_admission(1)
