@@ -89,7 +89,7 @@ def _write(gguf: Gguf, folder: Path, progress: Progress, sampling: Mapping[str, 
     config |= write_tokenizer(gguf.metadata, gguf.path, folder)
     types = {tensor.type.name for tensor in gguf.tensors.values() if len(tensor.shape) > 1} - BLOCKS.keys() - {"BF16"}
     if types:
-        logger.warning("%s: weights in %s become bfloat16", gguf.path.name, ", ".join(sorted(types)))
+        logger.warning("%s: weights in %s become bfloat16", brief(gguf.path.name), ", ".join(sorted(types)))
     _write_weights(tensors, gguf.path, folder / SINGLE_FILE, progress)
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
     write(folder / "generation_config.json", as_json(ids | dict(sampling)))

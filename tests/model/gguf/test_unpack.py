@@ -293,7 +293,7 @@ def test_quantizations_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (hub / "config.json").write_text("{}")
     for wanted in ("Q4_K", "Q4_K_M", "UD-IQ4_NL", "Q8_0"):
         assert locate_model(f"owner/m-GGUF:{wanted}").name == f"m-{wanted}"
-    for wanted, words in (("Q6_K", "no GGUF model"), ("Q4", "m-Q4_K.gguf, m-Q4_K_M.gguf")):
+    for wanted, words in (("Q6_K", "one GGUF model"), ("Q4", "m-Q4_K.gguf, m-Q4_K_M.gguf")):
         with pytest.raises(ModelError, match=words):
             locate_model(f"owner/m-GGUF:{wanted}")
 
