@@ -18,7 +18,7 @@ from pypto_serving.api.decisions import decision_body
 from pypto_serving.api.decisions.endpoint import Decision
 from pypto_serving.api.generation.labels import LabelTree, concentration, labels_of, probabilities
 from pypto_serving.api.prompting.prompts import Prompter
-from pypto_serving.api.settings import load_serving_config
+from pypto_serving.api.settings import ServingConfig, load_serving_config
 from pypto_serving.errors import RequestError
 from pypto_serving.types.arrays import id_list
 from tests.api.checkpoint import write_checkpoint, write_deepseek_v4
@@ -218,22 +218,27 @@ def test_answers_and_bodies_are_as_described(server: RunningServer) -> None:
 
 
 def test_a_request_needs_a_bounded_number_of_prompts_and_tokens(
-    chat_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = chat_server.app.state.reading._read_here
+    prompter, serving = prompter_of(write_checkpoint(tmp_path))
     choices = [{"value": str(i)} for i in range(255)]
     many = {"input": "a", "questions": [{**CHOICE, "choices": choices}] * 60}
     with pytest.raises(RequestError, match=r"more than \d+ prompts"):
-        read("decisions", json.dumps(many).encode())
+        decision_body.read_decision(prompter, serving, json.dumps(many).encode())
+    long = {"input": "the fox " * 100, "questions": ASKED}
     monkeypatch.setattr(decision_body, "MAX_READ_TOKENS", 600)
     with pytest.raises(RequestError, match="600 tokens in all"):
-        read("decisions", json.dumps({"input": "the fox " * 100, "questions": ASKED}).encode())
+        decision_body.read_decision(prompter, serving, json.dumps(long).encode())
+
+
+def prompter_of(folder: Path, **options: Any) -> tuple[Prompter, ServingConfig]:
+    serving = load_serving_config(folder, served_model_names=("tiny",), **options)
+    return Prompter.load(engine_config(500, max_model_len=8192), serving), serving
 
 
 def read_with(folder: Path, **options: Any) -> ReadBody:
     """What a reader makes of a decision for the checkpoint in a folder."""
-    serving = load_serving_config(folder, served_model_names=("tiny",), **options)
-    prompter = Prompter.load(engine_config(500), serving)
+    prompter, serving = prompter_of(folder, **options)
     return decision_body.read_decision(prompter, serving, json.dumps({"input": "a", "questions": ASKED}).encode())
 
 

@@ -25,6 +25,7 @@ import pytest
 from pypto_serving import limits
 from pypto_serving.api.common.body import MAX_MESSAGES, ReadBody
 from pypto_serving.api.reading.__main__ import Jobs, answer_all, guarded
+from pypto_serving.api.reading.body_reader import READERS
 from pypto_serving.api.reading.process import Reader, ReaderQueue
 from pypto_serving.api.reading.reading import SMALL_BYTES, is_small
 from pypto_serving.api.reading.wire import JobKind, ReaderFault, ReaderStart
@@ -370,10 +371,10 @@ def test_bodies_of_many_prompts_are_not_small() -> None:
     assert not is_small(json.dumps({f"x{i}": 1 for i in range(500)}).encode())
 
 
-def test_a_full_server_reads_no_body(start: Callable[..., RunningServer]) -> None:
+def test_a_full_server_reads_no_body(start: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch) -> None:
     server = start()
     server.engine.refusal = QueueFullError("the queue is full", 7)
-    server.app.state.reading._read_here = None
+    monkeypatch.delitem(READERS, "completions")
     for size in (0, SMALL_BYTES):
         assert server.http.post(COMPLETIONS, content=completion([1], size)).status_code == 429
     assert server.app.state.reading._reader.child is None
