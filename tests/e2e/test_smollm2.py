@@ -14,12 +14,14 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from pypto_serving import LLM, SamplingParams
 from pypto_serving.cli.app import app
 from pypto_serving.errors import ModelError
 from pypto_serving.setup.locate import locate_model
+from tests.model.gguf.llama_ids import byte_letters, differing
 
 pytestmark = [pytest.mark.e2e, pytest.mark.golden]
 
@@ -66,6 +68,13 @@ def folder() -> Path:
 def llm(folder: Path) -> Iterator[LLM]:
     with LLM(str(folder), max_model_len=1024) as llm:
         yield llm
+
+
+def test_ids_of_the_tokenizer(folder: Path) -> None:
+    """Those that llama.cpp makes of 2,000 texts, unless a text has a byte that no token stands for."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    known = set(tokenizer.get_vocab())
+    assert not [text for text in differing("smollm2", tokenizer) if known.issuperset(byte_letters(text))]
 
 
 def read_weights(file: Path) -> dict[str, Any]:

@@ -23,22 +23,34 @@ _ENDS = (
 """Tokens that end a turn, which files often do not name as such."""
 _SPACE = "▁"
 """A space, in SentencePiece's tokens."""
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _REST
+_CODER = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|" + _REST
 _CASED = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
+    r"|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _REST
 )
-_PATTERNS = {"llama-bpe": _WORDS % "{1,3}", "qwen2": _WORDS % "", "deepseek-r1-qwen": _WORDS % "", "tekken": _CASED}
-"""What splits a text before BPE, by `tokenizer.ggml.pre`: a token of BPE never spans two matches."""
-_GPT2 = ("default", "gpt-2")
-_SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r")
-"""Those that split digits one by one, then as GPT-2 does."""
-_IGNORE_MERGES = _BEGIN_WITH_BOS = ("llama-bpe", "tekken")
+_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral")
+_QWEN2 = ("qwen2", "deepseek-r1-qwen")
+_SPLITS: dict[str, tuple[str, ...]] = {
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
+    **dict.fromkeys(("gpt-2", "phi-2", "mellum", "trillion"), (_GPT2,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "minerva-7b"), (r"\p{N}", _GPT2)),
+    **dict.fromkeys((*_LLAMA3, "dbrx", "smaug-bpe"), (_WORDS % "{1,3}",)),
+    **dict.fromkeys(_QWEN2, (_WORDS % "",)),
+    "tekken": (_CASED % ("", "", ""),),
+    **dict.fromkeys(("gpt-4o", "llama4"), (_CASED % (f"{_ENDINGS}?", f"{_ENDINGS}?", "{1,3}"),)),
+    "seed-coder": (_CODER,),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
+}
+"""What splits a text before BPE, by `tokenizer.ggml.pre`, one pattern after the other: no token spans two pieces."""
+_IGNORE_MERGES = _BEGIN_WITH_BOS = (*_LLAMA3, "tekken")
 """Those that take a token as it is, whatever the merges; texts begin with BOS unless the file says otherwise."""
+_KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")
+"""The special tokens of Phi-3 that do not swallow the white space behind them."""
 _MAX_TOKEN = 4096
 """Limit of characters of a token."""
 
@@ -67,6 +79,7 @@ class _TokenizerReader:
         self._types = self._keys.int_list("ggml.token_type") or (1,) * len(self._tokens)
         self._require(len(self._types) == len(self._tokens), "ggml.token_type", "as long as the list of tokens")
         self._kind = self._keys.get("ggml.model")
+        self._architecture = metadata.get("general.architecture")
 
     def tokenizer(self) -> Tokenizer:
         """Build the tokenizer."""
@@ -78,10 +91,13 @@ class _TokenizerReader:
             raise ModelError(
                 f"{self._keys.source} has a tokenizer of the kind {brief(self._kind)}; gpt2 and llama can be read"
             )
+        strips = self._kind == "llama" and self._architecture == "phi3"
         added = [
-            AddedToken(token, special=type == _CONTROL, normalized=False)
+            AddedToken(
+                token, special=type != _USER_DEFINED, normalized=False, rstrip=strips and token not in _KEEP_SPACE
+            )
             for token, type in zip(self._tokens, self._types, strict=True)
-            if type in (_CONTROL, _USER_DEFINED)
+            if type in (_UNKNOWN, _CONTROL, _USER_DEFINED)
         ]
         tokenizer.add_tokens(added)
         bos = self._special("bos")
@@ -124,6 +140,9 @@ class _TokenizerReader:
     def _byte_level(self) -> Tokenizer:
         """BPE over bytes, as in GPT-2: Sennrich et al. 2016, arXiv:1508.07909."""
         pre = str(self._keys.get("ggml.pre") or "default")
+        if pre not in _SPLITS:
+            known = f"which is not known here; known are {', '.join(_SPLITS)}"
+            raise ModelError(f"{self._keys.source} splits texts as {brief(pre)}, {known}")
         merges = [merge.partition(" ")[::2] for merge in self._strings("ggml.merges")]
         plain = (token for token, type in zip(self._tokens, self._types, strict=True) if type == _NORMAL)
         self._require(bool(merges) or all(len(token) < 2 for token in plain), "ggml.merges", "a list of joins")
@@ -133,19 +152,10 @@ class _TokenizerReader:
                 pair = f"{brief(first)} and {brief(second)}"
                 raise ModelError(f"{self._keys.source}: tokenizer.ggml.merges has {pair}, which join to no token")
         tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _IGNORE_MERGES))
-        if pre in _PATTERNS:
-            split = pre_tokenizers.Split(Regex(_PATTERNS[pre]), "isolated")
-            rest = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-            tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, rest])
-        elif pre in (*_GPT2, *_SINGLE_DIGITS):
-            digits = [pre_tokenizers.Digits(individual_digits=True)] * (pre in _SINGLE_DIGITS)
-            tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, pre_tokenizers.ByteLevel(False)])
-        else:
-            known = ", ".join((*_GPT2, *_SINGLE_DIGITS, *_PATTERNS))
-            raise ModelError(
-                f"{self._keys.source} splits texts as {brief(pre)}, which is not known here; known are {known}"
-            )
-        if pre in ("qwen2", "deepseek-r1-qwen"):
+        split = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _SPLITS[pre]]
+        rest = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, rest])
+        if pre in _QWEN2:
             tokenizer.normalizer = normalizers.NFC()
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)

@@ -31,7 +31,7 @@ from pypto_serving.model.registry import model_family
 from pypto_serving.util import brief, hash128, write_at
 
 logger = logging.getLogger(__name__)
-_FORM = "3"
+_FORM = "4"
 """Changes when folders unpacked before must be unpacked again."""
 _PIECE = 1 << 22
 """Weights that are dequantized at once."""
