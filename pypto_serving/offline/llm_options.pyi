@@ -14,12 +14,16 @@ class LLMOptions(TypedDict, total=False):
             "qwen3_coder",
             "llama3_json",
             "pythonic",
+            "lfm2",
             "olmo3",
             "mistral",
             "mistral_named",
+            "granite",
+            "kimi_k2",
             "deepseek_v3",
             "deepseek_v31",
             "deepseek_v4",
+            "functools",
             "json",
         ]
         | None

@@ -26,12 +26,16 @@ TOOL_CALL_PARSERS = (
     "qwen3_coder",
     "llama3_json",
     "pythonic",
+    "lfm2",
     "olmo3",
     "mistral",
     "mistral_named",
+    "granite",
+    "kimi_k2",
     "deepseek_v3",
     "deepseek_v31",
     "deepseek_v4",
+    "functools",
     "json",
 )
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1", "mistral")

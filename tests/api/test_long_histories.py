@@ -82,7 +82,7 @@ def test_results_of_calls_without_ids() -> None:
     assert [result["tool_call_id"] for result in nameless] == ids
 
 
-def one_first_and_in_turns(messages: Sequence[Mapping[str, Any]]) -> str:
+def one_first_and_in_turns(messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
     """A template that takes a system message at the beginning only, and roles only in turns."""
     roles = [message["role"] for message in messages]
     if "system" in roles[1:] or any(one == other for one, other in pairwise(roles)):

@@ -12,12 +12,29 @@ import pytest
 from pypto_serving.api.prompting.template import TemplateEncoder
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import RequestError
-from tests.api.chat_events import prompt_of
+from tests.api.chat_events import join_events, prompt_of
 from tests.api.checkpoint import CHATML, write_checkpoint
 from tests.api.running import CHAT, RunningServer
 from tests.api.scripted_engine import Script
-from tests.api.templates import GEMMA, HERMES, HOISTED, IN_TURNS, NO_SYSTEM, ONE_SYSTEM, PHI, with_tools
-from tests.api.tool_samples import NOW_TOOL
+from tests.api.templates import (
+    FIREFUNCTION,
+    GEMMA,
+    GRANITE,
+    HERMES,
+    HOISTED,
+    IN_TURNS,
+    KIMI,
+    LFM2,
+    MACROS,
+    NEMO,
+    NO_SYSTEM,
+    ONE_CALL,
+    ONE_SYSTEM,
+    PHI,
+    PHI_4,
+    with_tools,
+)
+from tests.api.tool_samples import NOW_TOOL, WEATHER_TOOL
 
 Message = dict[str, Any]
 Start = Callable[..., RunningServer]
@@ -37,6 +54,9 @@ LATER = [said("system", "a"), said("user", "b"), said("system", "c")]
 AFTER_ANSWER = [said("user", "a"), said("assistant", "b"), said("system", "c"), said("system", "d"), said("user", "e")]
 CALLED = [said("user", "a"), said("assistant", "b", **CALLS), said("tool", "c", tool_call_id="call00001", name="now")]
 CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+OTHER = {"id": "call00002", "type": "function", "function": {"name": "now", "arguments": '{"a": 1}'}}
+BOTH = [*CALLS["tool_calls"], OTHER]
+RESULT_1, RESULT_2 = CALLED[2], said("tool", "d", tool_call_id="call00002", name="now")
 
 
 @pytest.mark.parametrize(
@@ -47,6 +67,21 @@ CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
         (ONE_SYSTEM, LEADING, [("system", "a\n\nb"), ("user", "c"), ("user", "d")]),
         (ONE_SYSTEM, LATER, [("system", "a"), ("user", "b\n\nc")]),
         (ONE_SYSTEM, AFTER_ANSWER, [("user", "a"), ("assistant", "b"), ("user", "c\n\nd\n\ne")]),
+        (GEMMA, [said("assistant", "a"), said("user", "b")], [("user", ""), ("assistant", "a"), ("user", "b")]),
+        (
+            NEMO,
+            [said("system", "s"), *CALLED],
+            [("user", "s\n\na"), ("assistant", "b[TOOL_CALLS]now{}"), ("tool", "c")],
+        ),
+        (NEMO, [said("system", "s"), said("user", "a")], [("user", "s\n\na")]),
+        (
+            ONE_CALL,
+            [said("user", "a"), said("assistant", "b", tool_calls=BOTH), RESULT_2, RESULT_1, said("user", "e")],
+            [
+                *[("user", "a"), ("assistant", f"b{CALL}"), ("tool", "c")],
+                *[("assistant", CALL.replace("{}", '{"a": 1}')), ("tool", "d"), ("user", "e")],
+            ],
+        ),
         (ONE_SYSTEM, AFTER_ANSWER[:-1], [("user", "a"), ("assistant", "b"), ("user", "c\n\nd")]),
         (ONE_SYSTEM, [*CALLED, said("system", "d")], [("user", "a"), ("assistant", f"b{CALL}"), ("tool", "c\n\nd")]),
         (
@@ -249,3 +284,59 @@ def test_a_template_without_tools_that_shows_calls_shows_them_itself() -> None:
 def test_tools_in_words_are_in_one_form_only() -> None:
     with pytest.raises(RequestError, match="describes no tools, and the server does so only in the form hermes"):
         TemplateEncoder(GEMMA, {}, tool_parser="pythonic").encode([said("user", "a")], {"tools": [NOW_TOOL]})
+
+
+LISTED = '[{"name": "now", "arguments": {"zone": "é", "deep": {"x": true}}}]'
+WRITTEN: list[tuple[str, str, str]] = [
+    (LFM2, "lfm2", "<|tool_call_start|>[now(zone=\"é\", deep={'x': True})]<|tool_call_end|>"),
+    (GRANITE, "granite", f"<|tool_call|>{LISTED}"),
+    (FIREFUNCTION, "functools", f"functools{LISTED}"),
+    (PHI_4, "functools", f"functools{LISTED}"),
+    (
+        KIMI,
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>"
+        '{"zone": "é", "deep": {"x": true}}<|tool_call_end|><|tool_calls_section_end|>',
+    ),
+]
+
+
+@pytest.mark.parametrize(("template", "family", "written"), WRITTEN)
+def test_official_templates_have_tools_calls_and_results(
+    start: Start, tmp_path: Path, tokenizer: Tokenizer, template: str, family: str, written: str
+) -> None:
+    """The prompt shows all of them, and what the model writes so is a call, in a stream too."""
+    encoder = TemplateEncoder(template, {})
+    assert encoder.abilities == ("tools",)
+    server = start(write_checkpoint(tmp_path, template=template), config={"max_model_len": 4096})
+    server.engine.script = lambda request: Script(tokenizer.encode(written), "stop")
+    arguments = {"zone": "é", "deep": {"x": True}}
+    calls = [{"id": "call00001", "type": "function", "function": {"name": "now", "arguments": json.dumps(arguments)}}]
+    asked = [said("system", "s"), said("developer", "t"), said("user", [{"type": "text", "text": "a"}])]
+    history = [*asked, said("assistant", None, tool_calls=calls), CALLED[2]]
+    body = {"messages": history, "tools": [NOW_TOOL, WEATHER_TOOL]}
+    answer = server.post(CHAT, body).json()["choices"][0]
+    prompt = prompt_of(server, tokenizer)
+    for text in ("s\n\nt", "get_weather", "<|im_start|>user\na", written, "<|im_start|>tool\n", "c"):
+        assert text in prompt, text
+    (call,) = answer["message"]["tool_calls"]
+    assert (answer["message"]["content"], call["function"]["name"]) == (None, "now")
+    assert json.loads(call["function"]["arguments"]) == arguments
+    streamed = join_events(server.events(CHAT, body))
+    assert [one["function"] for one in streamed["calls"]] == [call["function"]]
+    forced = server.post(CHAT, {**body, "tool_choice": "required"})
+    assert forced.status_code == 200 and server.engine.requests[-1].params.guide is not None
+    assert server.post(CHAT, {"messages": history}).status_code == 200
+
+
+def test_tools_are_described_to_a_template_that_fails_with_them() -> None:
+    prompt = TemplateEncoder(MACROS, {}).encode([said("user", "a")], {"tools": [NOW_TOOL]}).prompt
+    assert "<tools>" in str(prompt) and "now" in str(prompt)
+
+
+def test_a_template_that_refuses_developers_gets_a_system_message() -> None:
+    template = (
+        "{% for m in messages %}{% if m.role not in ('system', 'user') %}{{ raise_exception('bad role') }}{% endif %}"
+        "[{{ m.role }}]{{ m.content }}{% endfor %}{# the developer's tools #}"
+    )
+    assert TemplateEncoder(template, {}).encode(LEADING[1:3], {}).prompt == "[system]b[user]c"

@@ -75,6 +75,11 @@ def v31(name: str, arguments: dict[str, Any]) -> str:
     return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(arguments, ensure_ascii=False)}<｜tool▁call▁end｜>"
 
 
+def kimi(name: str, arguments: dict[str, Any]) -> str:
+    given = json.dumps(arguments, ensure_ascii=False)
+    return f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{given}<|tool_call_end|>"
+
+
 def mistral(name: str, arguments: dict[str, Any]) -> str:
     return f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments, ensure_ascii=False)}"
 
@@ -99,6 +104,10 @@ SAMPLES = [
     Sample("pythonic", "", "[", each(python), ", ", "]"),
     Sample("pythonic", "Well.\n", "<|python_start|>[", each(python), ", ", "]<|python_end|>"),
     Sample("olmo3", "Well.\n", "<function_calls>\n", each(python), "\n", "\n</function_calls>"),
+    Sample("lfm2", "Well.\n", "<|tool_call_start|>[", each(python), ", ", "]<|tool_call_end|>"),
+    Sample("granite", "Well.", "<|tool_call|>[", objects("arguments"), ", ", "]"),
+    Sample("kimi_k2", "Well.", "<|tool_calls_section_begin|>", each(kimi), "", "<|tool_calls_section_end|>"),
+    Sample("functools", "", "functools[", objects("arguments"), ", ", "]"),
     Sample("mistral", "Well.", "[TOOL_CALLS][", objects("arguments"), ", ", "]"),
     Sample("mistral_named", "Well.", "", each(mistral), "", ""),
     Sample("deepseek_v3", "Well.\n", V3_BLOCK[0], each(v3), "\n", V3_BLOCK[1]),
@@ -109,7 +118,7 @@ SAMPLES = [
 ]  # fmt: skip
 MARK = re.compile(
     r"</?(?:tool_call|function|parameter|function_calls)>|<(?:function|parameter)=|</?｜DSML｜\w+>?|<｜tool▁[^｜]*｜>"
-    r"|\[(?:TOOL_CALLS|ARGS)\]|<\|python_\w+\|>|```(?:json)?"
+    r"|\[(?:TOOL_CALLS|ARGS)\]|<\|(?:python|tool)_\w+\|>|```(?:json)?"
 )
 
 

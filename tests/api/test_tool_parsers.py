@@ -33,6 +33,7 @@ from tests.api.tool_samples import (
     CODER_NOW,
     HERMES,
     HERMES_NOW,
+    KIMI,
     LITERALS,
     NOW,
     PARAMETERS,
@@ -145,6 +146,13 @@ NO_CALLS: list[tuple[str, str]] = [
     ("json", '{"name": "unknown", "arguments": {}}'),
     ("json", "```json\n[1]\n```"),
     ("json", "See " + ARGUMENTS),
+    ("granite", "<|tool_call|> and so on"),
+    ("granite", ARGUMENTS),
+    ("lfm2", "[now()]"),
+    ("lfm2", "<|tool_call_start|>[now(1)]<|tool_call_end|>"),
+    ("kimi_k2", "<|tool_calls_section_begin|>now"),
+    ("functools", "functools is a module"),
+    ("functools", 'functools[{"name": "unknown", "arguments": {}}]'),
 ]
 
 LONG = "x" * 2000
@@ -195,6 +203,13 @@ CALLS += [
     ("deepseek_v4", 'So.\n\n<｜DSML｜invoke name="now"></｜DSML｜invoke>', "So.", [NOW]),
     ("olmo3", "Well.\n<function_calls>\nf(a=1)\nnow()\n</function_calls>", "Well.", [Call("f", '{"a": 1}'), NOW]),
     ("olmo3", '<function_calls>f(a=")\nb(")</function_calls>', "", [Call("f", '{"a": ")\\nb("}')]),
+    ("lfm2", "Sure.<|tool_call_start|>[f(a=1), now()]<|tool_call_end|>", "Sure.", [Call("f", '{"a": 1}'), NOW]),
+    ("granite", f'<|tool_call|>[{ARGUMENTS}, {{"name": "now", "arguments": {{}}}}]', "", [WEATHER, NOW]),
+    ("granite", f"Sure.<|tool_call|>{ARGUMENTS}", "Sure.", [WEATHER]),
+    ("kimi_k2", f"Sure.{KIMI}", "Sure.", [WEATHER, NOW]),
+    ("kimi_k2", "<|tool_call_begin|>now<|tool_call_argument_begin|>{}", "", [NOW]),
+    ("functools", f" functools[{ARGUMENTS}, {PARAMETERS}]", "", [WEATHER, WEATHER]),
+    ("functools", ARGUMENTS, "", [WEATHER]),
     ("hermes", '<tool_cal>{"name": "now", "arguments": {"a": True}</tool_call>', "", [Call("now", '{"a": true}')]),
     ("hermes", 'So.\n{"name": "now", "arguments": None}\n</tool_call>', "So.", [NOW]),
 ]
@@ -245,7 +260,7 @@ MARKS = sorted({mark for family in FAMILIES.values() for mark in family.marks})
 PIECES = (
     [text for _, text in SAMPLES] + MARKS + list('{}[]":, \n<a\\') + ["</function>", "<parameter=city>", "</think>"]
 )
-PIECES += ['{"name": "now", "arguments": ', "[now(", "```json", "```", "<think>", "<｜DSML｜tool_calls>"]
+PIECES += ["functools[", '{"name": "now", "arguments": ', "[now(", "```json", "```", "<think>", "<｜DSML｜tool_calls>"]
 
 
 @given(
@@ -265,7 +280,8 @@ def test_any_split_of_any_text(family: str, text: str, cuts: list[int], thinking
 
 MARKUP = re.compile(
     "|".join(map(re.escape, [*MARKS, "```json", "```"]))
-    + r'|\{\s*("(id|type)"\s*:\s*"[^"]*"\s*,\s*)*("name"\s*:\s*")?|("\s*,\s*)?"(arguments|parameters)"\s*:|function'
+    + r'|\{\s*("(id|type)"\s*:\s*"[^"]*"\s*,\s*)*("name"\s*:\s*")?|("\s*,\s*)?"(arguments|parameters)"\s*:|functools'
+    + r"|functions\.|:\d(?=<)|function"
     + r'|"|,\s*"id"\s*:\s*"[^"]*"|[\s{}\[\],;>]'
 )
 
@@ -284,7 +300,7 @@ def test_no_text_is_lost(family: str, text: str) -> None:
     assert MARKUP.sub("", left + rest) in ("", "get_weather", "abc123XYZ"), left + rest
 
 
-@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"pythonic", "olmo3"}))
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"pythonic", "lfm2", "olmo3"}))
 def test_the_arguments_of_long_calls_come_as_they_are_generated(family: str) -> None:
     """No more is held back than what a call may have before it is sent, and what may be the end of a text."""
     form, text = FAMILIES[family], "so long " * 500

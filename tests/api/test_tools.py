@@ -67,7 +67,7 @@ def test_calls_of_every_family(
     says: Callable[..., RunningServer], family: str, template: str, text: str, content: str | None
 ) -> None:
     server = says(text)
-    assert choose_family(template)[0] == family
+    assert choose_family(template, True)[0] == family
     (choice,) = server.post(PATH, request(template)).json()["choices"]
     message = choice["message"]
     assert (message["content"], choice["finish_reason"]) == (content, "tool_calls")

@@ -36,6 +36,11 @@ V31 = (
     f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{CITY}<｜tool▁call▁end｜>"
     "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 )
+KIMI = (
+    f"<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{CITY}"
+    "<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    "<|tool_calls_section_end|>"
+)
 LITERALS = '{"x": -1, "y": [true, null], "z": {"k": [1.5]}}'
 WEATHER = ParsedCall("get_weather", CITY)
 NOW = ParsedCall("now", "{}")

@@ -54,7 +54,7 @@ def test_the_template_writes_a_chat_with_functions_as_it_is_trained() -> None:
 
 
 def test_the_server_reads_calls_from_the_template_as_hermes() -> None:
-    assert choose_family(CHAT_TEMPLATE)[0] == "hermes"
+    assert choose_family(CHAT_TEMPLATE, True)[0] == "hermes"
 
 
 def test_functions_need_no_system_message_and_no_parameters() -> None:

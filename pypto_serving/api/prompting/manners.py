@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import datetime
 from functools import cached_property
 from itertools import pairwise, takewhile
-from typing import Any
+from typing import Any, Literal, get_args
 
 from pypto_serving.api.chat.tools import as_object
 from pypto_serving.api.prompting.tools_in_words import INSTRUCTING
@@ -24,13 +25,76 @@ _FIRST, _ASKS, _ASKS_MORE = _says("system", "qz_first"), _says("user", "qz_asks"
 _ANSWERS = _says("assistant", "qz_answers")
 _CALLS = {**_says("assistant", ""), "tool_calls": [_CALL]}
 _RESULT = {**_says("tool", "qz_result"), "tool_call_id": _CALL["id"], "name": "qz_call"}
+_OTHER_CALL = {**_CALL, "id": "call00002", "function": {"name": "qz_call", "arguments": {"qz_key": "qz_other"}}}
+_OTHER_RESULT = {**_RESULT, "tool_call_id": _OTHER_CALL["id"]}
+_KEY = {"type": "string", "description": "qz_text"}
+_FUNCTION = {
+    "name": "qz_call",
+    "description": "qz_text",
+    "parameters": {"type": "object", "properties": {"qz_key": _KEY}, "required": ["qz_key"]},
+}
+Place = Literal["tools", "functions", "system"]
+Values = Mapping[str, Any]
+_NO_VALUES: Values = {}
+
+
+def place_tools(
+    place: Place | None, messages: list[Message], functions: Sequence[Mapping[str, Any]]
+) -> tuple[list[Message], Values]:
+    """Return messages and values of a template that takes tools in this place.
+
+    - `tools`: as the value of this name, which has them already
+    - `functions`: as JSON in the value of this name, beside the day (Firefunction)
+    - `system`: as JSON in the field `tools` of the system message (Phi-4-mini)
+    """
+    text = json.dumps(functions, ensure_ascii=False)
+    if place == "functions":
+        return messages, {"functions": text, "datetime": f"{datetime.now():%Y-%m-%d}"}
+    if place == "system" and functions:
+        has_system = bool(messages) and messages[0]["role"] == "system"
+        first = messages[0] if has_system else _says("system", "")
+        return [{**first, "tools": text}, *messages[int(has_system) :]], {}
+    return messages, {}
 
 
 class Manners:
-    """Forms of conversations that a template accepts, found by rendering short ones. `render` raises RequestError."""
+    """Forms of conversations that a template accepts, found by rendering short ones.
 
-    def __init__(self, render: Callable[[Sequence[Mapping[str, Any]]], str]) -> None:
+    `render` takes messages and more values. It raises RequestError.
+    """
+
+    def __init__(self, render: Callable[[Sequence[Mapping[str, Any]], Values], str]) -> None:
         self._render = render
+
+    @cached_property
+    def place_of_tools(self) -> Place | None:
+        """Where the template takes the tools of a request, if it shows them."""
+        for place in get_args(Place):
+            if "qz_call" in self._with_tools([_ASKS], place):
+                return place  # type: ignore[no-any-return]
+        return None
+
+    @cached_property
+    def takes_developers(self) -> bool:
+        """Whether the template shows a message of the role developer."""
+        return self._takes([_FIRST, _ASKS], [{**_FIRST, "role": "developer"}, _ASKS])
+
+    @cached_property
+    def takes_answer_first(self) -> bool:
+        """Whether an assistant message may come first."""
+        return self._takes([_ASKS], [_ANSWERS, _ASKS])
+
+    @cached_property
+    def takes_system_before_calls(self) -> bool:
+        """Whether the template shows the system message when the last message is the result of a tool."""
+        called = [_ASKS, _with_form(_CALLS, *self.form_of_calls), _RESULT]
+        return self._takes(called, [_FIRST, *called])
+
+    @cached_property
+    def takes_several_calls(self) -> bool:
+        """Whether the template shows all calls of a message."""
+        calls = _with_form({**_CALLS, "tool_calls": [_CALL, _OTHER_CALL]}, *self.form_of_calls)
+        return not self.shows_calls or "qz_other" in self._shown([_ASKS, calls, _RESULT, _OTHER_RESULT])
 
     @cached_property
     def takes_system(self) -> bool:
@@ -66,8 +130,8 @@ class Manners:
     @cached_property
     def shows_calls(self) -> bool:
         """Whether the template shows a call and its result."""
-        prompt = self._prompt([_ASKS, _with_form(_CALLS, *self.form_of_calls), _RESULT])
-        return all(text in prompt for text in ("qz_key", "qz_value", "qz_result"))
+        messages = [_ASKS, _with_form(_CALLS, *self.form_of_calls), _RESULT]
+        return all(text in self._shown(messages) for text in ("qz_value", "qz_result"))
 
     @cached_property
     def takes_raw_arguments(self) -> bool:
@@ -89,12 +153,21 @@ class Manners:
                 return False
         return bool(prompt)
 
-    def _prompt(self, messages: Sequence[Message]) -> str:
+    def _prompt(self, messages: Sequence[Message], values: Values = _NO_VALUES) -> str:
         """Return the rendered messages, "" if the template refuses them."""
         try:
-            return self._render(messages)
+            return self._render(messages, values)
         except RequestError:
             return ""
+
+    def _with_tools(self, messages: list[Message], place: Place | None) -> str:
+        messages, values = place_tools(place, messages, [_FUNCTION])
+        tools = [{"type": "function", "function": _FUNCTION}] if place == "tools" else None
+        return self._prompt(messages, {"tools": tools, **values})
+
+    def _shown(self, messages: list[Message]) -> str:
+        """Return the rendered messages, with tools if the template refuses them without."""
+        return self._prompt(messages) or self._with_tools(messages, self.place_of_tools)
 
     def fit(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages to render.
@@ -103,15 +176,23 @@ class Manners:
         - Keep later ones if the template accepts them; else append their text to the preceding turn of user or tool, or
           put it before the user's text that follows.
         - Merge consecutive messages of one role if the template requires alternating roles.
+        - Put an empty user message before an assistant's that must not be the first.
+        - Put the system message into the first user turn where the template drops it after calls (Mistral Nemo).
+        - Give each call a message of its own, with its result, if the template takes one call at a time (Llama 3).
         - Give calls in the form that the template shows. Arguments that are not a JSON object are text, or if the
           template cannot show that, the text of the only argument `arguments`.
         """
         fitted = _join_first(messages)
         start = int(fitted[0]["role"] in INSTRUCTING) if fitted else 0
-        if start and not self.takes_system:
+        if fitted[start:] and fitted[start]["role"] == "assistant" and not self.takes_answer_first:
+            fitted.insert(start, _says("user", ""))
+        called = any("tool_calls" in message for message in fitted)
+        if start and not (self.takes_system and (not called or self.takes_system_before_calls)):
             fitted = _move(fitted, 0)
         elif any(message["role"] in INSTRUCTING for message in fitted[start:]) and not self.takes_later_system:
             fitted = _move(fitted, start)
+        if any(len(message.get("tool_calls", ())) > 1 for message in fitted) and not self.takes_several_calls:
+            fitted = _one_by_one(fitted)
         pairs = {(one["role"], other["role"]) for one, other in pairwise(fitted)}
         if pairs & {("user", "user"), ("assistant", "assistant")} and not self.takes_repeated_roles:
             fitted = _join(fitted, ("user", "assistant"))
@@ -139,6 +220,26 @@ def _with_form(message: Message, null: bool, as_text: bool, wraps: bool = False)
     calls = [{**call, "function": function} for call, function in zip(message["tool_calls"], functions, strict=True)]
     content = None if null and not message["content"] else message["content"]
     return {**message, "content": content, "tool_calls": calls}
+
+
+def _one_by_one(messages: Sequence[Message]) -> list[Message]:
+    """Give each call a message of its own, with its result after it."""
+    split: list[Message] = []
+    at = 0
+    while at < len(messages):
+        message, at = messages[at], at + 1
+        calls = message.get("tool_calls", ())
+        results = list(takewhile(lambda later: later["role"] == "tool", messages[at:])) if len(calls) > 1 else []
+        at += len(results)
+        for i, call in enumerate(calls):
+            split.append(
+                {**message, "tool_calls": [call]} if i == 0 else {**_says("assistant", ""), "tool_calls": [call]}
+            )
+            own = [result for result in results if result.get("tool_call_id") == call["id"]]
+            split += own
+            results = [result for result in results if result not in own]
+        split += results if calls else [message]
+    return split
 
 
 class _Joining:

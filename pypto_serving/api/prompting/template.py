@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,12 @@ from typing import Any
 import jinja2
 
 from pypto_serving.api.chat.formats import Calls, ChatOrigin, EncodedChat, OutputFormat
-from pypto_serving.api.chat.parsers.families import FAMILIES, HABITS, Habit, choose_family, choose_habit, takes_tools
+from pypto_serving.api.chat.parsers.families import FAMILIES, HABITS, Habit, choose_family, choose_habit
 from pypto_serving.api.chat.parsers.scanner import Thinking
 from pypto_serving.api.chat.tools import check_effort, parameter_types, read_calls, read_tools, refuse
 from pypto_serving.api.prompting import tools_in_words
-from pypto_serving.api.prompting.jinja import compile_template, render
-from pypto_serving.api.prompting.manners import Manners, Message
+from pypto_serving.api.prompting.jinja import TooManyStepsError, compile_template, render, steps_limited
+from pypto_serving.api.prompting.manners import Manners, Message, Place, place_tools
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.api.text.files import load_special_tokens, read_optional_json
 from pypto_serving.api.text.tokenizer import Tokenizer
@@ -47,15 +48,16 @@ _CUT_HERE = "\ue000the answer goes on here\ue001 "
 class ChatTemplate:
     """A compiled template, and the format of its model's outputs.
 
-    `family`: the form of tool calls, or "none" to parse no calls; `habit`: the marks of reasoning, or None to parse no
-    reasoning. `manners` fit conversations to the template.
+    `family`: the form of tool calls, or "none" to parse no calls, and `reason` why it was chosen; `habit`: the marks of
+    reasoning, or None to parse no reasoning. `manners` fit conversations to the template. `tools`: where it takes them.
     """
 
     compiled: jinja2.Template
     manners: Manners
-    takes_tools: bool
+    tools: Place | None
     knows_developers: bool
     family: str
+    reason: str
     habit: Habit | None
 
     @classmethod
@@ -65,11 +67,25 @@ class ChatTemplate:
         """Compile `source`; "auto" chooses a parser by the template. Raises ModelError if it is not valid."""
         compiled = compile_template(source)
         values = {**special_tokens, "tools": None, "documents": None, "add_generation_prompt": False}
-        manners = Manners(lambda messages: render(compiled, {**values, "messages": messages}))
-        family = choose_family(source)[0] if tool_parser == "auto" else tool_parser
+        manners = Manners(lambda messages, more: render(compiled, {**values, **more, "messages": messages}))
+        tools = _find_place(source, manners)
+        family, reason = choose_family(source, tools is not None)
+        if tool_parser != "auto":
+            family, reason = tool_parser, "given"
         habit = choose_habit(source)[0] if reasoning_parser == "auto" else reasoning_parser
         roles = "developer" in source
-        return cls(compiled, manners, takes_tools(source), roles, family, HABITS.get(habit))
+        return cls(compiled, manners, tools, roles, family, reason, HABITS.get(habit))
+
+
+def _find_place(source: str, manners: Manners) -> Place | None:
+    """Return where a template takes tools; None if it does not show them. One that runs for long is believed."""
+    if re.search(r"\b(tools|functions)\b", source) is None:
+        return None
+    try:
+        with steps_limited():
+            return manners.place_of_tools
+    except TooManyStepsError:
+        return "tools"
 
 
 class TemplateEncoder:
@@ -100,7 +116,7 @@ class TemplateEncoder:
     def abilities(self) -> tuple[str, ...]:
         if self._template is None or self._tool_template is None:
             return ()
-        calls = self._tool_template.takes_tools and self._tool_template.family != "none"
+        calls = self._tool_template.tools is not None and self._tool_template.family != "none"
         return ("tools",) * calls + ("thinking",) * (self._template.habit is not None)
 
     def _make(self, source: str) -> ChatTemplate:
@@ -112,12 +128,14 @@ class TemplateEncoder:
         functions = read_tools(options.get("tools"), "tools")
         template = self._choose(options.pop("chat_template", None), bool(functions))
         continues = _continues(options)
-        given = template_messages(messages, template.knows_developers)
-        if not template.takes_tools:
-            given = _in_words(template, given, functions)
-        given = template.manners.fit(given)
+        given = template_messages(messages, template.knows_developers and template.manners.takes_developers)
+        given = template.manners.fit(_in_words(template, given, functions))
         continued = _open_last(given) if continues else None
-        values = self._special_tokens | {"tools": None, "documents": None, "messages": given} | _with_effort(options)
+        given, more = place_tools(template.tools, given, functions)
+        none = {"tools": None, "documents": None}
+        values = {**self._special_tokens, **none, **more, **_with_effort(options), "messages": given}
+        if template.tools != "tools":  # it fails with them, or shows them elsewhere
+            values["tools"] = None
         prompt = render(template.compiled, values)
         if continues:
             prompt = _cut(prompt)
@@ -158,11 +176,14 @@ class TemplateEncoder:
 
 
 def _in_words(template: ChatTemplate, given: list[Message], functions: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Describe tools, calls and results in texts, for a template without tools. Raises RequestError if it cannot."""
+    """Describe in texts what the template does not show of tools, calls and results. Raises RequestError."""
+    has_calls = any("tool_calls" in message or message["role"] == "tool" for message in given)
+    if template.tools is not None:
+        form = FAMILIES.get(template.family) if has_calls and not template.manners.shows_calls else None
+        return given if form is None else tools_in_words.calls_in_text(given, form)
     if functions and template.family != tools_in_words.FAMILY:
         described = f"describes no tools, and the server does so only in the form {tools_in_words.FAMILY}"
         refuse("tools", f"cannot be used: the chat template {described}, not for tool_call_parser {template.family}")
-    has_calls = any("tool_calls" in message or message["role"] == "tool" for message in given)
     if functions or (has_calls and not template.manners.shows_calls):
         return tools_in_words.in_words(given, functions)
     return given
@@ -224,9 +245,10 @@ def origin(serving: ServingConfig) -> ChatOrigin:
     """Return names and reasons for the template and both parsers. Raises ModelError like `load`."""
     source, path = find_template(Path(serving.tokenizer_dir), serving.chat_template)
     tool_source, _ = find_template(Path(serving.tokenizer_dir), serving.chat_template, "tool_use")
-    TemplateEncoder(source, {}, tool_source=tool_source)
+    TemplateEncoder(source, {})
+    tools = ChatTemplate.make(tool_source, load_special_tokens(serving.tokenizer_dir))
     found = (path.name, "from the model's files") if serving.chat_template is None else (str(path), "given")
-    return ChatOrigin(found, choose_family(tool_source), choose_habit(source))
+    return ChatOrigin(found, (tools.family, tools.reason), choose_habit(source))
 
 
 def find_template(model_dir: Path, override: str | None = None, name: str = DEFAULT) -> tuple[str, Path]:

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
+from pypto_serving.api.chat.parsers.families import CallForm
+from pypto_serving.api.chat.tools import as_object
+
 FAMILY = "hermes"
 """The form of calls that the model is asked for."""
 INSTRUCTING = ("system", "developer")
@@ -42,5 +45,29 @@ def _in_words(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**kept, "content": "\n".join(filter(None, texts))} if pairs else kept
 
 
-def _json(value: Mapping[str, Any]) -> str:
+def calls_in_text(messages: Sequence[Mapping[str, Any]], form: CallForm) -> list[dict[str, Any]]:
+    """Return messages whose calls stand in their texts as the model writes them, if its form has values in one line."""
+    return [_with_text(message, form) if "tool_calls" in message else dict(message) for message in messages]
+
+
+def _with_text(message: Mapping[str, Any], form: CallForm) -> dict[str, Any]:
+    written = []
+    for call in message["tool_calls"]:
+        arguments = as_object(call["function"]["arguments"])
+        text = (
+            _json(arguments)
+            if form.arguments == "json"
+            else ", ".join(f"{k}={_python(arguments[k])}" for k in arguments)
+        )
+        written.append(form.head + call["function"]["name"] + form.middle + text + form.tail)
+    calls = form.begin + form.between.join(written) + form.end
+    kept = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**kept, "content": "\n".join(filter(None, (kept.get("content"), calls)))}
+
+
+def _python(value: Any) -> str:
+    return _json(value) if isinstance(value, str) else repr(value)
+
+
+def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)

@@ -24,6 +24,7 @@ from pypto_serving.api.chat.parsers.recovery import Markup
 from pypto_serving.api.chat.parsers.scanner import OutputScanner, Steps, Thinking, Tools, drop_if, past_space
 
 _FENCE, _FENCE_END = "```json", "```"
+_FUNCTOOLS, _GRANITE = "functools", "<|tool_call|>"
 _PYTHON_TAG, _SEPARATOR = "<|python_tag|>", ";"
 _TOOL_CALLS, _ARGS = "[TOOL_CALLS]", "[ARGS]"
 _BEGINS = r"(?=\{|null|None)"
@@ -33,6 +34,11 @@ _V3_CALL, _V3_CALL_END, _V3_SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool
 _V3_HEAD = re.compile(
     rf"(?:function(?:{_V3_SEPARATOR})+([^\n<]+)\n\s*(?:`+\w*\s*)?|([^\n<]+)(?:{_V3_SEPARATOR})+\s*){_BEGINS}"
 )
+_KIMI_CALLS, _KIMI_CALLS_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+_KIMI_CALL, _KIMI_CALL_END, _KIMI_ARGUMENTS = "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>"
+_KIMI_HEAD = re.compile(
+    rf"(?:functions\.)?([\w.-]+?)(?::\d+)?\s*(?:{re.escape(_KIMI_ARGUMENTS)})+\s*{_BEGINS}"
+)  # such as functions.f:0
 _MAX_HEAD = 512
 
 
@@ -109,14 +115,26 @@ def _read_deepseek_v3(scanner: OutputScanner, tools: Tools, any_name: bool) -> S
     return (yield from _read_named(scanner, name, head.end(), names))
 
 
+def _read_kimi(scanner: OutputScanner, tools: Tools, any_name: bool) -> Steps[bool]:
+    """Read a call of Kimi K2: its id, which holds the name, a separator, and the arguments."""
+    at = yield from past_space(scanner)
+    head = yield from read_head(scanner, at, _KIMI_HEAD, "{", _MAX_HEAD)
+    return head is not None and (yield from _read_named(scanner, head[1], head.end(), None if any_name else tools))
+
+
+def _read_granite(scanner: OutputScanner, tools: Tools, any_name: bool) -> Steps[bool]:
+    """Read `[{...}, ...]`."""
+    return read_array(scanner, None if any_name else tools)
+
+
 def _read_object(scanner: OutputScanner, tools: Tools, any_name: bool) -> Steps[bool]:
     """Read `{"name": ..., "arguments": {...}}`."""
     return read_call(scanner, None if any_name else tools)
 
 
 def _read_json(scanner: OutputScanner, tools: Tools, any_name: bool) -> Steps[bool]:
-    """Read calls of models without a form of their own: JSON, maybe in a code block."""
-    yield from drop_if(scanner, _FENCE)
+    """Read calls of models without a form of their own: JSON, maybe in a code block or after the word functools."""
+    _ = (yield from drop_if(scanner, _FENCE)) or (yield from drop_if(scanner, _FUNCTOOLS))
     return (yield from read_array(scanner, tools))
 
 
@@ -126,6 +144,8 @@ _HERMES = Markup(
 _LLAMA3 = Markup(_read_object, starts=(_PYTHON_TAG,), opener="{", between=_SEPARATOR)
 _MISTRAL = Markup(_read_mistral, starts=(_TOOL_CALLS,))
 _DEEPSEEK_V3 = Markup(_read_deepseek_v3, starts=(_V3_CALL, _V3_CALLS), ends=(_FENCE_END, _V3_CALL_END, _V3_CALLS_END))
+_KIMI = Markup(_read_kimi, starts=(_KIMI_CALL, _KIMI_CALLS), ends=(_KIMI_CALL_END, _KIMI_CALLS_END))
+_GRANITE_CALLS = Markup(_read_granite, starts=(_GRANITE,))
 _JSON = Markup(_read_json, starts=(_FENCE,), ends=(_FENCE_END,))
 
 
@@ -138,6 +158,7 @@ def _first(markup: Markup, scanner: OutputScanner, tools: Tools) -> Steps[None]:
 _NAME, _ARGUMENTS = '{"name": "', '", "arguments": '
 _OPENS = rf"{SPACE}{FIRST_KEY}"
 _MISTRAL_MARKS = (_TOOL_CALLS, _ARGS, "[CALL_ID]")
+_KIMI_MARKS = (_KIMI_CALLS, _KIMI_CALLS_END, _KIMI_CALL, _KIMI_CALL_END, _KIMI_ARGUMENTS)
 _V3_MARKS = (_V3_CALLS, _V3_CALLS_END, _V3_CALL, _V3_CALL_END, _V3_SEPARATOR)
 
 FAMILIES: Mapping[str, CallForm] = {
@@ -163,6 +184,11 @@ FAMILIES: Mapping[str, CallForm] = {
         head="", middle="(", tail=")", begin="[", between=", ", end="]", arguments="python",
         starts=(pythonic.START,), close=pythonic.END, opens=pythonic.OPENS, marks=(pythonic.START, pythonic.END),
     ),
+    "lfm2": CallForm(
+        read=pythonic.MARKUP_OF_LFM2.read_text,
+        head="", middle="(", tail=")", begin=f"{pythonic.LFM2}[", between=", ", end=f"]{pythonic.LFM2_END}",
+        arguments="python", starts=(pythonic.LFM2,), marks=(pythonic.LFM2, pythonic.LFM2_END),
+    ),
     "olmo3": CallForm(
         read=pythonic.MARKUP_OF_LINES.read_text,
         head="", middle="(", tail=")", begin=pythonic.LINES, between="\n", end=pythonic.LINES_END,
@@ -176,6 +202,16 @@ FAMILIES: Mapping[str, CallForm] = {
     "mistral_named": CallForm(
         read=_MISTRAL.read_text,
         head=_TOOL_CALLS, middle=_ARGS, tail="", starts=(_TOOL_CALLS,), marks=_MISTRAL_MARKS, short_ids=True,
+    ),
+    "granite": CallForm(
+        read=_GRANITE_CALLS.read_text,
+        head=_NAME, middle=_ARGUMENTS, tail="}", begin=f"{_GRANITE}[", between=", ", end="]",
+        starts=(_GRANITE,), marks=(_GRANITE,),
+    ),
+    "kimi_k2": CallForm(
+        read=_KIMI.read_text,
+        head=f"{_KIMI_CALL}functions.", middle=f":0{_KIMI_ARGUMENTS}", tail=_KIMI_CALL_END,
+        begin=_KIMI_CALLS, end=_KIMI_CALLS_END, starts=(_KIMI_CALLS + _KIMI_CALL, _KIMI_CALL), marks=_KIMI_MARKS,
     ),
     "deepseek_v3": CallForm(
         read=_DEEPSEEK_V3.read_text,
@@ -193,6 +229,11 @@ FAMILIES: Mapping[str, CallForm] = {
         begin=f"{dsml.CALLS_START}\n", end=dsml.CALLS_END, arguments="dsml",
         starts=(dsml.CALLS_START,), marks=(dsml.MARK,),
     ),
+    "functools": CallForm(
+        read=_JSON.read_first,
+        head=_NAME, middle=_ARGUMENTS, tail="}", begin=f"{_FUNCTOOLS}[", between=", ", end="]",
+        opens=rf"{SPACE}(?:{_FUNCTOOLS}{SPACE})?(?:\[{SPACE})?{FIRST_KEY}",
+    ),
     "json": CallForm(
         read=_JSON.read_first,
         head=_NAME, middle=_ARGUMENTS, tail="}", begin="[", between=", ", end="]", alone=True,
@@ -206,6 +247,12 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("deepseek_v4", (dsml.CALLS_START,)),
     ("deepseek_v3", (_V3_CALLS, _FENCE)),
     ("deepseek_v31", (_V3_CALLS,)),
+    ("kimi_k2", (_KIMI_CALLS,)),
+    ("granite", (_GRANITE,)),
+    ("lfm2", (pythonic.LFM2,)),
+    ("lfm2", ("List of tools: ",)),
+    ("functools", (f"{_FUNCTOOLS}[",)),
+    ("functools", ("<|tool|>", "<|/tool|>")),
     ("mistral_named", (_TOOL_CALLS, _ARGS)),
     ("mistral", (_TOOL_CALLS,)),
     ("qwen3_coder", (qwen3_coder.START, qwen3_coder.FUNCTION)),
@@ -248,14 +295,9 @@ HABITS: Mapping[str, Habit] = {
 """By the names of `--reasoning-parser`."""
 
 
-def takes_tools(template: str) -> bool:
-    """Return whether a template describes the tools of a request."""
-    return re.search(r"\btools\b", template) is not None
-
-
-def choose_family(template: str) -> tuple[str, str]:
+def choose_family(template: str, shows_tools: bool) -> tuple[str, str]:
     """Return the form of calls that a template teaches, and why it is this one."""
-    if not takes_tools(template):
+    if not shows_tools:
         return "hermes", "the chat template has no tools, so the server describes them in this form"
     for name, signs in _SIGNS:
         if all(sign in template for sign in signs):

@@ -1,4 +1,8 @@
-"""Read calls written as Python: `[f(a=1), g(b="x")]` at the beginning (Llama 3.2, Llama 4), or one a line (OLMo 3)."""
+"""Read calls written as Python.
+
+- `[f(a=1), g(b="x")]` at the beginning (Llama 3.2, Llama 4) or between marks (LFM2)
+- one in each line between marks (OLMo 3)
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from pypto_serving.api.chat.parsers.recovery import Markup, without_slip
 from pypto_serving.api.chat.parsers.scanner import OutputScanner, Steps, Tools, find, past_space, to_json
 
 START, END = "<|python_start|>", "<|python_end|>"
+LFM2, LFM2_END = "<|tool_call_start|>", "<|tool_call_end|>"
 LINES, LINES_END = "<function_calls>", "</function_calls>"
 _BEGUN = rf"""\[{SPACE}[^\s\x1c-\x1f()\[\]{{}}"',:;=]*"""
 OPENS = rf"{SPACE}{_BEGUN}\("
@@ -147,4 +152,5 @@ def _key(node: ast.expr | None) -> str:
 
 
 MARKUP = Markup(read_list, starts=(START,), ends=(END,))
+MARKUP_OF_LFM2 = Markup(read_list, starts=(LFM2,), ends=(LFM2_END,))
 MARKUP_OF_LINES = Markup(read_lines, starts=(LINES,), ends=(LINES_END,))
