@@ -23,7 +23,7 @@ FORMS = {
     "pythonic": "{# [func_name1( #}",
 }
 TEMPLATE = (
-    "SIGNS{% if tools %}{{ tools | length }} tools\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "SIGNS{% if tools %}{{ tools | tojson }}\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
