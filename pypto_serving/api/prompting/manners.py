@@ -47,14 +47,16 @@ def place_tools(
     - `functions`: as JSON in the value of this name, beside the day (Firefunction)
     - `system`: as JSON in the field `tools` of the system message (Phi-4-mini)
     """
+    if place not in ("functions", "system"):
+        return messages, {}
     text = json.dumps(functions, ensure_ascii=False)
     if place == "functions":
         return messages, {"functions": text, "datetime": f"{datetime.now():%Y-%m-%d}"}
-    if place == "system" and functions:
-        has_system = bool(messages) and messages[0]["role"] == "system"
-        first = messages[0] if has_system else _says("system", "")
-        return [{**first, "tools": text}, *messages[int(has_system) :]], {}
-    return messages, {}
+    if not functions:
+        return messages, {}
+    has_system = bool(messages) and messages[0]["role"] == "system"
+    first = messages[0] if has_system else _says("system", "")
+    return [{**first, "tools": text}, *messages[int(has_system) :]], {}
 
 
 class Manners:

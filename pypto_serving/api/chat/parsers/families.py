@@ -122,11 +122,6 @@ def _read_kimi(scanner: OutputScanner, tools: Tools, any_name: bool) -> Steps[bo
     return head is not None and (yield from _read_named(scanner, head[1], head.end(), None if any_name else tools))
 
 
-def _read_granite(scanner: OutputScanner, tools: Tools, any_name: bool) -> Steps[bool]:
-    """Read `[{...}, ...]`."""
-    return read_array(scanner, None if any_name else tools)
-
-
 def _read_object(scanner: OutputScanner, tools: Tools, any_name: bool) -> Steps[bool]:
     """Read `{"name": ..., "arguments": {...}}`."""
     return read_call(scanner, None if any_name else tools)
@@ -145,7 +140,9 @@ _LLAMA3 = Markup(_read_object, starts=(_PYTHON_TAG,), opener="{", between=_SEPAR
 _MISTRAL = Markup(_read_mistral, starts=(_TOOL_CALLS,))
 _DEEPSEEK_V3 = Markup(_read_deepseek_v3, starts=(_V3_CALL, _V3_CALLS), ends=(_FENCE_END, _V3_CALL_END, _V3_CALLS_END))
 _KIMI = Markup(_read_kimi, starts=(_KIMI_CALL, _KIMI_CALLS), ends=(_KIMI_CALL_END, _KIMI_CALLS_END))
-_GRANITE_CALLS = Markup(_read_granite, starts=(_GRANITE,))
+_GRANITE_CALLS = Markup(
+    lambda scanner, tools, any_name: read_array(scanner, None if any_name else tools), starts=(_GRANITE,)
+)
 _JSON = Markup(_read_json, starts=(_FENCE,), ends=(_FENCE_END,))
 
 
