@@ -10,15 +10,27 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, settings
+
+from tests.thinning import ALL_EXAMPLES, thin
 
 MEMORY = Path("/dev/shm")
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton decides when it is imported
 
-settings.register_profile("any machine", deadline=None)
-settings.load_profile("any machine")
+settings.register_profile("soak", deadline=None, max_examples=ALL_EXAMPLES)
+settings.register_profile("quick", deadline=None, max_examples=ALL_EXAMPLES // 4)
+settings.load_profile("quick")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if _is_soak(config):
+        settings.load_profile("soak")
+
+
+def _is_soak(config: pytest.Config) -> bool:
+    return str(config.getoption("markexpr")) == "soak"
 
 
 @pytest.fixture
@@ -31,8 +43,19 @@ def memory_disk(tmp_path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Thin tests before any are chosen by marks, and let tests of Hypothesis run in the soak, too."""
+    thin(items)
+    if _is_soak(config):
+        for item in items:
+            if isinstance(item, pytest.Function) and is_hypothesis_test(item.obj):
+                item.add_marker(pytest.mark.soak)
+    yield
+    _interleave(items)
+
+
+def _interleave(items: list[pytest.Item]) -> None:
     """Let each process of a parallel run begin with its part of the slow tests, so that quick ones end the run."""
     num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if num_processes > 1:

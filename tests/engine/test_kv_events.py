@@ -240,6 +240,7 @@ def test_an_endpoint_in_use_is_named() -> None:
 # What the engine core says.
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("num_slots", [0, 1], ids=["device", "host tier"])
 @pytest.mark.parametrize("kind", GROUP_SETS)
 def test_readers_know_what_the_cache_holds(kind: str, num_slots: int) -> None:

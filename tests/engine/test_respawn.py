@@ -17,6 +17,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed * 1000 + length).choices(range(1000), k=length)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("groups", [plain_groups(16), deepseek_v4_groups()], ids=["plain", "deepseek_v4"])
 def test_requests_continue_after_many_deaths(groups, depth) -> None:  # type: ignore[no-untyped-def]

@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pypto_serving.bench.simulator import Machine
@@ -23,6 +23,7 @@ from pypto_serving.types.request import StepStats
 from pypto_serving.types.tier import TierConfig
 from tests.engine.virtual_group import VirtualReplica, serve
 from tests.simulation import null_config
+from tests.thinning import examples
 
 IDLE = StepStats()
 
@@ -172,7 +173,7 @@ def test_without_a_prefix_cache_only_work_counts() -> None:
     assert group.place(same) != group.place(same)
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=8, unique=True), max_size=40), st.integers(1, 12))
 def test_known_prefixes_keep_the_newest_links(touched: list[list[int]], capacity: int) -> None:
     known, order = KnownPrefixes(capacity), list[int]()
@@ -202,6 +203,7 @@ def hits_of_one(token_s: float) -> int:
     return hit_tokens(served(1, token_s))
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("num_replicas", [2, 4])
 @pytest.mark.parametrize("token_s", [1e-5, 5e-5, 1e-4], ids=["idle", "busy", "behind"])
 def test_replicas_under_the_conversation_trace(num_replicas: int, token_s: float) -> None:

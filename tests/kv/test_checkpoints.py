@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pypto_serving.backend.null.program import NullBackend
@@ -32,6 +32,7 @@ from pypto_serving.types.tier import TierConfig, TransferDone
 from pypto_serving.util import ceil_div
 from tests.kv.groups import GROUPS, blocks_in_use, group, take_jobs
 from tests.simulation import Simulation, in_pages, null_config
+from tests.thinning import examples
 
 GROUP_SETS: dict[str, tuple[KVCacheGroupSpec, ...]] = {
     "deepseek_v4": deepseek_v4_groups(),
@@ -42,7 +43,7 @@ GROUP_SETS: dict[str, tuple[KVCacheGroupSpec, ...]] = {
 }
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(GROUPS, st.integers(0, 60), st.integers(0, 60))
 def test_useful_blocks_are_those_that_some_position_needs(
     groups: tuple[KVCacheGroupSpec, ...], start: int, length: int
@@ -56,7 +57,7 @@ def test_useful_blocks_are_those_that_some_position_needs(
         assert list(one.useful(start, end)) == [i for i in ended if i in needed]
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(GROUPS, st.integers(0, 100))
 def test_a_block_is_passed_once_it_is_not_needed(groups: tuple[KVCacheGroupSpec, ...], num_tokens: int) -> None:
     for one in make_groups(groups, ResumePoints(groups), None):
@@ -92,7 +93,7 @@ def stored(kv: KVCacheManager, request_id: str) -> list[set[int]]:
     return [{i for i, key in enumerate(part.keys) if tier.find(part.group, key) is not None} for part in parts]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.sampled_from(sorted(GROUP_SETS)), st.data())
 def test_of_window_and_state_groups_the_tails_at_checkpoints_go_down(kind: str, data: st.DataObject) -> None:
     """Also with steps in flight, and where keys are known later than their blocks are computed. Nothing is evicted."""
@@ -133,7 +134,7 @@ def test_of_window_and_state_groups_the_tails_at_checkpoints_go_down(kind: str, 
     assert blocks_in_use(kv) == (0,) * len(groups)
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     kind=st.sampled_from(sorted(GROUP_SETS)),
     lookahead=st.sampled_from([0, 1, 150]),
@@ -213,6 +214,7 @@ def test_the_end_of_a_prompt_that_others_have_computed_is_kept_too() -> None:
     assert cached(simulation, 1024) == {"host": 1024}
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("page", [0, 128])

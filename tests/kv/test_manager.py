@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pypto_serving.errors import ConfigError
@@ -14,6 +14,7 @@ from pypto_serving.model.null_models import deepseek_v4_groups, plain_groups
 from pypto_serving.types.kv import CompressedSpec, FullSpec, KVCacheGroupSpec, StateSpec, WindowSpec
 from tests.kv.groups import GROUPS, blocks_in_use, group, tensor
 from tests.simulation import in_pages
+from tests.thinning import examples
 
 
 def ids(*values: int) -> array[int]:
@@ -137,7 +138,7 @@ def _accepts(kv: KVCacheManager, g: int, request_id: str, n: int) -> bool:
     return all(kv.groups[g].pool.find(keys[position // spec.block_size]) is not None for position in needed)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(GROUPS, st.data())
 def test_match_equals_the_brute_force_oracle(groups: tuple[KVCacheGroupSpec, ...], data: st.DataObject) -> None:
     kv = KVCacheManager(groups, tuple(data.draw(st.integers(12, 40), label="blocks") for _ in groups))

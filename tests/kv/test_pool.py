@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from pypto_serving.kv.pool import BlockPool
+from tests.thinning import examples
 
 
 def test_null_block_is_never_handed_out() -> None:
@@ -131,4 +131,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40)
+TestPoolMachine.settings = examples(60, stateful_step_count=40)

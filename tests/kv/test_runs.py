@@ -6,7 +6,7 @@ from array import array
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pypto_serving.kv.manager import KVCacheManager
@@ -14,6 +14,7 @@ from pypto_serving.model.null_models import deepseek_v4_groups
 from pypto_serving.types.kv import KVCacheGroupSpec, RecentSpec, max_live_blocks, publication_lag
 from tests.kv.groups import GROUPS, blocks_in_use
 from tests.simulation import Simulation, null_config
+from tests.thinning import examples
 
 PROMPT = 300
 
@@ -52,7 +53,7 @@ def test_a_decode_changes_its_tables_once_in_16_tokens(depth: int, caching: bool
     assert {g: most[g] for g in tails} == planned
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(GROUPS, st.data())
 def test_a_sequence_holds_no_more_than_planned(groups: tuple[KVCacheGroupSpec, ...], data: st.DataObject) -> None:
     """However its steps are cut, and however many of them are in flight."""

@@ -90,6 +90,7 @@ def test_a_disk_with_room_for_some_slots_keeps_what_was_used_last(tmp_path: Path
     store.close()
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("kind", GROUP_SETS)
 @pytest.mark.parametrize("policy", ["through", "eviction"])
 def test_any_schedule_gives_the_same_answers(kind: str, policy: str) -> None:
@@ -130,6 +131,7 @@ def test_a_thousand_schedules(kind: str, policy: str) -> None:
         churn(simulation, rng, num_requests=30, deaths=rng.choice((0.0, 0.02)), aborts=0.1)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("kind", GROUP_SETS)
 @pytest.mark.parametrize("host", [False, True])
 def test_restarts_over_a_disk_give_the_same_answers(kind: str, host: bool, memory_disk: Path) -> None:

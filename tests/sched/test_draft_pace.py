@@ -49,7 +49,10 @@ ROWS, TOKEN_S, VOCABULARIES = (1, 4, 24), (0.0002, 0.001, 0.003), (3, 10, 50, 10
 PAIRS = [(ROWS[(i + j) % 3], token_s, size) for i, token_s in enumerate(TOKEN_S) for j, size in enumerate(VOCABULARIES)]
 
 
-@pytest.mark.parametrize(("rows", "token_s", "vocab_size"), PAIRS)
+@pytest.mark.parametrize(
+    ("rows", "token_s", "vocab_size"),
+    [*PAIRS[::2], *(pytest.param(*pair, marks=pytest.mark.soak) for pair in PAIRS[1::2])],
+)
 def test_drafts_that_miss_cost_nothing(rows: int, token_s: float, vocab_size: int) -> None:
     plain, guessing = (served(rows, vocab_size, token_s, num_drafts) for num_drafts in (0, 8))
     assert guessing.tokens == plain.tokens

@@ -6,10 +6,11 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.simulation import Simulation, null_config
+from tests.thinning import examples
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -84,7 +85,7 @@ def test_priority_goes_before_fairness() -> None:
     assert list(simulation.last) == [first, high, low]
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(seed=st.integers(0, 10**6), depth=st.integers(1, 2))
 def test_random_traffic_of_salts(seed: int, depth: int) -> None:
     """Preemptions, shared prefixes, aborts, deadlines and deaths: every answer is right, and no salt is remembered."""

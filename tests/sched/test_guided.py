@@ -26,6 +26,7 @@ from pypto_serving.worker.reasoning import TokenTexts
 from pypto_serving.worker.row_guide import RowGuide
 from tests.checkpoints import NUM_BYTES, byte_ids, write_tokenizer
 from tests.simulation import Simulation, null_config
+from tests.thinning import some
 
 VOCAB_SIZE = 300
 END = NUM_BYTES + 2
@@ -153,7 +154,7 @@ def churn(simulation: Simulation, rng: random.Random, compiler: Compiler, count:
     return found
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", some(SHAPES, *(set(SHAPES) - {"device", "host ahead"})))
 def test_guided_answers_depend_on_no_schedule(model: Path, compiler: Compiler, shape: str) -> None:
     found: Counter[str] = Counter()
     for seed in range(2):

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pypto_serving.model.null_models import deepseek_v4_groups, plain_groups
@@ -16,6 +16,7 @@ from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import resume_step
 from pypto_serving.types.step import StepPlan
 from tests.simulation import Simulation, null_config
+from tests.thinning import examples
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -200,7 +201,7 @@ def tree(rng: random.Random, num_requests: int, longest: int) -> list[list[int]]
 GROUPS = {"plain": (plain_groups(16), 2000), "deepseek_v4": (deepseek_v4_groups(), 2000)}
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     kind=st.sampled_from(sorted(GROUPS)),
     depth=st.integers(1, 3),
@@ -233,7 +234,7 @@ def test_every_block_is_computed_once(kind: str, depth: int, budget: int, thresh
 SMALL_POOLS = {"plain": (plain_groups(16), (24,)), "deepseek_v4": (deepseek_v4_groups(), (8, 6, 6, 60, 60, 60))}
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(kind=st.sampled_from(sorted(GROUPS)), depth=st.integers(1, 3), seed=st.integers(0, 10**6))
 def test_nobody_waits_for_ever(kind: str, depth: int, seed: int) -> None:
     """Few blocks, priorities, aborts, deaths of the worker and cleared caches; `run` ends only when all are served."""

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pypto_serving.backend.null.device import next_digest
@@ -16,6 +16,7 @@ from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import BackendTraits
 from tests.sched.scores import assert_prompt_logprobs
 from tests.simulation import VOCAB_SIZE, Simulation, null_config
+from tests.thinning import examples
 
 HOST = {"traits": BackendTraits(), "backend_options": {"fails_on": -1}}
 
@@ -51,7 +52,7 @@ def counts(simulation: Simulation) -> list[list[int]]:
     chunked=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=25)
+@examples(25)
 def test_any_cut_gives_the_same_values(
     lengths: list[int], budget: int, limit: int, chunk: int, chunked: bool, seed: int
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pypto_serving.sched.preemption import by_order
@@ -16,6 +16,7 @@ from pypto_serving.types.arrays import pack_ids
 from pypto_serving.types.request import EngineRequest
 from pypto_serving.types.sampling import SamplingParams
 from tests.simulation import Simulation, null_config
+from tests.thinning import examples
 
 
 def waiting(arrival: int, priority: int = 0, deadline_s: float | None = None, salt: str = "") -> Request:
@@ -73,7 +74,7 @@ def test_with_fairness_only_the_first_requests_of_salts_are_compared() -> None:
     assert shares.compared <= 3 * 3001 and not queue._by_salt
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(seed=st.integers(0, 10**6), fair=st.booleans())
 def test_the_queue_agrees_with_a_sorted_list(seed: int, fair: bool) -> None:
     """Pushes, removals in any order, pushes of what was removed, tokens of salts, and deadlines."""

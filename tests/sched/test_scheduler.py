@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pypto_serving.backend.null.program import NullProgram
@@ -20,6 +20,7 @@ from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import BackendTraits
 from tests.kv.groups import blocks_in_use
 from tests.simulation import Simulation, null_config
+from tests.thinning import examples
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -246,7 +247,7 @@ GROUP_SETS = {
 }
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     kind=st.sampled_from(sorted(GROUP_SETS)),
     depth=st.integers(1, 3),

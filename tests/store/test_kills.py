@@ -15,6 +15,7 @@ import pytest
 
 from tests.store.blocks import Place, all_load, key_of, listed
 from tests.store.workload import KINDS, SECTOR, open_store, run
+from tests.thinning import some
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,7 +55,7 @@ class Expected:
         store.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some(KINDS, "slots"))
 def test_a_kill_at_any_point_loses_nothing_that_was_answered_for(memory_disk: Path, kind: str) -> None:
     command = [sys.executable, "-m", "tests.store.workload", str(memory_disk), kind]
     subprocess.run(command, check=True, cwd=ROOT, timeout=120)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pypto_serving.store.disk import DiskStore
 from tests.store.blocks import BLOCK_BYTES, FINGERPRINT, Place, key_of, listed, loads, put
+from tests.thinning import examples
 
 NUM_SLOTS = (5, 3)
 PLACES = st.one_of(st.tuples(st.just(0), st.integers(0, 4)), st.tuples(st.just(1), st.integers(0, 2)))
@@ -89,4 +89,4 @@ class Sequences(RuleBasedStateMachine):
 
 
 TestSequences = Sequences.TestCase
-TestSequences.settings = settings(max_examples=40, stateful_step_count=30)
+TestSequences.settings = examples(40, stateful_step_count=30)

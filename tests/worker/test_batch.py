@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pypto_serving.backend.base import StepBuffers, StepInputs
@@ -17,6 +17,7 @@ from pypto_serving.types.kv import FullSpec, KVTensorSpec
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.types.step import BackendLimits, BackendTraits, NewRow, StepPlan
 from pypto_serving.worker.batch import Dispatch, RowBatch
+from tests.thinning import examples
 
 TENSOR = KVTensorSpec(name="k", layers=(0,), dtype="bfloat16", row_shape=(1,))
 GROUPS = tuple(FullSpec(name=f"of {size}", tensors=(TENSOR,), block_size=size) for size in (4, 1, 16))
@@ -217,7 +218,7 @@ TRAITS = {
 
 
 @pytest.mark.parametrize("traits", TRAITS)
-@settings(max_examples=40)
+@examples(40)
 @given(depth=st.integers(1, 3), seed=st.integers(0, 10**6))
 def test_differences_lead_to_what_the_rows_hold(traits: str, depth: int, seed: int) -> None:
     limits = BackendLimits(

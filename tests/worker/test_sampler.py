@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pypto_serving.backend.numpy_sampler import PlainSampler, philox4x32, uniforms
@@ -16,6 +16,7 @@ from pypto_serving.types.sampler import Sampler
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.types.step import TokenLogprobs
 from pypto_serving.worker.sampler import AHEAD, RowSamplers
+from tests.thinning import examples
 
 KNOWN_ANSWERS = [
     ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
@@ -157,7 +158,7 @@ def plain_distribution(logits: np.ndarray, row: RowSampling) -> np.ndarray:
     ],
 )
 def test_frequencies_follow_the_definition(chooser: Sampler, row: RowSampling) -> None:
-    logits, count = random_logits(60, scale=2.0), 20_000
+    logits, count = random_logits(60, scale=2.0), 5_000
     rows = [row] * count
     positions = np.arange(count, dtype=np.int32)
     many, outputs = np.broadcast_to(logits, (count, 60)), np.zeros(count, np.int32)
@@ -171,7 +172,7 @@ def test_frequencies_follow_the_definition(chooser: Sampler, row: RowSampling) -
     assert chi_square < degrees + 4 * np.sqrt(2 * degrees) + 4
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     size=st.sampled_from([7, 900, 1500, 5000]),
     seed=st.integers(0, 1000),
