@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from pypto_serving.errors import QueueFullError, UnavailableError
@@ -18,6 +18,7 @@ from pypto_serving.types.request import RequestFault
 from tests.api.bad_bodies import BAD_COMPLETIONS, names_of
 from tests.api.running import RunningServer
 from tests.api.scripted_engine import Script
+from tests.thinning import examples
 
 PATH = "/v1/completions"
 PATHS = [PATH, "/v1/chat/completions"]
@@ -309,7 +310,7 @@ VALUES = st.recursive(
 VALID = {"prompt": "hello", "messages": [{"role": "user", "content": "hello"}]}
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=st.dictionaries(NAMES, VALUES, max_size=5), path=st.sampled_from(PATHS), valid=st.booleans())
 def test_no_json_object_makes_the_server_fail(
     server: RunningServer, body: dict[str, Any], path: str, valid: bool
@@ -322,7 +323,7 @@ def test_no_json_object_makes_the_server_fail(
         error_of(response, response.status_code)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(raw=st.one_of(st.binary(max_size=60), st.text(max_size=60).map(str.encode)))
 def test_no_bytes_make_the_server_fail(server: RunningServer, raw: bytes) -> None:
     error_of(server.http.post(PATH, content=raw), 400)

@@ -17,9 +17,9 @@ from pypto_serving.api.responses import history as responses
 from pypto_serving.errors import RequestError
 
 TEXT = "x" * 500
-MANY = 100_000
+MANY = 30_000
 MOST_S = 20
-"""Joining each part to those before it takes minutes."""
+"""Joining each part to those before it takes a minute."""
 Json = dict[str, Any]
 
 

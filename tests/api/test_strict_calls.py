@@ -69,6 +69,7 @@ def compiler() -> Compiler:
     return Compiler.of_bytes()
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("one", [False, True])
 def test_random_texts_have_no_wrong_call(compiler: Compiler, family: str, one: bool) -> None:
@@ -86,6 +87,7 @@ def test_random_texts_have_no_wrong_call(compiler: Compiler, family: str, one: b
     assert num_calls > 0
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("one", [False, True])
 def test_no_wrong_call_follows_what_may_stand_before_it(compiler: Compiler, family: str, one: bool) -> None:

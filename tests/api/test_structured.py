@@ -13,7 +13,7 @@ import openai
 import pydantic
 import pytest
 
-from pypto_serving import SamplingParams, StructuredOutputsParams
+from pypto_serving import SamplingParams, StructuredOutputsParams, limits
 from pypto_serving.api.grammars.json_schema import ESCAPES, WHITESPACE
 from pypto_serving.api.grammars.structured import literal, without_anchors
 from pypto_serving.api.settings import load_serving_config
@@ -271,8 +271,11 @@ GIVEN_UP = {"properties": "invalid_grammar", "multiple": "reading_timeout"}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_grammar_costs_its_own_request(server: RunningServer, name: str) -> None:
+def test_a_hostile_grammar_costs_its_own_request(
+    server: RunningServer, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is taken or refused, others are served meanwhile, and afterwards as well."""
+    monkeypatch.setattr(limits, "CPU_S", 1.0)
     body = {"prompt": "a", "max_tokens": 1, **HOSTILE[name]}
     with ThreadPoolExecutor(1) as other:
         slow = other.submit(server.http.post, COMPLETIONS, content=json.dumps(body))

@@ -145,12 +145,12 @@ def test_bodies_are_as_described(server: RunningServer) -> None:
 
 def test_long_texts_hold_up_nobody(start: Callable[..., RunningServer]) -> None:
     server = start(config={"max_model_len": 100_000})
-    text = "fox jumps over " * 300_000
+    text = "fox jumps over " * 150_000
     with ThreadPoolExecutor(1) as other:
         slow = other.submit(server.http.post, TOKENIZE, json={"prompt": text, "return_token_strs": True})
         assert is_served_until(server, slow)
         tokens = slow.result(WAIT_S).json()["tokens"]
-        assert len(tokens) > 500_000
+        assert len(tokens) > 250_000
         slow = other.submit(server.http.post, DETOKENIZE, json={"tokens": tokens})
         assert is_served_until(server, slow)
         assert slow.result(WAIT_S).json()["prompt"] == text

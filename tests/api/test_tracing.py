@@ -165,7 +165,7 @@ def num_spans_of(request_id: str) -> int:
     return sum((span.attributes or {}).get("gen_ai.request.id") == request_id for span in spans)
 
 
-@pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
+@pytest.mark.parametrize("protocol", [pytest.param("grpc", marks=pytest.mark.soak), "http/protobuf"])
 def test_a_collector_that_is_gone_holds_up_nothing(
     protocol: str,
     start: Callable[..., RunningServer],

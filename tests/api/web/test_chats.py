@@ -33,7 +33,7 @@ def begin(page: Page, text: str) -> None:
     )
 
 
-@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("width", [390, pytest.param(1440, marks=pytest.mark.soak)])
 def test_long_titles_stay_within_the_list(
     says: Callable[..., RunningServer], open_page: OpenPage, is_accessible: Callable[[Page], None], width: int
 ) -> None:

@@ -32,9 +32,9 @@ def working(bundled: Server) -> Iterator[Server]:
                 if done.is_set():
                     return
                 question = QUESTIONS * (1 + (client + i) % 4) + f"And {client} + {i % 7}?"
-                body = {"messages": [{"role": "user", "content": question}], "max_tokens": 80, "ignore_eos": True}
+                body = {"messages": [{"role": "user", "content": question}], "max_tokens": 40, "ignore_eos": True}
                 assert http.post("/v1/chat/completions", json=body).status_code == 200
-                done.wait(0.3)  # or the browser has to wait for the processor
+                done.wait(0.6)  # or the browser has to wait for the processor
 
     clients = [threading.Thread(target=keep_asking, args=(client,)) for client in range(CLIENTS)]
     for thread in clients:
