@@ -95,6 +95,7 @@ PHI3: dict[str, Any] = QWEN3 | {
     "pad_token_id": 0,
 }
 SMOLLM3: dict[str, Any] = QWEN3 | {"no_rope_layer_interval": 2, "pad_token_id": 0}
+SEED_OSS: dict[str, Any] = QWEN3 | {"tie_word_embeddings": False, "attention_bias": True, "pad_token_id": 0}
 DEEPSEEK_V4 = {"deepseek_v4": deepseek_v4.TINY, "deepseek_v4_fast": deepseek_v4.FAST}
 DECODERS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "qwen3": (QWEN3, transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
@@ -105,6 +106,7 @@ DECODERS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "mixtral": (MIXTRAL, transformers.MixtralConfig, transformers.MixtralForCausalLM),
     "ministral3": (MINISTRAL3, transformers.Ministral3Config, transformers.Ministral3ForCausalLM),
     "smollm3": (SMOLLM3, transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
+    "seed_oss": (SEED_OSS, transformers.SeedOssConfig, transformers.SeedOssForCausalLM),
     "phi3": (PHI3, transformers.Phi3Config, transformers.Phi3ForCausalLM),
 }
 KINDS = (*DECODERS, *DEEPSEEK_V4)

@@ -24,7 +24,7 @@ from pypto_serving.kernels.forms import BLOCK_FORMS
 from pypto_serving.model.fields import read_json_file
 from pypto_serving.model.folder import what_it_is
 from pypto_serving.model.gguf.blocks import TYPES
-from pypto_serving.model.stored_names import EXPERTS, own_names
+from pypto_serving.model.stored_names import EXPERTS, OTHER_PARTS, own_names
 from pypto_serving.util import brief, ceil_div, parse_json
 
 FLOATS = ("F32", "BF16", "F16")
@@ -141,19 +141,25 @@ class Checkpoint:
                 raise ModelError(f"{stored.file}: tensor {name} has dtype {stored.dtype}; supported: {supported}")
         extra = sorted(name for name in self.tensors if name not in expected)
         surplus = [name for name in extra if not ignores(name)]
-        self._warn_of_layers(expected, extra)
+        self._warn_of_rest(expected, extra)
         if surplus:
             more = f" and {len(surplus) - 1} more" if len(surplus) > 1 else ""
             raise ModelError(f"{self.directory}: tensor {surplus[0]}{more} is not part of this model")
 
-    def _warn_of_layers(self, expected: Iterable[str], extra: Iterable[str]) -> None:
-        """Log a warning if `extra` has tensors of layers after the last one of the model."""
+    def _warn_of_rest(self, expected: Iterable[str], extra: Iterable[str]) -> None:
+        """Log a warning if `extra` has tensors of layers after the last one, or of encoders of images and sounds."""
         deepest = max((int(match[1]) for name in expected if (match := _LAYER.match(name))), default=0)
         beyond = [name for name in extra if (match := _LAYER.match(name)) and int(match[1]) > deepest]
         if beyond:
             logger.warning(
                 "%s has %d layers in config.json; %d tensors of later layers, such as %s, are left out",
                 *(self.directory, deepest + 1, len(beyond), beyond[0]),
+            )
+        seeing = [name for name in extra if OTHER_PARTS.fullmatch(name) and "mtp." not in name]
+        if seeing:
+            logger.warning(
+                "%s is served for text alone; %d tensors of other parts, such as %s, are left out",
+                *(self.directory, len(seeing), seeing[0]),
             )
 
     def _hint(self, name: str) -> str:

@@ -64,7 +64,7 @@ def flattened(raw: Mapping[str, Any]) -> dict[str, Any]:
     inner = raw.get(_OF_TEXT)
     values = {key: value for key, value in raw.items() if key != _OF_TEXT or not isinstance(inner, Mapping)}
     if isinstance(inner, Mapping):
-        of_text = {key: value for key, value in inner.items() if value is not None}
+        of_text = {key: value for key, value in inner.items() if value is not None or key not in raw}
         outer = {key: raw[key] for key in ("architectures", _TIED) if raw.get(key) is not None}
         values |= of_text | outer
     for old, new in _RENAMED.items():
@@ -92,14 +92,13 @@ def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
 
 
 def _joined(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Apply a merge patch of JSON (RFC 7386)."""
-    joined = {key: value for key, value in values.items() if overrides.get(key, value) is not None}
+    """Join objects, at all depths. null stays, since it is no absent key: some families have defaults for these."""
+    joined = dict(values)
     for key, value in overrides.items():
+        inner = values.get(key)
         if isinstance(value, Mapping):
-            inner = values.get(key)
-            joined[key] = _joined(inner if isinstance(inner, Mapping) else {}, value)
-        elif value is not None:
-            joined[key] = value
+            value = _joined(inner if isinstance(inner, Mapping) else {}, value)
+        joined[key] = value
     return joined
 
 

@@ -100,12 +100,14 @@ FAMILIES = {
     "DeepseekV4ForCausalLM": "pypto_serving.model.deepseek_v4.spec:FAMILY",
     "LlamaForCausalLM": "pypto_serving.model.families.llama:FAMILY",
     "Ministral3ForCausalLM": "pypto_serving.model.families.mistral:MINISTRAL3",
+    "Mistral3ForConditionalGeneration": "pypto_serving.model.families.mistral:MISTRAL3",
     "MistralForCausalLM": "pypto_serving.model.families.mistral:FAMILY",
     "MixtralForCausalLM": "pypto_serving.model.families.mistral:MIXTRAL",
     "Phi3ForCausalLM": "pypto_serving.model.families.phi3:FAMILY",
     "Qwen2ForCausalLM": "pypto_serving.model.families.qwen2:FAMILY",
     "Qwen3ForCausalLM": "pypto_serving.model.families.qwen3:FAMILY",
     "Qwen3MoeForCausalLM": "pypto_serving.model.families.qwen3:FAMILY",
+    "SeedOssForCausalLM": "pypto_serving.model.families.seed_oss:FAMILY",
     "SmolLM3ForCausalLM": "pypto_serving.model.families.smollm3:FAMILY",
 }
 """Module and object of each architecture's family, which is imported on first use."""

@@ -110,7 +110,7 @@ class MemoryPlanner:
         longest, programs = self.model.max_position_embeddings, self.backend.longest
         if programs and programs < longest:
             return programs, "the programs' longest sequence"
-        return longest, "the model's longest sequence"
+        return longest, "the model's window of attention" if self.model.window else "the model's longest sequence"
 
     def plan(self, model_len: int) -> tuple[MemoryPlan, str]:
         """Plan for sequences of up to `model_len` tokens; return the plan, and the reason for the KV memory."""

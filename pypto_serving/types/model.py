@@ -80,6 +80,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Description of a checkpoint for the engine. `dtype`: serving dtype of weights, activations and KV.
 
     max_position_embeddings: longest sequence in tokens, including rope scaling.
+    window: the positions that a query sees in some layer, if that limits the longest sequence; 0 otherwise.
     weight_bytes, packed_bytes, card_bytes: bytes of the weights in torch, in the CPU kernels, and on an NVIDIA card.
     token_bytes: bytes of weights that a step of one token reads.
     position_bytes: bytes per position of the longest sequence, such as tables of angles.
@@ -104,6 +105,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: int
     vocab_size: int
     max_position_embeddings: int
+    window: int = 0
     num_parameters: int
     weight_bytes: int
     packed_bytes: int = 0

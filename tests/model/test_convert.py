@@ -89,7 +89,7 @@ def check_int8(weights: torch.Tensor, values: torch.Tensor, scales: torch.Tensor
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "phi3"])
 def test_what_is_written(checkpoint: MakeCheckpoint, tmp_path: Path, kind: str, dtype: str) -> None:
     source = checkpoint(kind, dtype=dtype, sharded=True)
     before, after = tensors_of(source), tensors_of(convert(source, tmp_path / "target"))
@@ -119,7 +119,7 @@ def test_files_beside_the_weights(checkpoint: MakeCheckpoint, tmp_path: Path) ->
     assert {file.name for file in target.iterdir()} == {*shards, *others, "model.safetensors.index.json"}
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "mixtral", "phi3"])
 def test_the_config_says_what_it_is(checkpoint: MakeCheckpoint, tmp_path: Path, kind: str) -> None:
     target = convert(checkpoint(kind), tmp_path / "target")
     config = json.loads((target / "config.json").read_text())
@@ -136,7 +136,7 @@ def test_the_config_says_what_it_is(checkpoint: MakeCheckpoint, tmp_path: Path, 
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "llama", "qwen2"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "llama", "qwen2", "phi3"])
 def test_logits_stay_near(checkpoint: MakeCheckpoint, tmp_path: Path, kind: str) -> None:
     source = checkpoint(kind)
     found, wanted = (logits(path) for path in (convert(source, tmp_path / "target"), source))

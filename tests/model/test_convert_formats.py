@@ -50,7 +50,7 @@ def as_bfloat16(weights: Float32Array) -> Float32Array:
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda encoding: encoding.name)
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "phi3"])
 def test_what_is_written(checkpoint: MakeCheckpoint, tmp_path: Path, kind: str, encoding: Encoding) -> None:
     """Linear layers are encoded; routers, embedding and output layer stay. A tied output layer stays tied."""
     source = checkpoint(kind, dtype="bfloat16", sharded=True, moe_intermediate_size=64)

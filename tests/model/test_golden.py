@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from pypto_serving.model.registry import load_spec
 from tests.checkpoints import DECODERS, random_model, with_dtype
 from tests.model.conftest import MakeCheckpoint
 from tests.model.sequences import Array, Sequences, load_program
@@ -88,6 +89,8 @@ def test_a_long_sequence(checkpoint: MakeCheckpoint, theta: float) -> None:
         ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3}),
         ("ministral3", {"tie_word_embeddings": True, "head_dim": 48, "num_key_value_heads": 4}),
         ("smollm3", {"no_rope_layers": [0, 0, 1], "attention_bias": True, "mlp_bias": True}),
+        ("seed_oss", {"attention_out_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+        ("seed_oss", {"attention_bias": False}),
         ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}}),
         ("phi3", {"original_max_position_embeddings": 2048, "tie_word_embeddings": True, "num_key_value_heads": 2}),
     ],
@@ -97,6 +100,31 @@ def test_switches_of_families(checkpoint: MakeCheckpoint, kind: str, overrides: 
     sequence = (sequences := Sequences(load_program(checkpoint(kind, **overrides), threads=1))).add(tokens)
     sequences.run(sequence, [100, 37, 128, *[1] * 35])
     assert worst(sequence.logits, golden(tokens, kind, **overrides)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [
+        ("mistral", {}),
+        ("mixtral", {}),
+        ("phi3", {}),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 0}),
+    ],
+)
+def test_a_window_limits_the_length(checkpoint: MakeCheckpoint, kind: str, overrides: dict[str, Any]) -> None:
+    """In it answers are exact to the last token; behind it, those of transformers are no longer of full attention."""
+    tokens, window = random_tokens(length=200), 100
+    folder = checkpoint(kind, sliding_window=window, **overrides)
+    assert (load_spec(folder).max_position_embeddings, load_spec(folder).window) == (window, window)
+    sequence = (sequences := Sequences(load_program(folder, threads=1))).add(tokens)
+    sequences.run(sequence, [60, 40])
+    wanted = golden(tokens, kind, sliding_window=window, **overrides)
+    assert worst(sequence.logits, wanted) < TOLERANCE and len(sequence.logits) >= 2
+    sequences.run(sequence, [100])
+    assert worst(sequence.logits, wanted) > 100 * TOLERANCE
+    full = checkpoint(kind, sliding_window=None)
+    assert (load_spec(full).max_position_embeddings, load_spec(full).window) == (4096, 0)
 
 
 @pytest.mark.parametrize("overrides", EXPERT_VARIANTS)

@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from pypto_serving.errors import ModelError
+from pypto_serving.kernels import runnable
 from pypto_serving.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from pypto_serving.model.registry import Serving, load_spec, read_config
+from tests.checkpoints import random_model
 from tests.model.conftest import MakeCheckpoint
 from tests.model.sequences import Array, Sequences, load_program
 
@@ -139,6 +142,50 @@ def test_layers_after_the_last_are_told(
         load_program(path, threads=1)
     told = "has 3 layers in config.json; 2 tensors of later layers, such as model.layers.3.self_attn.q_proj.weight"
     assert told in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["mistral", "ministral3"])
+def test_the_text_part_of_mistral3(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
+    """As transformers saves it, and with one scale of FP8 a matrix, as Ministral 3 is published."""
+    text, tokens = random_model(kind), np.arange(100) * 7 % 256
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    seeing = {"model_type": "pixtral", "head_dim": 16, "image_size": 28, "patch_size": 14} | sizes
+    model = transformers.Mistral3ForConditionalGeneration(
+        transformers.Mistral3Config(text_config=text.config, vision_config=seeing, tie_word_embeddings=False)
+    ).eval()
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.lm_head.load_state_dict(text.lm_head.state_dict())
+    model.save_pretrained(tmp_path / "whole")
+    assert load_spec(tmp_path / "whole").max_position_embeddings == 4096
+    with torch.no_grad():
+        wanted = model(torch.tensor(tokens)[None]).logits[0].numpy()
+    with caplog.at_level(logging.WARNING):
+        sequence = (sequences := Sequences(load_program(tmp_path / "whole", threads=1))).add(tokens)
+    sequences.run(sequence, [60, 40])
+    assert max(np.abs(row - wanted[at]).max() for at, row in sequence.logits.items()) < 1e-4
+    assert caplog.text.count("is served for text alone; ") == 1
+    assert "such as multi_modal_projector.linear_1.weight, are left out" in caplog.text
+
+    def round_matrices(tensors: Tensors, config: dict[str, Any]) -> None:
+        left_out = ["vision_tower", "multi_modal_projector", "lm_head"]
+        section = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+        config["quantization_config"] = section | {"modules_to_not_convert": left_out}
+        for name in [name for name in tensors if name.endswith("_proj.weight") and "language_model" in name]:
+            module, scale = name.removesuffix(".weight"), tensors[name].abs().max() / 448
+            tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+            text.get_parameter(name.removeprefix("language_model.")).data.copy_(tensors[name].float() * scale)
+            tensors[f"{module}.weight_scale_inv"] = scale
+            tensors[f"{module}.activation_scale"] = torch.tensor(1.0)
+
+    path = edited(tmp_path / "whole", tmp_path / "rounded", round_matrices)
+    assert not read_config(path).contents().obstacle
+    kernels = load_program(path, "bfloat16", threads=1, kernels=runnable()[0])
+    sequence = (sequences := Sequences(kernels)).add(tokens)
+    sequences.run(sequence, [60, 40])
+    with torch.no_grad():
+        wanted = text(torch.tensor(tokens)[None]).logits[0].numpy()
+    differences = [np.abs(row - wanted[at]).mean() for at, row in sequence.logits.items()]
+    assert np.mean(differences) < 0.03 * np.abs(wanted).mean()
 
 
 def fuse(tensors: Tensors, _: object, across: bool = False) -> None:

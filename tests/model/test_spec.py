@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, MistralConfig, MixtralConfig, Phi3Config, SmolLM3Config
+from transformers import LlamaConfig, MistralConfig, MixtralConfig, Phi3Config, SeedOssConfig, SmolLM3Config
 
 from pypto_serving.errors import ModelError
 from pypto_serving.model.decoder.inventory import DecoderInventory
@@ -61,12 +61,23 @@ def test_both_spellings_mean_the_same(tmp_path: Path) -> None:
         ({"use_sliding_window": True, "layer_types": ["full_attention"]}, 40960),
         ({}, 40960),
         ({"architectures": ["MistralForCausalLM"]}, 512),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, 40960),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": ...}, 4096),
+        (
+            {
+                "architectures": ["Mistral3ForConditionalGeneration"],
+                "sliding_window": ...,
+                "text_config": {"sliding_window": None},
+            },
+            40960,
+        ),
         ({"architectures": ["LlamaForCausalLM"]}, 40960),
     ],
 )
 def test_models_with_a_window_are_served_up_to_its_length(tmp_path: Path, changes: dict[str, Any], length: int) -> None:
-    spec = load_spec(write(tmp_path, RELEASED, sliding_window=512, **changes))
+    spec = load_spec(write(tmp_path, RELEASED, **{"sliding_window": 512} | changes))
     assert spec.max_position_embeddings == length
+    assert spec.window == (length if length < 40960 else 0)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +88,7 @@ def test_models_with_a_window_are_served_up_to_its_length(tmp_path: Path, change
         ("MixtralForCausalLM", MixtralConfig),
         ("Phi3ForCausalLM", Phi3Config),
         ("SmolLM3ForCausalLM", SmolLM3Config),
+        ("SeedOssForCausalLM", SeedOssConfig),
     ],
 )
 def test_absent_keys_have_the_values_of_transformers(tmp_path: Path, architecture: str, theirs: Any) -> None:

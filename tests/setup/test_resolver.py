@@ -117,6 +117,13 @@ def test_what_cannot_work_is_refused_in_one_line(options: dict[str, Any], messag
     assert "\n" not in str(caught.value)
 
 
+def test_a_window_of_attention_is_named() -> None:
+    model = msgspec.structs.replace(make_model(), window=4096)
+    with pytest.raises(ConfigError, match=r"4097, but the model's window of attention is 4096; give at most 4096"):
+        make_resolved(model, max_model_len=4097)
+    assert setting(make_resolved(model), "max-model-len") == (4096, "the model's window of attention")
+
+
 def test_flags_win_over_the_file_and_reasons_say_so() -> None:
     options = make_options({"port": 1}, {"port": 2, "max-num-seqs": 3, "seed": None}, "serve.yaml")
     resolved = resolve(options, make_model(), HOST)

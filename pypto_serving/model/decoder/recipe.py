@@ -104,13 +104,17 @@ def parts_of(prefix: str, modules: Sequence[str], sizes: Sequence[int]) -> list[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """A decoder: RMSNorm everywhere, and a recipe for each layer. The attention of layers differs only in its RoPE."""
+    """A decoder: RMSNorm everywhere, and a recipe for each layer. The attention of layers differs only in its RoPE.
+
+    window: the window of attention in some layers, if max_position_embeddings was cut to it; 0 otherwise.
+    """
 
     vocab_size: int
     hidden_size: int
     rms_norm_eps: float
     tied_embeddings: bool
     max_position_embeddings: int
+    window: int = 0
     layers: tuple[LayerRecipe, ...]
     names: TensorNames = TensorNames()
     quantization: Quantization | None = None
@@ -162,7 +166,8 @@ class DecoderConfig:
             hidden_size=hidden,
             rms_norm_eps=config.positive_float("rms_norm_eps", default=1e-6),
             tied_embeddings=config.flag("tie_word_embeddings", False),
-            max_position_embeddings=longest if window is None else min(longest, window),
+            max_position_embeddings=min(longest, window or longest),
+            window=window if window is not None and window < longest else 0,
             layers=tuple(
                 LayerRecipe(attention=attention if rotates(layer) else still, mlp=experts(layer) or dense)
                 for layer in range(count)

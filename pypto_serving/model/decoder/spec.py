@@ -39,6 +39,7 @@ def model_spec(config: DecoderConfig, serving: Serving, headers: Mapping[str, St
         serving.dtype,
         inventory.packed_bytes(DTYPE_BYTES[serving.dtype], rounded),
         _token_bytes(config),
+        window=config.window,
         position_bytes=sum(rope.position_bytes for rope in config.ropes),
         needs_torch=reason or _needs_torch(inventory),
         needs_torch_option=option,

@@ -1,4 +1,4 @@
-"""Mistral, Ministral 3, and Mixtral with its experts in every layer."""
+"""Mistral, Ministral 3, the text part of Mistral 3, and Mixtral with its experts in every layer."""
 
 from __future__ import annotations
 
@@ -43,6 +43,11 @@ def parse_ministral3(raw: dict[str, Any], source: str) -> DecoderConfig:
     return DecoderConfig.from_fields(config, window=sliding_window(config, True))
 
 
+def parse_mistral3(raw: dict[str, Any], source: str) -> DecoderConfig:
+    """Read the text part, a Mistral or a Ministral 3, of a model that also sees. Raises ModelError likewise."""
+    return (parse_ministral3 if raw.get("model_type") == "ministral3" else parse)(raw, source)
+
+
 def parse_mixtral(raw: dict[str, Any], source: str) -> DecoderConfig:
     """Read the object in a Mixtral's config.json at `source`. Raises ModelError naming an unsupported value."""
     config = Fields(_MIXTRAL_DEFAULTS | raw, source)
@@ -58,4 +63,5 @@ def parse_mixtral(raw: dict[str, Any], source: str) -> DecoderConfig:
 
 FAMILY = decoder_family(parse)
 MINISTRAL3 = decoder_family(parse_ministral3)
+MISTRAL3 = decoder_family(parse_mistral3)
 MIXTRAL = decoder_family(parse_mixtral)

@@ -26,10 +26,12 @@ _ARCHITECTURES = {
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+    "seed_oss": ("SeedOssForCausalLM", "seed_oss"),
+    "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
 }
 """`architectures` and `model_type` of config.json by `general.architecture`."""
 _MIXTRAL = ("MixtralForCausalLM", "mixtral")
-_INTERLEAVED = ("llama", "mistral3")
+_INTERLEAVED = ("llama", "mistral3", "smollm3")
 """Architectures whose rows of queries and keys lie in the order of interleaved pairs."""
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -45,7 +47,11 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
 }
-_PHI3_LAYER = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_OWN_NAMES = {
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
+}
+"""Names that only one architecture has."""
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _MIXTRAL_PARTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _FREQUENCIES, _SHORT, _LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
@@ -150,7 +156,7 @@ class GgufModel:
     def _in_layer(
         self, name: str, tensor: GgufTensor, layer: str, module: str, end: str
     ) -> tuple[str, Any, BlockType, Rows]:
-        names = _LAYER | _PHI3_LAYER if self.name == "phi3" else _LAYER
+        names = _LAYER | _OWN_NAMES.get(str(self.name), {})
         if module not in names:
             raise ModelError(f"{self._gguf.path}: tensor {name} is not part of a {self.name} model")
         target = names[module]

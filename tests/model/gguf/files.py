@@ -14,8 +14,14 @@ from tokenizers import pre_tokenizers
 from transformers import PreTrainedModel
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "phi3": "phi3", "ministral3": "mistral3"}
-_INTERLEAVED = ("llama", "mistral3")
+ARCHITECTURES |= {
+    "qwen3_moe": "qwen3moe",
+    "phi3": "phi3",
+    "ministral3": "mistral3",
+    "smollm3": "smollm3",
+    "seed_oss": "seed_oss",
+}
+_INTERLEAVED = ("llama", "mistral3", "smollm3")
 _JOINED = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
 _EXPERT_PARTS = ("gate", "up", "down")
 _NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
@@ -40,7 +46,8 @@ def tensors_of(kind: str, model: PreTrainedModel) -> dict[str, np.ndarray]:
         if name.startswith("model.layers."):
             _, _, layer, rest = name.split(".", 3)
             module, _, end = rest.rpartition(".")
-            for old, new in (_NORMS | _HEADS | _MATRICES | _MLP | _JOINED).items():
+            norms = _NORMS | ({"post_attention_layernorm": "post_attention_norm"} if kind == "seed_oss" else {})
+            for old, new in (norms | _HEADS | _MATRICES | _MLP | _JOINED).items():
                 if module == old:
                     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(new)
                     moved = heads and ARCHITECTURES[kind] in _INTERLEAVED

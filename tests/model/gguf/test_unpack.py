@@ -33,6 +33,7 @@ def unpacked(path: Path) -> Path:
 
 
 SIZES: dict[str, dict[str, Any]] = {"llama": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}}
+SIZES["smollm3"] = {"num_hidden_layers": 4, "no_rope_layer_interval": 4}  # the interval is in no key
 SIZES["phi3"] = {
     "rope_parameters": PHI3["rope_parameters"] | {"original_max_position_embeddings": 64},
     "original_max_position_embeddings": 64,
