@@ -41,12 +41,12 @@ class Fields:
 
     def get(self, *keys: str) -> Any:
         """Return the value of the first of `keys` present, or None."""
-        return next((self.values[key] for key in keys if self.values.get(key) is not None), None)
+        return self.values.get(self._present(keys))
 
     def section(self, *keys: str) -> Fields:
         """Return the nested object under one of `keys`, empty if absent."""
         value = self.get(*keys)
-        self.require(value is None or isinstance(value, dict), keys[0], value, "an object")
+        self.require(value is None or isinstance(value, dict), self._present(keys), value, "an object")
         return Fields(value or {}, self.source)
 
     def positive_int(self, *keys: str, default: int | None = None, most: int = MOST) -> int:
@@ -81,6 +81,10 @@ class Fields:
         if not holds:
             raise ModelError(f"{self.source}: {key} is {_shown(value)}, but must be {allowed}")
 
+    def _present(self, keys: tuple[str, ...]) -> str:
+        """Return the key that is present, else the first."""
+        return next((key for key in keys if self.values.get(key) is not None), keys[0])
+
     def _whole(self, keys: tuple[str, ...], default: int | None, least: int, most: int, allowed: str) -> int:
         value: int = self._number(keys, default, lambda v: isinstance(v, int) and least <= v <= most, allowed)
         return value
@@ -92,7 +96,7 @@ class Fields:
         if value is None:
             raise ModelError(f"{self.source}: {keys[0]} is missing")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        self.require(is_number and holds(value), keys[0], value, allowed)
+        self.require(is_number and holds(value), self._present(keys), value, allowed)
         return value
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import openai
 import pytest
 import torch
 import transformers
@@ -21,6 +22,7 @@ from pypto_serving import LLM, SamplingParams
 from pypto_serving.cli.app import app
 from pypto_serving.errors import ModelError
 from pypto_serving.setup.locate import locate_model
+from tests.e2e.server import Server
 from tests.model.gguf.llama_ids import byte_letters, differing
 
 pytestmark = [pytest.mark.e2e, pytest.mark.golden]
@@ -152,18 +154,20 @@ def logits(model: Any, tokens: list[int]) -> torch.Tensor:
     return found
 
 
+def are_greedy(model: Any, prompt: list[int], made: list[int]) -> bool:
+    """Whether the reference makes the same tokens; the first other one may be as good as equal."""
+    rows = logits(model, prompt + made)[len(prompt) - 1 : -1]
+    differs = next((i for i, token in enumerate(made) if int(rows[i].argmax()) != token), None)
+    if differs is not None:
+        assert float(rows[differs].max() - rows[differs][made[differs]]) <= TIE, (prompt, made, differs)
+    return differs is None
+
+
 def assert_greedy(llm: LLM, model: Any, max_tokens: int) -> None:
     """A first difference lies only where the two best logits of the reference are as good as equal."""
     outputs = llm.generate(list(PROMPTS), SamplingParams(temperature=0, max_tokens=max_tokens))
-    whole = 0
-    for output in outputs:
-        prompt, made = list(output.prompt_token_ids), list(output.outputs[0].token_ids)
-        rows = logits(model, prompt + made)[len(prompt) - 1 : -1]
-        differs = next((i for i, token in enumerate(made) if int(rows[i].argmax()) != token), None)
-        whole += differs is None
-        if differs is not None:
-            assert float(rows[differs].max() - rows[differs][made[differs]]) <= TIE, (output.prompt, differs)
-    assert whole >= len(PROMPTS) * 2 // 3
+    same = [are_greedy(model, list(o.prompt_token_ids), list(o.outputs[0].token_ids)) for o in outputs]
+    assert sum(same) >= len(PROMPTS) * 2 // 3
 
 
 def logprobs_of_text(llm: LLM, model: Any) -> tuple[Any, Any]:
@@ -241,3 +245,47 @@ def test_a_chat(llm: LLM) -> None:
     (output,) = llm.chat([{"role": "user", "content": "What is 2 + 2?"}], SamplingParams(temperature=0, max_tokens=64))
     assert output.outputs[0].finish_reason == "stop"
     assert "4" in output.outputs[0].text and "<|im_end|>" not in output.outputs[0].text
+
+
+@pytest.fixture(scope="module")
+def ask(folder: Path) -> Iterator[Callable[..., Any]]:
+    """Ask a server, started by the short name, through OpenAI's client: `ask(text, ...)`."""
+    with Server("smollm2", "--max-model-len", "1024") as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+        def ask(*texts: str, system: str | None = None, **fields: Any) -> Any:
+            roles = ["system"] * (system is not None) + ["user", "assistant"] * 2
+            messages = [
+                {"role": role, "content": text}
+                for role, text in zip(roles, filter(None, (system, *texts)), strict=False)
+            ]
+            return client.chat.completions.create(model="smollm2", messages=messages, temperature=0, **fields)
+
+        yield ask
+
+
+QUESTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
+    (("What is the capital of France?",), {}),
+    (("Tell me about the sea.",), {"system": "You are a pirate."}),
+    (("My name is Ada.", "Hello Ada!", "What is my name?"), {}),
+)
+
+
+@pytest.mark.parametrize(("texts", "fields"), QUESTIONS)
+def test_chats_over_http(
+    ask: Callable[..., Any], reference: Any, texts: tuple[str, ...], fields: dict[str, Any]
+) -> None:
+    """The tokens are the reference's, and a stream has the same text."""
+    answer = ask(*texts, **fields, max_tokens=24, extra_body={"return_token_ids": True})
+    (choice,) = answer.choices
+    are_greedy(reference, answer.prompt_token_ids, choice.token_ids)
+    pieces = [piece.choices[0] for piece in ask(*texts, **fields, max_tokens=24, stream=True)]
+    assert "".join(piece.delta.content or "" for piece in pieces) == choice.message.content
+    assert pieces[-1].finish_reason == choice.finish_reason
+
+
+def test_stop_strings_over_http(ask: Callable[..., Any]) -> None:
+    (whole,) = ask("Count to ten.", max_tokens=24).choices
+    stop = whole.message.content.split()[3]
+    (cut,) = ask("Count to ten.", max_tokens=24, stop=[stop]).choices
+    assert (cut.message.content, cut.finish_reason) == (whole.message.content.partition(stop)[0], "stop")

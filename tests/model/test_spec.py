@@ -203,7 +203,8 @@ def test_errors_name_key_and_value(tmp_path: Path, changes: dict[str, Any], word
     [
         ({"num_experts": ...}, ["num_experts", "missing"]),
         ({"num_experts": 10**9}, ["num_experts", "1000000000", "from 0 to 4681"]),
-        ({"num_experts_per_tok": 9}, ["num_experts_per_tok", "9", "8"]),
+        ({"num_experts": ..., "num_local_experts": -1}, ["num_local_experts is -1"]),
+        ({"num_experts_per_tok": 9}, ["config.json: num_experts_per_tok is 9", "8"]),
         ({"mlp_only_layers": ["3"]}, ["mlp_only_layers", "3"]),
     ],
 )

@@ -140,7 +140,7 @@ class DecoderConfig:
         layer, None for a dense layer.
         """
         activation = config.get("hidden_act") or "silu"
-        config.require(activation == "silu", "hidden_act", activation, '"silu"')
+        config.require(activation in ("silu", "swish"), "hidden_act", activation, '"silu"')
         hidden, heads = config.positive_int("hidden_size"), config.positive_int("num_attention_heads")
         kv_heads = config.positive_int("num_key_value_heads", default=heads)
         config.require(heads % kv_heads == 0, "num_key_value_heads", kv_heads, f"a divisor of the {heads} heads")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pypto_serving.errors import ModelError
 from pypto_serving.model.decoder.recipe import DecoderConfig, ExpertsRecipe, sliding_window
 from pypto_serving.model.decoder.spec import decoder_family
 from pypto_serving.model.families.qwen2 import window_of
@@ -37,8 +36,7 @@ def _experts(config: Fields) -> tuple[ExpertsRecipe | None, set[int] | range]:
     if not layers:
         return None, layers
     per_token = config.positive_int("num_experts_per_tok", default=8)
-    if per_token > count:
-        raise ModelError(f"num_experts_per_tok is {per_token}, but must be at most num_experts, {count}")
+    config.require(per_token <= count, "num_experts_per_tok", per_token, f"at most num_experts, {count}")
     width, normalize = config.positive_int("moe_intermediate_size"), config.flag("norm_topk_prob", False)
     return ExpertsRecipe(count=count, per_token=per_token, width=width, normalize=normalize), layers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,19 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFValueType as Value
+from safetensors.torch import save_file
 
 from pypto_serving.errors import ModelError
 from pypto_serving.kernels import runnable
 from pypto_serving.model.checkpoint import BLOCKS, Checkpoint
+from pypto_serving.model.convert.rounding import mxfp4, w4a16, w8a8
 from pypto_serving.model.gguf.container import Gguf
 from pypto_serving.model.gguf.unpack import unpack
 from pypto_serving.model.loader import TorchWeights
 from pypto_serving.model.registry import read_config
 from pypto_serving.setup.locate import locate_model
 from tests.checkpoints import PHI3, random_model
+from tests.model.converting import converted, tensors_of
 from tests.model.gguf import files
 from tests.model.gguf.files import ARCHITECTURES, write_model
 from tests.model.gguf.random_blocks import random_blocks
@@ -154,6 +158,28 @@ def logits_of(program: Any, tokens: np.ndarray) -> dict[int, np.ndarray]:
     sequence = (sequences := Sequences(program)).add(tokens)
     sequences.run(sequence, [40, 20])
     return sequence.logits
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_conversion(tmp_path: Path, kind: str) -> None:
+    """A file becomes what a checkpoint with the values of its blocks becomes, in every format."""
+    model = random_model(kind, **SIZES.get(kind, {}), num_hidden_layers=1)
+    folder, plain = unpacked(write_model(tmp_path / "model.gguf", kind, model, Type.Q8_0)), tmp_path / "plain"
+    values = TorchWeights(folder, "float32", lambda *_: None)
+    plain.mkdir()
+    save_file({name: values.read(name) for name in Checkpoint.open(folder).tensors}, plain / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (plain / "config.json").write_text(json.dumps(config))
+    for encoding in (w8a8(), w4a16(32), mxfp4()):
+        found, wanted = (
+            tensors_of(converted(source, tmp_path / f"{source.name}-{encoding.name}", encoding))
+            for source in (folder, plain)
+        )
+        assert {name: value.dtype for name, value in found.items()} == {n: v.dtype for n, v in wanted.items()}
+        assert all(
+            torch.equal(value.view(torch.uint8), wanted[name].view(torch.uint8)) for name, value in found.items()
+        )
 
 
 def test_a_folder_is_unpacked_once(tmp_path: Path) -> None:
