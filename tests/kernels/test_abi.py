@@ -46,16 +46,11 @@ def bound() -> KernelLibrary:
 
 
 def cases() -> list[Any]:
-    """Each function and each struct, with each of its arguments."""
+    """Each function and each struct."""
     if not runnable():
         return []
     owners = [("function", bound().functions), ("struct", bound().structs)]
-    return [
-        pytest.param(kind, name, argument, id=f"{name}-{argument}")
-        for kind, entries in owners
-        for name, entry in entries.items()
-        for argument in entry.arguments.types
-    ]
+    return [pytest.param(kind, name, id=name) for kind, entries in owners for name in entries]
 
 
 def read_only(array: Array) -> Array:
@@ -121,10 +116,18 @@ def arguments_of(kind: str, name: str) -> Arguments:
     return (bound().functions if kind == "function" else bound().structs)[name].arguments
 
 
-@pytest.mark.parametrize(("kind", "name", "argument"), cases())
-def test_a_wrong_type_is_refused(kind: str, name: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def refusal(call: Any, values: dict[str, Any]) -> str:
+    try:
+        call(*values.values())
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return "taken"
+
+
+@pytest.mark.parametrize(("kind", "name"), cases())
+def test_a_wrong_type_is_refused(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = arguments_of(kind, name)
-    types, nullable = arguments.types, argument in arguments.nullable
+    types = arguments.types
     calls: list[Any] = []
     if kind == "function":
         call: Any = bound().functions[name]
@@ -138,13 +141,14 @@ def test_a_wrong_type_is_refused(kind: str, name: str, argument: str, monkeypatc
     values = {other: right(type_name) for other, type_name in types.items()}
     call(*values.values())
     assert len(calls) == 1
-    if nullable:
-        assert types[argument].endswith("*")
-        call(*{**values, argument: None}.values())
-        calls.pop()
-    for value in wrong(types[argument], nullable):
-        with pytest.raises((TypeError, ValueError), match=rf"^{name}\({argument}\) must be "):
-            call(*{**values, argument: value}.values())
+    for argument, type_name in types.items():
+        nullable = argument in arguments.nullable
+        if nullable:
+            assert type_name.endswith("*")
+            call(*{**values, argument: None}.values())
+            calls.pop()
+        for value in wrong(type_name, nullable):
+            assert refusal(call, {**values, argument: value}).startswith(f"{name}({argument}) must be "), repr(value)
     assert len(calls) == 1
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
     LogitsProcessorList,
@@ -32,6 +32,7 @@ from pypto_serving.types.sampling import RowSampling
 from tests.kernels.adjusting import adjustments, mask_of, random_row
 from tests.kernels.drawing import draws, native
 from tests.needs import needs_kernels
+from tests.thinning import examples
 
 VOCABS = (3, 31, 32, 33, 64, 1000, 151_936)
 
@@ -77,7 +78,7 @@ def test_numpy_changes_logits_as_transformers_does(vocab: int) -> None:
 
 
 @needs_kernels
-@settings(max_examples=60)
+@examples(60)
 @given(vocab=st.sampled_from(VOCABS[:-1]), seed=st.integers(0, 2**32 - 1), threads=st.sampled_from([1, 3]))
 def test_kernels_choose_from_the_logits_that_numpy_changes(vocab: int, seed: int, threads: int) -> None:
     check_kernels(vocab, np.random.default_rng(seed), 12, threads)

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pypto_serving.kernels import Engine, KVCacheLayer
@@ -27,6 +27,9 @@ from tests.kernels.int8_pages import INT8_KV
 from tests.kernels.layouts import NAN, narrow, random_bf16
 from tests.kernels.references import BFLOAT16, assert_close
 from tests.kernels.stage import Stage, engine_of
+from tests.thinning import examples
+
+pytestmark = pytest.mark.thinned(2)
 
 
 @pytest.fixture(scope="module", params=[BF16_KV, INT8_KV], ids=["bf16", "int8"])
@@ -36,6 +39,7 @@ def kv(request: pytest.FixtureRequest) -> KvForm:
     return form
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("context", [1, 2, 15, 16, 17, 31, 127, 128, 129, 256, 257, 1000])
 def test_one_token(engine: Engine, kv: KvForm, context: int) -> None:
     for heads, kv_heads, dim, size in SHAPES:
@@ -43,6 +47,7 @@ def test_one_token(engine: Engine, kv: KvForm, context: int) -> None:
         kv.assert_attends(kv.attend(engine, [row], size)[0], row)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "size"), SHAPES)
 def test_chunks_at_any_offset(engine: Engine, kv: KvForm, heads: int, kv_heads: int, dim: int, size: int) -> None:
     chunks = [(0, 37), (5, 2), (127, 1), (127, 3), (128, 13), (0, 130), (255, 40)]
@@ -51,13 +56,14 @@ def test_chunks_at_any_offset(engine: Engine, kv: KvForm, heads: int, kv_heads: 
         kv.assert_attends(kv.attend(engine, [row], size)[0], row)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("shared", [1, 2, 3, 4, 5, 6, 7, 8, 16, 33, 48, 49, 96])
 def test_query_heads_that_share_a_key(engine: Engine, kv: KvForm, shared: int) -> None:
     row = random_row(shared, 140, 21, 2 * shared, 2, 32)
     kv.assert_attends(kv.attend(engine, [row])[0], row)
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 400), st.integers(1, 40)), min_size=1, max_size=12),
     size=st.sampled_from([32, 64, 96, 128]),
@@ -146,6 +152,7 @@ def test_a_query_is_the_same_in_every_chunk(
             assert np.array_equal(found, whole[begin:end])
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), ALONE)
 def test_a_query_is_the_same_in_every_company(
     instruction_set: str, kv: KvForm, heads: int, kv_heads: int, dim: int
@@ -158,6 +165,7 @@ def test_a_query_is_the_same_in_every_company(
             assert all(map(np.array_equal, found, alone[begin:end]))
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("context", [127, 128, 129, 640, 641, 3000])
 def test_a_history_cut_for_the_threads_changes_nothing(instruction_set: str, context: int) -> None:
     """With fewer rows than threads, parts of a history are computed apart and merged by who comes last."""

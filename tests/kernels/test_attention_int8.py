@@ -16,6 +16,8 @@ from tests.kernels.layouts import Array
 from tests.kernels.references import assert_close, rotate
 from tests.kernels.stage import Stage, engine_of
 
+pytestmark = pytest.mark.thinned(2)
+
 attend = INT8_KV.attend
 
 
@@ -58,6 +60,7 @@ def heads_of(engine: Engine, work: Work) -> Array:
     return pages
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("shape", HEADS, ids=str)
 @pytest.mark.parametrize("lengths", STEPS[1:4], ids=["prompt", "mixed", "decodes"])
 def test_keys_and_values_are_rounded(engine: Engine, shape: HeadShape, lengths: list[tuple[int, int]]) -> None:

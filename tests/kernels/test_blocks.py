@@ -23,6 +23,8 @@ from tests.kernels.references import FLOAT32, assert_close, choices, double, nor
 from tests.kernels.stage import Stage, engine_of
 from tests.model.gguf.random_blocks import random_blocks
 
+pytestmark = pytest.mark.thinned(2)
+
 NAMES = list(BLOCK_FORMS)
 ROWS = [1, 2, 5, 7, 12, 13, 37]
 INT16 = 2.0**-16

@@ -23,6 +23,8 @@ from tests.kernels.layouts import Array, interleaved, narrow, random_bf16, to_pa
 from tests.kernels.paged import Blocks, Rows, angles, to_query_panels
 from tests.kernels.stage import Stage, int32, matrix_of
 
+pytestmark = pytest.mark.thinned(2)
+
 K, TOKENS = 34, 37
 PARTS = {"halves": [range(0, 32), range(32, 80)], "ends": [range(0, 16), range(64, 80)]}
 UNTOUCHED = 0xFFFFFFFF

@@ -12,6 +12,8 @@ from tests.kernels.layouts import Array
 from tests.kernels.references import FLOAT32, assert_close, double
 from tests.kernels.stage import Stage, engine_of
 
+pytestmark = pytest.mark.thinned(2)
+
 STREAMS, MIXES = 4, 24
 NORM_EPS, EPS, ITERATIONS = 1e-6, 1e-6, 20
 

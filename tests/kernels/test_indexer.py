@@ -13,6 +13,8 @@ from tests.kernels.paged import Blocks, Rows, angles, to_query_panels
 from tests.kernels.references import double
 from tests.kernels.stage import Stage, engine_of
 
+pytestmark = pytest.mark.thinned(2)
+
 SCALE = 0.25
 LENGTHS = [(0, 40), (399, 1), (2999, 1), (200, 70), (30, 2)]
 

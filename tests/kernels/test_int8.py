@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pypto_serving.kernels import INT8, ElementType, Engine, Int8Strips, Matrix, Scoring, StepRows
@@ -21,6 +21,9 @@ from tests.kernels.layouts import (
 )
 from tests.kernels.references import assert_close, norm, silu
 from tests.kernels.stage import Stage, engine_of
+from tests.thinning import examples
+
+pytestmark = pytest.mark.thinned(2)
 
 SIZES = [(1, 4), (16, 36), (31, 64), (33, 100), (100, 1024), (320, 96)]
 ROWS = [1, 2, 3, 4, 11, 12, 13, 24, 25, 37, 50]
@@ -103,6 +106,7 @@ def assert_gated(found: Array, x: Array, gate: Weights, up: Weights) -> None:
     assert_close(found, wanted, 1.01 * 2.0**-8 * np.abs(wanted) + 1e-30)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("rows", ROWS)
 def test_quantised_rows(engine: Engine, rows: int) -> None:
     rng = np.random.default_rng(rows)
@@ -136,6 +140,7 @@ def test_rows_at_the_ends_of_what_floats_hold(engine: Engine) -> None:
         assert not np.isfinite(out.scales[~finite]).any()
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("rows", ROWS)
 def test_norm(engine: Engine, rows: int) -> None:
     """Half a step of a byte and the rounding of float32 away from the exact row."""
@@ -171,6 +176,7 @@ def test_norm_and_product_of_rows_with_logits(engine: Engine, wanted: int) -> No
     assert np.array_equal(logits(30, rows), np.concatenate([np.zeros((0, 70), np.float32), *alone]))
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("rows", ROWS)
 def test_product(engine: Engine, rows: int) -> None:
     rng = np.random.default_rng(rows)
@@ -190,7 +196,7 @@ def test_the_largest_sums(engine: Engine) -> None:
     assert np.abs(weights.product(x)).max() > 12288 * 126
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(rows=st.integers(1, 50), n=st.integers(1, 100), quads=st.integers(1, 300), seed=st.integers(0))
 def test_biased_product_on_top(rows: int, n: int, quads: int, seed: int, engine: Engine) -> None:
     rng = np.random.default_rng(seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pypto_serving.kernels import Engine, StepRows
@@ -12,6 +12,9 @@ from tests.kernels import references
 from tests.kernels.layouts import Array, interleaved, random_bf16
 from tests.kernels.references import BFLOAT16, assert_close, assert_gated, product, product_error, silu
 from tests.kernels.stage import Stage, engine_of, matrix_of
+from tests.thinning import examples
+
+pytestmark = pytest.mark.thinned(2)
 
 SIZES = [(1, 2), (16, 34), (31, 64), (33, 34), (100, 1024), (320, 96)]
 ROWS = [1, 2, 3, 4, 11, 12, 13, 24, 25, 37, 50]
@@ -33,6 +36,7 @@ def linear_swiglu(engine: Engine, x: Array, gate: Array, up: Array, bias: Array 
     return stage.rows(out, len(x), len(gate))
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("rows", ROWS)
 def test_product(engine: Engine, rows: int) -> None:
     rng = np.random.default_rng(rows)
@@ -41,7 +45,7 @@ def test_product(engine: Engine, rows: int) -> None:
         assert_close(linear(engine, x, weights), product(x, weights), product_error(x, weights))
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(rows=st.integers(1, 50), n=st.integers(1, 100), pairs=st.integers(1, 300), seed=st.integers(0))
 def test_biased_product_on_top(rows: int, n: int, pairs: int, seed: int, engine: Engine) -> None:
     rng = np.random.default_rng(seed)
@@ -56,6 +60,7 @@ def test_biased_product_on_top(rows: int, n: int, pairs: int, seed: int, engine:
     assert np.array_equal(out, linear(engine, x, weights, bias) + before)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 12, 13, 37, 509])
 def test_gated_product(engine: Engine, rows: int, biased: bool) -> None:

@@ -13,6 +13,8 @@ from tests.kernels.paged import Blocks, Rows, angles, from_query_panels, rotate_
 from tests.kernels.references import BFLOAT16, assert_close, double, norm
 from tests.kernels.stage import Stage, engine_of
 
+pytestmark = pytest.mark.thinned(2)
+
 EPS = 1e-6
 STEPS = {
     "one": [(0, 1)],
@@ -24,6 +26,7 @@ STEPS = {
 lengths_of_steps = pytest.mark.parametrize("lengths", STEPS.values(), ids=STEPS.keys())
 
 
+@pytest.mark.thinned(1)
 @lengths_of_steps
 @pytest.mark.parametrize("shape", [(1, 32, 16), (40, 64, 32), (64, 128, 64)], ids=str)
 def test_queries(engine: Engine, lengths: list[tuple[int, int]], shape: tuple[int, int, int]) -> None:
@@ -232,6 +235,7 @@ def wanted_of(work: Work) -> Array:
     return out
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @lengths_of_steps
 def test_attention(engine: Engine, shape: Shape, lengths: list[tuple[int, int]]) -> None:
@@ -247,6 +251,7 @@ def test_a_sink_takes_all(engine: Engine) -> None:
     assert (np.abs(found[:, 1]) < 1e-20).all() and (np.abs(found[:, 0]) > 1e-3).any()
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_token_is_the_same_in_every_company(instruction_set: str, shape: Shape) -> None:
     work = make_work(shape, [(0, 200)])

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pypto_serving.kernels import Engine, Matrix, Scoring
@@ -15,6 +15,9 @@ from tests.kernels import references
 from tests.kernels.layouts import Array, interleaved, random_bf16, to_panels, to_strips
 from tests.kernels.references import assert_close, assert_gated, double, product, product_error
 from tests.kernels.stage import Stage, engine_of
+from tests.thinning import examples
+
+pytestmark = pytest.mark.thinned(2)
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,7 @@ def test_a_layer_of_experts(engine: Engine, tokens: int, normalize: bool) -> Non
         run(engine, layer, *random_step(layer, tokens, seed=tokens))
 
 
-@settings(max_examples=8)
+@examples(8)
 @given(
     tokens=st.integers(1, 50),
     experts=st.integers(1, 20).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))),

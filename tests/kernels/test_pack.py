@@ -11,6 +11,8 @@ from pypto_serving.kernels import INT8, ElementType, Engine, Matrix, pack_rounde
 from tests.kernels.layouts import Array, interleaved, narrow, rounded, to_panels
 from tests.kernels.stage import Stage
 
+pytestmark = pytest.mark.thinned(2)
+
 UNTOUCHED = 0xFFFFFFFF
 
 

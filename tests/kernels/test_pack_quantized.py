@@ -12,6 +12,8 @@ from pypto_serving.kernels import Engine, pack_quantized, packed_form
 from pypto_serving.types.weights import CodesForm, Fp8Form, Layout, Table
 from tests.kernels.quantized import FORMS, Quantized, random_codes, random_fp8, room
 
+pytestmark = pytest.mark.thinned(2)
+
 INT4, E2M1 = CodesForm(Table.INT4, 128, "F16", zeros=True), CodesForm(Table.E2M1, 32, "F8_E8M0")
 
 

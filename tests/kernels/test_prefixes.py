@@ -6,13 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pypto_serving.kernels import KVCacheLayer
 from tests.kernels.attention_rows import LAYER, Row, assert_attends, attend, attend_to, cache_of, random_row
 from tests.kernels.layouts import Array, narrow
 from tests.kernels.stage import Stage, engine_of, int32
+from tests.thinning import examples
+
+pytestmark = pytest.mark.thinned(2)
 
 THREADS = (1, 2, 3)
 Shape = tuple[int, int, int]
@@ -62,6 +65,7 @@ def assert_shared_changes_nothing(instruction_set: str, rows: list[Row], pages: 
         assert all(map(np.array_equal, found, alone))
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(
     "shape", [(1, 1, 32), (2, 1, 64), (8, 2, 64), (8, 1, 128), (4, 4, 32), (48, 1, 32), (98, 2, 32)]
 )
@@ -73,6 +77,7 @@ def test_one_prefix_for_all(instruction_set: str, shape: Shape) -> None:
         assert_attends(result, row)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("common", [127, 128, 129, 255, 256, 300])
 @pytest.mark.parametrize("size", [32, 64, 96, 128, 256])
 def test_a_prefix_may_end_anywhere(instruction_set: str, common: int, size: int) -> None:
@@ -139,7 +144,7 @@ def forests(draw: st.DrawFn) -> list[Branch]:
     return [Branch(draw(st.integers(0, i)), draw(common), draw(own), draw(queries)) for i in range(count)]
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     branches=forests(),
     size=st.sampled_from([32, 64, 96, 128]),

@@ -14,6 +14,8 @@ from tests.kernels.layouts import NAN, Array, keys_of, narrow, values_of, widen
 from tests.kernels.references import BFLOAT16, assert_close, rotate
 from tests.kernels.stage import Stage, engine_of
 
+pytestmark = pytest.mark.thinned(2)
+
 
 def heads(engine: Engine, work: Work) -> tuple[Array, Array]:
     """Queries [tokens, heads, dim] and pages uint16 [blocks, layers, 2, kv_heads, size * dim], NaN where unwritten."""
@@ -27,6 +29,7 @@ def heads(engine: Engine, work: Work) -> tuple[Array, Array]:
     return widen(queries), pages
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("lengths", STEPS, ids=["one", "prompt", "mixed", "decodes", "chunks"])
 def test_queries_keys_and_values(engine: Engine, shape: Shape, lengths: list[tuple[int, int]]) -> None:

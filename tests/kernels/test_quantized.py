@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pypto_serving.kernels import Engine, GroupStrips, Matrix, Scoring, StepRows, runnable
@@ -25,6 +25,9 @@ from tests.kernels.quantized import (
 )
 from tests.kernels.references import BFLOAT16, FLOAT32, assert_close, choices, double, norm, product, silu
 from tests.kernels.stage import Stage, engine_of
+from tests.thinning import examples
+
+pytestmark = pytest.mark.thinned(2)
 
 SIZES = [(1, 32), (33, 160), (70, 352)]
 ROWS = [1, 2, 4, 5, 12, 13, 37]
@@ -110,6 +113,7 @@ def test_groups_of_the_norm(engine: Engine, rows: int) -> None:
         assert np.array_equal(sums, -12 * values.astype(np.int32).reshape(rows, -1, 32).sum(2))
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
 def test_products_of_codes(instruction_set: str, rows: int, wide: bool) -> None:
@@ -174,7 +178,7 @@ def test_every_e8m0_scale_is_exact(engine: Engine) -> None:
     assert np.array_equal(large[:8], (2.0 ** (np.arange(8) - 121.0)).astype(np.float32))
 
 
-@settings(max_examples=8)
+@examples(8)
 @given(rows=st.integers(1, 40), n=st.integers(1, 100), runs=st.integers(1, 20), seed=st.integers(0), wide=st.booleans())
 def test_biased_product_on_top(rows: int, n: int, runs: int, seed: int, wide: bool, engine: Engine) -> None:
     rng = np.random.default_rng(seed)
@@ -190,6 +194,7 @@ def test_biased_product_on_top(rows: int, n: int, runs: int, seed: int, wide: bo
     assert np.array_equal(linear(engine, x, matrix, wide), plain + bias)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 12, 37])
 def test_gated_product(engine: Engine, rows: int, wide: bool) -> None:
@@ -305,6 +310,7 @@ def test_groups_with_strips_of_their_own(engine: Engine, rows: int, form: CodesF
         assert_close(found, wanted, 1.01 * BFLOAT16 * np.abs(wanted) + error)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("tokens", [1, 13, 50])
 def test_experts(engine: Engine, tokens: int, wide: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pypto_serving.kernels import Engine, StepRows
@@ -12,6 +12,9 @@ from tests.kernels import references
 from tests.kernels.layouts import Array, narrow, random_bf16
 from tests.kernels.references import BFLOAT16, assert_close
 from tests.kernels.stage import Stage, engine_of, matrix_of
+from tests.thinning import examples
+
+pytestmark = pytest.mark.thinned(2)
 
 EPS = 1e-6
 
@@ -40,7 +43,7 @@ def test_embedding(engine: Engine, tokens: int, width: int) -> None:
     assert np.array_equal(packed, table[ids])
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(rows=st.integers(1, 50), pairs=st.integers(1, 70), scale=st.sampled_from([1e-3, 1.0, 1e4]), seed=st.integers(0))
 def test_norm(rows: int, pairs: int, scale: float, seed: int, engine: Engine) -> None:
     rng = np.random.default_rng(seed)

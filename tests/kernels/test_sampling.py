@@ -6,13 +6,16 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.kernels import runnable
 from tests.kernels.drawing import EDGES, draws, follows, interval, logits_of, native
 from tests.needs import needs_kernels
+from tests.thinning import examples
+
+pytestmark = pytest.mark.thinned(2)
 
 VOCABS = (1, 15, 16, 17, 1000, 5000, 151_936)
 SETTINGS: tuple[dict[str, float], ...] = (
@@ -36,6 +39,7 @@ SETTINGS: tuple[dict[str, float], ...] = (
 every_set = pytest.mark.parametrize("instruction_set", runnable())
 
 
+@pytest.mark.thinned(1)
 @needs_kernels
 @pytest.mark.parametrize("kind", ["normal", "steep", "narrow", "ties", "equal", "masked"])
 @pytest.mark.parametrize("vocab", VOCABS)
@@ -57,7 +61,7 @@ def test_choices_are_those_of_sorting(vocab: int, kind: str) -> None:
 
 
 @every_set
-@settings(max_examples=60)
+@examples(60)
 @given(
     vocab=st.integers(1, 3000),
     seed=st.integers(0, 2**32 - 1),
@@ -129,6 +133,7 @@ def test_neither_threads_nor_other_rows_matter(instruction_set: str) -> None:
         np.testing.assert_array_equal(getattr(found, name), getattr(one, name))
 
 
+@pytest.mark.thinned(1)
 @every_set
 @pytest.mark.parametrize("kind", ["normal", "steep", "ties", "equal", "masked"])
 @pytest.mark.parametrize("vocab", VOCABS)

@@ -29,6 +29,7 @@ from pypto_serving.model.registry import Serving, load_config, load_spec
 from tests.model.conftest import MakeCheckpoint
 from tests.model.sequences import Array, Sequences, load_program
 from tests.needs import needs_kernels
+from tests.thinning import some
 
 INT8 = w8a8()
 TOKENS = np.random.default_rng(0).integers(0, 256, 50)
@@ -88,6 +89,7 @@ def check_int8(weights: torch.Tensor, values: torch.Tensor, scales: torch.Tensor
     assert values.dtype == torch.int8 and np.array_equal(values.numpy(), np.rint(wanted / scale))
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "phi3"])
 def test_what_is_written(checkpoint: MakeCheckpoint, tmp_path: Path, kind: str, dtype: str) -> None:
@@ -348,7 +350,7 @@ def test_outputs_without_weights(checkpoint: MakeCheckpoint, tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("encoding", ["w8a8()", "w4a16(32)", "mxfp4()"])
+@pytest.mark.parametrize("encoding", some(["w8a8()", "w4a16(32)", "mxfp4()"], "w4a16(32)"))
 def test_the_memory_of_a_few_tensors(checkpoint: MakeCheckpoint, tmp_path: Path, encoding: str) -> None:
     """Neither what was read nor what was written stays, however many tensors a file has."""
     source = checkpoint(dtype="bfloat16", num_hidden_layers=8, hidden_size=512, intermediate_size=4096)

@@ -49,6 +49,7 @@ def as_bfloat16(weights: Float32Array) -> Float32Array:
     return torch.from_numpy(weights).bfloat16().float().numpy()
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda encoding: encoding.name)
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "phi3"])
 def test_what_is_written(checkpoint: MakeCheckpoint, tmp_path: Path, kind: str, encoding: Encoding) -> None:
@@ -70,6 +71,7 @@ def test_what_is_written(checkpoint: MakeCheckpoint, tmp_path: Path, kind: str, 
     assert {form.name for form in contents.forms} - {"bf16"} == {spec.quantization} == {encoding.scheme.name}
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 3e4])
 @pytest.mark.parametrize("group", [32, 128])
 def test_int4_rounds_as_well_as_the_best_of_many_scales(scale: float, group: int) -> None:
@@ -120,6 +122,7 @@ def test_groups_of_zeros_and_of_tiny_weights(encode: Any) -> None:
     assert (codes[0] == codes[0, 0]).all() and codes[0, 0] in (0, 8)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("instruction_set", runnable())
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_kernels_round_to_int4_as_numpy_does(instruction_set: str, group: int) -> None:
@@ -137,6 +140,7 @@ def test_kernels_round_to_int4_as_numpy_does(instruction_set: str, group: int) -
         assert np.array_equal(found, expected)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("format", ["blocks_bf16", "fp8_channel", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("encoding", [w8a8(), w4a16(32)], ids=lambda encoding: encoding.name)
 def test_quantised_sources(tmp_path: Path, format: str, encoding: Encoding) -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from pypto_serving.errors import ModelError
 from pypto_serving.model import fingerprint as module
 from pypto_serving.model.fingerprint import digests
+from tests.thinning import examples
 
 CONTENT = os.urandom(10_500)
 CHUNK = 1000
@@ -68,7 +69,7 @@ def digest_of(content: bytes, folder: Path) -> bytes:
     return found
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.integers(0, len(CONTENT) - 1), flip=st.integers(1, 255))
 def test_every_byte_counts(tmp_path: Path, place: int, flip: int) -> None:
     changed = bytearray(CONTENT)

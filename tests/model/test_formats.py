@@ -166,6 +166,7 @@ def test_a_token_reads_its_experts(tmp_path: Path) -> None:
     assert experts == 8 * sum(n * (line + head + own) for n, line in zip(outputs, lines, strict=True))
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("format", ["gptq", "awq", "blocks_f32"])
 def test_files_say_what_is_not_quantised(tmp_path: Path, kind: str, format: str) -> None:

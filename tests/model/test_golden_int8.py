@@ -55,6 +55,7 @@ def check(tmp_path: Path, kernels: str, kind: str, seeds: int, ignore: tuple[str
     assert np.mean(errors["ours"]) < ROOM * np.mean(errors["theirs"])
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("kernels", runnable())
 def test_every_instruction_set(tmp_path: Path, kind: str, kernels: str) -> None:

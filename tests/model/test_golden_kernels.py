@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -22,19 +24,26 @@ pytestmark = [
 ]
 
 
-def transformers_logits(kind: str, seed: int, **overrides: Any) -> tuple[Array, Array]:
+ROOM_OF_ONE = 1.3
+"""The error of a single model may be larger by chance."""
+SEEDS = pytest.mark.parametrize("seeds", [1, pytest.param(3, marks=pytest.mark.soak)])
+
+
+@lru_cache
+def transformers_logits(kind: str, seed: int, overrides: str) -> tuple[Array, Array]:
     """Logits [ends, vocab] of transformers on weights of bfloat16: in float32 and in bfloat16."""
     ids = torch.tensor(random_tokens(seed))[None]
-    model = random_model(kind, seed, **overrides)
+    model = random_model(kind, seed, **json.loads(overrides))
     with torch.no_grad():
         coarse = with_dtype(model, torch.bfloat16)(ids).logits[0].float().numpy()
         exact = with_dtype(model, torch.float32)(ids).logits[0].numpy()
     return exact[ENDS], coarse[ENDS]
 
 
-def our_logits(make: MakeCheckpoint, kernels: str, kind: str, seed: int, **overrides: Any) -> Array:
+@lru_cache
+def our_logits(make: MakeCheckpoint, kernels: str, kind: str, seed: int, overrides: str) -> Array:
     """Logits [ends, vocab] of a program in bfloat16."""
-    program = load_program(make(kind, seed=seed, **overrides), "bfloat16", threads=1, kernels=kernels)
+    program = load_program(make(kind, seed=seed, **json.loads(overrides)), "bfloat16", threads=1, kernels=kernels)
     sequence = (sequences := Sequences(program)).add(random_tokens(seed))
     sequences.run(sequence, CHUNKS)
     return np.stack([sequence.logits[end] for end in ENDS])
@@ -43,13 +52,15 @@ def our_logits(make: MakeCheckpoint, kernels: str, kind: str, seed: int, **overr
 def check(make: MakeCheckpoint, kernels: str, kind: str, seeds: int, **overrides: Any) -> None:
     """Compare mean errors over some random models."""
     errors: dict[str, list[float]] = {"kernels": [], "torch": [], "transformers": []}
+    changes = json.dumps(overrides)
     for seed in range(seeds):
-        exact, coarse = transformers_logits(kind, seed, **overrides)
-        found = {name: our_logits(make, name, kind, seed, **overrides) for name in (kernels, "torch")}
+        exact, coarse = transformers_logits(kind, seed, changes)
+        found = {name: our_logits(make, name, kind, seed, changes) for name in (kernels, "torch")}
         for name, logits in zip(errors, (found[kernels], found["torch"], coarse), strict=True):
             errors[name].append(float(np.abs(logits - exact).mean()))
-    assert np.mean(errors["kernels"]) < ROOM * np.mean(errors["torch"])
-    assert np.mean(errors["kernels"]) < ROOM * np.mean(errors["transformers"])
+    room = ROOM if seeds > 1 else ROOM_OF_ONE
+    assert np.mean(errors["kernels"]) < room * np.mean(errors["torch"])
+    assert np.mean(errors["kernels"]) < room * np.mean(errors["transformers"])
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
@@ -64,28 +75,31 @@ def test_every_family(checkpoint: MakeCheckpoint, kind: str) -> None:
 
 
 def test_a_wide_model(checkpoint: MakeCheckpoint) -> None:
-    check(checkpoint, runnable()[0], "qwen3", seeds=2, **WIDE)
+    check(checkpoint, runnable()[0], "qwen3", seeds=1, **WIDE)
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
-        *(overrides for overrides in VARIANTS.values() if overrides.get("head_dim", 32) % 32 == 0),
+        *(pytest.param(each, marks=pytest.mark.soak) for each in VARIANTS.values() if "rope_parameters" in each),
+        *(VARIANTS[name] for name in ("untied-biased", "three-queries-per-key")),
         {"num_key_value_heads": 4, "head_dim": 64},
         {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 128},
         {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256},
         {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 96},
         {"hidden_size": 70, "intermediate_size": 48, "vocab_size": 333},
     ],
-    ids=lambda overrides: ",".join(overrides),
+    ids=",".join,
 )
-def test_variants(checkpoint: MakeCheckpoint, overrides: dict[str, Any]) -> None:
-    check(checkpoint, runnable()[0], "qwen3", seeds=3, **overrides)
+@SEEDS
+def test_variants(checkpoint: MakeCheckpoint, overrides: dict[str, Any], seeds: int) -> None:
+    check(checkpoint, runnable()[0], "qwen3", seeds, **overrides)
 
 
 @pytest.mark.parametrize("overrides", [*EXPERT_VARIANTS, {"num_experts": 5, "num_experts_per_tok": 5}])
-def test_expert_variants(checkpoint: MakeCheckpoint, overrides: dict[str, Any]) -> None:
-    check(checkpoint, runnable()[0], "qwen3_moe", seeds=3, **overrides)
+@SEEDS
+def test_expert_variants(checkpoint: MakeCheckpoint, overrides: dict[str, Any], seeds: int) -> None:
+    check(checkpoint, runnable()[0], "qwen3_moe", seeds, **overrides)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -32,6 +32,7 @@ CODE_BYTES = 20 << 20
 """Pages of libraries that loading is the first to touch, and code that oneDNN makes."""
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("kernels", [*runnable()[:1], pytest.param("torch", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("kind", list(SIZES))

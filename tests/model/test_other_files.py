@@ -285,6 +285,7 @@ ODD: dict[str, tuple[dict[str, str], str]] = {
 }
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.parametrize("configured", [False, True])
 def test_folders_that_hold_something_else(tmp_path: Path, name: str, configured: bool) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pypto_serving.backend.base import Progress
@@ -28,6 +28,7 @@ from tests.checkpoints import make_checkpoint
 from tests.model.conftest import MakeCheckpoint
 from tests.model.packing import load, logits
 from tests.needs import needs_kernels
+from tests.thinning import examples
 
 pytestmark = needs_kernels
 
@@ -41,6 +42,7 @@ def packed(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_a_second_start_reads_what_the_first_one_packed(
@@ -105,7 +107,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Kept:
 
 
 @given(st.data())
-@settings(max_examples=40)
+@examples(40)
 def test_a_flipped_bit_anywhere_is_found(kept: Kept, data: st.DataObject) -> None:
     size = len(kept.content)
     place = data.draw(st.integers(0, size - 1) | st.integers(0, 5000) | st.integers(size - 100, size - 1))
@@ -115,7 +117,7 @@ def test_a_flipped_bit_anywhere_is_found(kept: Kept, data: st.DataObject) -> Non
 
 
 @given(st.data())
-@settings(max_examples=20)
+@examples(20)
 def test_another_length_is_found(kept: Kept, data: st.DataObject) -> None:
     size = data.draw(st.integers(0, len(kept.content) - 1) | st.integers(0, 5000))
     kept.heals(kept.content[:size])

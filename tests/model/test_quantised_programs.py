@@ -158,6 +158,7 @@ def alone(program: Any) -> dict[int, Array]:
     return {position: row for position, row in sequence.logits.items() if position >= PROMPT - 1}
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("kind", [pytest.param("qwen3", marks=pytest.mark.soak), "qwen3_moe"])
 @pytest.mark.parametrize(
     ("format", "activations"), [("awq", "int8"), ("nvfp4", "int8"), ("nvfp4", "bf16"), ("blocks_f32", "int8")]

@@ -28,6 +28,7 @@ ODD = SMALL | {"hidden_size": 96, "intermediate_size": 80, "num_attention_heads"
 WIDE = SMALL | {"hidden_size": 128, "intermediate_size": 384, "moe_intermediate_size": 128}
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(
     "sizes", [{"num_attention_heads": 8}, ODD, {"num_attention_heads": 1, "num_key_value_heads": 1}]
 )

@@ -58,6 +58,7 @@ def subject(subjects: Subjects, model: str, arithmetic: str) -> Subject:
     return subjects(model, arithmetic)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("chunk", [1, 7, pytest.param(64, marks=pytest.mark.soak)])
 def test_chunk_sizes(subject: Subject, chunk: int) -> None:
     sequence = (sequences := Sequences(subject.program, seed=1)).add(TOKENS)
@@ -67,6 +68,7 @@ def test_chunk_sizes(subject: Subject, chunk: int) -> None:
     assert_same(sequence.logits, subject.alone)
 
 
+@pytest.mark.thinned(1)
 def test_a_mixed_batch_of_37(subject: Subject) -> None:
     chunks = [100, 1, 30, 128, 16, *[1] * OUTPUT]
     assert_same(run_among_others(subject.program, 36, chunks, seed=2), subject.alone)
@@ -81,6 +83,7 @@ def test_two_threads(subjects: Subjects, model: str, arithmetic: str) -> None:
     assert_same(found, {position: subject.alone[position] for position in (PROMPT - 1, PROMPT, PROMPT + 1)})
 
 
+@pytest.mark.thinned(1)
 def test_preemption_and_other_blocks(subject: Subject) -> None:
     target = (sequences := Sequences(subject.program, seed=3)).add(TOKENS)
     sequences.run(target, [PROMPT, 1, 1])
@@ -89,6 +92,7 @@ def test_preemption_and_other_blocks(subject: Subject) -> None:
     assert_same(target.logits, subject.alone)
 
 
+@pytest.mark.thinned(1)
 def test_a_shared_prefix_is_as_good_as_computing_it(subject: Subject) -> None:
     sequences = Sequences(subject.program, seed=4)
     first, second = sequences.add(TOKENS), sequences.add(TOKENS)
@@ -100,6 +104,7 @@ def test_a_shared_prefix_is_as_good_as_computing_it(subject: Subject) -> None:
     assert_same(second.logits, subject.alone)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("model", OTHERS)
 @pytest.mark.parametrize("arithmetic", ["float32 torch", *NATIVE[:1]])
 def test_every_family(subjects: Subjects, model: str, arithmetic: str) -> None:
@@ -112,12 +117,14 @@ def test_every_family(subjects: Subjects, model: str, arithmetic: str) -> None:
     test_a_shared_prefix_is_as_good_as_computing_it(subject)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("arithmetic", NATIVE[1:])
 def test_other_instruction_sets(subject: Subject) -> None:
     assert_same(run_among_others(subject.program, 20, [70, 80, 125, *[1] * OUTPUT], seed=5), subject.alone)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("threads", [2, 3, 5])
 @pytest.mark.parametrize("arithmetic", NATIVE[:1])
 def test_kernels_on_any_number_of_threads(subjects: Subjects, subject: Subject, model: str, threads: int) -> None:
@@ -126,6 +133,7 @@ def test_kernels_on_any_number_of_threads(subjects: Subjects, subject: Subject, 
     assert_same(run_among_others(other.program, 8, [150, 125, *[1] * OUTPUT], seed=6), subject.alone)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("block_size", [64, 96, 128])
 @pytest.mark.parametrize("arithmetic", NATIVE[:1])
 def test_kernels_in_blocks_of_any_size(subjects: Subjects, subject: Subject, model: str, block_size: int) -> None:

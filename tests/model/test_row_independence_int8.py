@@ -65,6 +65,7 @@ def test_chunks_and_neighbours(programs: Programs, model: str) -> None:
     assert_same(run_among_others(program, 36, [100, 1, 30, 128, 16, *[1] * OUTPUT], seed=2), wanted)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("threads", [2, 3, 5])
 def test_any_number_of_threads(programs: Programs, model: str, threads: int) -> None:
@@ -73,6 +74,7 @@ def test_any_number_of_threads(programs: Programs, model: str, threads: int) -> 
     assert_same(run_among_others(program, 8, [150, 125, *[1] * OUTPUT], seed=6), wanted)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("kernels", runnable()[1:])
 def test_other_instruction_sets(programs: Programs, model: str, kernels: str) -> None:

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.tier import TierConfig
 from tests.backend.cuda.programs import hash_config, simulate
 from tests.simulation import Simulation
+from tests.thinning import examples
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 DRAWN = SamplingParams(max_tokens=6, temperature=0.9, ignore_eos=True)
@@ -82,7 +83,7 @@ def test_prefixes_from_host_memory_change_no_token(alone: list[list[int]]) -> No
     assert host.counters.hit_tokens > 0
 
 
-@settings(max_examples=5)
+@examples(5)
 @given(st.integers(0, 2**32 - 1))
 def test_deaths_of_the_worker_change_no_token(alone: list[list[int]], seed: int) -> None:
     rng = np.random.default_rng(seed)

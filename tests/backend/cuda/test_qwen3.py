@@ -20,7 +20,11 @@ PROMPTS = [np.random.default_rng(i).integers(0, 256, length).tolist() for i, len
 
 
 @pytest.mark.parametrize(
-    "overrides", [{}, {"attention_bias": True, "tie_word_embeddings": False, "num_hidden_layers": 1}]
+    "overrides",
+    [
+        pytest.param({}, marks=pytest.mark.soak),
+        {"attention_bias": True, "tie_word_embeddings": False, "num_hidden_layers": 1},
+    ],
 )
 def test_tokens_are_those_of_transformers_in_any_company(tmp_path: Path, overrides: dict[str, object]) -> None:
     """Or as good as the best, but for what bfloat16 rounds away."""

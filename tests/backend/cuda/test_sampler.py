@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from pypto_serving.backend.cuda import sampler
@@ -12,6 +12,7 @@ from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.kernels.cuda import sampling
 from tests.backend.cuda.sampling_device import SETTINGS, SamplerUnderTest, check_choices
 from tests.kernels.drawing import draws, logits_of
+from tests.thinning import examples
 
 KINDS = ("normal", "steep", "narrow", "ties", "equal", "masked")
 
@@ -42,7 +43,7 @@ def test_rows_of_usual_vocabularies_choose_what_numpy_does() -> None:
 
 
 @pytest.mark.usefixtures("small")
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     vocab=st.integers(1, 70),
     seed=st.integers(0, 2**32 - 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -12,7 +13,10 @@ from typing import Any
 import pytest
 
 SHARED = {90: 227 << 10, 80: 163 << 10}
-FORMS = [(90, "all"), (80, "first"), pytest.param((80, "all"), marks=pytest.mark.soak)]
+FORMS = [
+    *itertools.product(SHARED, ["first"]),
+    *(pytest.param((each, "all"), marks=pytest.mark.soak) for each in SHARED),
+]
 """Capabilities, and which forms of each kernel are compiled."""
 
 
@@ -66,7 +70,6 @@ def test_attention_uses_the_instructions_of_the_card(kernels: list[dict[str, Any
     assert all(kernel["wgmma"] == kernel["bulk"] == (capability >= 90) for kernel in chunks)
 
 
-@pytest.mark.parametrize("forms", [each for each in FORMS if "first" not in each], indirect=True, ids=str)
 def test_sums_of_rows_do_not_depend_on_splits(kernels: list[dict[str, Any]]) -> None:
     """The order of a sum follows the layout of its tensor, which the compiler chooses."""
     layouts: dict[str, set[str]] = {}

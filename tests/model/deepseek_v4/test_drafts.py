@@ -100,7 +100,7 @@ def test_drafts_after_a_prefix_hit_at_every_block(checkpoint: MakeCheckpoint) ->
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", ["deepseek_v4_fast", "deepseek_v4"])
+@pytest.mark.parametrize("kind", [pytest.param("deepseek_v4_fast", marks=pytest.mark.soak), "deepseek_v4"])
 def test_drafts_of_the_kernels(checkpoint: MakeCheckpoint, kind: str) -> None:
     """About as close to float32 as torch in bfloat16 is; the same bits in any company, after any chunks."""
     path, tokens = checkpoint(kind, dtype="bfloat16", o_lora_rank=32), [random_tokens(seed, 150) for seed in range(8)]

@@ -67,10 +67,9 @@ def test_as_released_but_small(checkpoint: MakeCheckpoint) -> None:
 OTHER_THETAS = {"index_topk": 512, "rope_theta": 500.0, "compress_rope_theta": 123456.0}
 LONG_CASES: list[Any] = [
     (300, {"index_topk": 512}),
-    (700, {"index_topk": 64}),
-    (1100, OTHER_THETAS),
     (1100, OTHER_THETAS | {"layer_types": [SLIDING, HEAVY, HEAVY, HEAVY]}),
-    *(pytest.param(length, {"index_topk": 64}, marks=pytest.mark.soak) for length in (1333, 1700, 2000)),
+    *(pytest.param(length, {"index_topk": 64}, marks=pytest.mark.soak) for length in (700, 1333, 1700, 2000)),
+    pytest.param(1100, OTHER_THETAS, marks=pytest.mark.soak),
     pytest.param(2000, {"index_topk": 16}, marks=pytest.mark.soak),
 ]
 
@@ -94,7 +93,7 @@ def test_long_sequences(checkpoint: MakeCheckpoint, length: int, overrides: dict
     assert worst(chunked, wanted) < TOLERANCE
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 31, LENGTH, *(pytest.param(n, marks=pytest.mark.soak) for n in (2, 3, 64))])
+@pytest.mark.parametrize("chunk", [31, LENGTH, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 2, 3, 7, 64))])
 def test_chunks(checkpoint: MakeCheckpoint, chunk: int) -> None:
     tokens = random_tokens()
     sequences = loaded(checkpoint)

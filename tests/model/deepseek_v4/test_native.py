@@ -80,6 +80,7 @@ def exact(checkpoint: MakeCheckpoint) -> Callable[[str], Exact]:
     return make
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("case", LENGTHS)
 @pytest.mark.parametrize("kernels", runnable())
 def test_errors_are_those_of_bfloat16(
@@ -97,6 +98,7 @@ def test_errors_are_those_of_bfloat16(
     assert np.mean(ours) < ROOM * np.mean(theirs), (ours, theirs)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("expert", [-1, 8, 1 << 32])
 @pytest.mark.parametrize("kernels", [*runnable()[:1], "torch"])
 def test_a_table_that_names_no_expert_is_refused(

@@ -12,6 +12,7 @@ import pytest
 from pypto_serving.types.tier import Tier
 from tests.model.deepseek_v4.replicas import SUBJECTS, TEMPERATURES, Oracle, Schedule, run_schedule
 from tests.needs import needs_kernels
+from tests.thinning import some
 
 pytestmark = pytest.mark.golden
 
@@ -75,8 +76,7 @@ subjects = pytest.mark.parametrize(
 @pytest.mark.parametrize(
     "subject",
     [
-        "torch",
-        pytest.param("torch, ratios 4 and 128", marks=pytest.mark.soak),
+        *some([name for name, of in SUBJECTS.items() if not of.native]),
         *(pytest.param(name, marks=needs_kernels) for name, of in SUBJECTS.items() if of.native),
     ],
 )
