@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -289,3 +290,21 @@ def test_stop_strings_over_http(ask: Callable[..., Any]) -> None:
     stop = whole.message.content.split()[3]
     (cut,) = ask("Count to ten.", max_tokens=24, stop=[stop]).choices
     assert (cut.message.content, cut.finish_reason) == (whole.message.content.partition(stop)[0], "stop")
+
+
+def test_tools_over_http(ask: Callable[..., Any]) -> None:
+    """Its template knows no tools, so they are described in words; a call that is required is one."""
+    properties = {"city": {"type": "string", "enum": ["Paris", "Oslo"]}}
+    parameters = {"type": "object", "properties": properties, "required": ["city"], "additionalProperties": False}
+    function = {"name": "weather", "description": "The weather in a city", "parameters": parameters}
+    asked: dict[str, Any] = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    asked |= {"parallel_tool_calls": False}
+    (choice,) = ask("What is the weather in Oslo?", **asked, max_tokens=60).choices
+    (call,) = choice.message.tool_calls
+    assert (choice.finish_reason, call.function.name) == ("tool_calls", "weather")
+    assert json.loads(call.function.arguments)["city"] in properties["city"]["enum"]
+    deltas = [
+        piece.choices[0].delta for piece in ask("What is the weather in Oslo?", **asked, max_tokens=60, stream=True)
+    ]
+    pieces = [call.function.arguments or "" for delta in deltas for call in delta.tool_calls or ()]
+    assert "".join(pieces) == call.function.arguments
