@@ -32,11 +32,12 @@ from pypto_serving.api.chat.deepseek_v4 import BOS, EOS, NEEDED_TOKENS
 from pypto_serving.model.convert.rounding import mxfp4, w4a16, w8a8
 from pypto_serving.model.decoder.convert import plan_conversion
 from pypto_serving.model.decoder.inventory import EMBEDDING, DecoderInventory
-from pypto_serving.model.deepseek_v4.config import FLASH, DeepseekV4Config
+from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.inventory import draft_tensors, model_tensors
 from pypto_serving.model.families import qwen3
 from pypto_serving.model.formats.quantization import SECTION
 from pypto_serving.model.formats.schemes import PLAIN
+from pypto_serving.model.null_models import FLASH
 
 MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pypto_serving.model.deepseek_v4.config import FLASH
+from pypto_serving.model.null_models import FLASH
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pypto_serving.model.deepseek_v4.config import FLASH
+from pypto_serving.model.null_models import FLASH
 from tests.compressed import SCHEME, quantization_config
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])

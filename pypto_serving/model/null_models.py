@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from pypto_serving.model.deepseek_v4.config import FLASH, DeepseekV4Config
+import json
+from pathlib import Path
+from typing import Any
+
+from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.spec import kv_groups
 from pypto_serving.types.kv import DEFAULT_BLOCK_SIZE, FullSpec, KVCacheGroupSpec, KVTensorSpec
 from pypto_serving.types.model import ModelSpec
 
 NULL_MODELS = ("plain", "deepseek_v4")
 """Names of the models, the default first."""
+FLASH: dict[str, Any] = json.loads((Path(__file__).parents[1] / "assets/deepseek_v4_flash.json").read_text("utf-8"))
+"""The config.json of DeepSeek V4 Flash."""
 
 
 def plain_groups(block_size: int) -> tuple[KVCacheGroupSpec, ...]:
@@ -24,38 +30,23 @@ def deepseek_v4_groups() -> tuple[KVCacheGroupSpec, ...]:
 
 def null_spec(name: str = NULL_MODELS[0], block_size: int = DEFAULT_BLOCK_SIZE) -> ModelSpec:
     """Describe the model `name`, one of NULL_MODELS; only groups of `plain` have blocks of `block_size`."""
-    return _deepseek_v4_spec() if name == "deepseek_v4" else _plain_spec(block_size)
-
-
-def _plain_spec(block_size: int) -> ModelSpec:
-    """Describe a model of the size of Qwen3-0.6B."""
+    if name == "deepseek_v4":
+        flash, groups = _flash(), deepseek_v4_groups()
+        layers, vocab, positions = flash.num_layers, flash.vocab_size, flash.max_position_embeddings
+    else:
+        groups = plain_groups(block_size)
+        layers, vocab, positions = 28, 151936, 40960  # the size of Qwen3-0.6B
     return ModelSpec(
         path="",
         architecture="Null",
         dtype="bfloat16",
-        num_layers=28,
-        vocab_size=151936,
-        max_position_embeddings=40960,
+        num_layers=layers,
+        vocab_size=vocab,
+        max_position_embeddings=positions,
         num_parameters=0,
         weight_bytes=0,
-        kv_groups=plain_groups(block_size),
-    )
-
-
-def _deepseek_v4_spec() -> ModelSpec:
-    """Describe a model of the size of DeepSeek V4 Flash."""
-    flash = _flash()
-    return ModelSpec(
-        path="",
-        architecture="Null",
-        dtype="bfloat16",
-        num_layers=flash.num_layers,
-        vocab_size=flash.vocab_size,
-        max_position_embeddings=flash.max_position_embeddings,
-        num_parameters=0,
-        weight_bytes=0,
-        own_blocks=True,
-        kv_groups=deepseek_v4_groups(),
+        own_blocks=name == "deepseek_v4",
+        kv_groups=groups,
     )
 
 

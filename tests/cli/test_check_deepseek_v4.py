@@ -11,8 +11,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from pypto_serving.cli import main
-from pypto_serving.model.deepseek_v4.config import FLASH, DeepseekV4Config
+from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
+from pypto_serving.model.null_models import FLASH
 from tests.api.checkpoint import write_deepseek_v4
 from tests.checkpoints import make_checkpoint
 from tests.deepseek_v4 import HEAVY

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pypto_serving.model.deepseek_v4.config import FLASH
+from pypto_serving.model.null_models import FLASH
 from pypto_serving.model.registry import Serving, model_family
 from pypto_serving.parallel.topology import Topology
 from pypto_serving.types.model import ModelSpec

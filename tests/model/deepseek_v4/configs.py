@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pypto_serving.model.deepseek_v4.config import FLASH
+from pypto_serving.model.null_models import FLASH
 
 PRO: dict[str, Any] = FLASH | {
     "hidden_size": 7168,

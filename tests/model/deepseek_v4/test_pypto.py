@@ -13,7 +13,7 @@ import pytest
 
 from pypto_serving.backend.base import StepInputs
 from pypto_serving.model.contract import Argument, bind, of_role
-from pypto_serving.model.deepseek_v4.config import FLASH, DeepseekV4Config
+from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.pypto.arguments import held_as, stages
 from pypto_serving.model.deepseek_v4.pypto.pools import POOLS, TABLE_WIDTHS, block_sizes, npu_groups, pages
 from pypto_serving.model.deepseek_v4.pypto.steps import (
@@ -26,6 +26,7 @@ from pypto_serving.model.deepseek_v4.pypto.steps import (
     rounds,
     state_of,
 )
+from pypto_serving.model.null_models import FLASH
 from pypto_serving.types.kv import CompressedSpec
 from pypto_serving.types.step import BackendTraits
 from tests.deepseek_v4 import TINY

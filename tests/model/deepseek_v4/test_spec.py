@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from pypto_serving.errors import ModelError
-from pypto_serving.model.deepseek_v4.config import FLASH, DeepseekV4Config
+from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.deepseek_v4.spec import kv_groups, model_spec
-from pypto_serving.model.null_models import deepseek_v4_groups
+from pypto_serving.model.null_models import FLASH, deepseek_v4_groups
 from pypto_serving.model.registry import Serving, load_config, load_spec, read_config
 from tests.compressed import quantization_config
 from tests.model.deepseek_v4.configs import PLAIN_FLASH, PRO
