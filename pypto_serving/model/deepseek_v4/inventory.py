@@ -76,18 +76,20 @@ def model_tensors(model: DeepseekV4Config) -> dict[str, Tensor]:
     tensors = {"embed.weight": Tensor((vocab, hidden))}
     for layer, kind in enumerate(model.kinds[: model.num_layers]):
         prefix = f"layers.{layer}."
-        tensors |= {prefix + name: tensor for name, tensor in _layer_tensors(model, layer, kind).items()}
+        tensors |= {prefix + name: tensor for name, tensor in layer_tensors(model, layer, kind).items()}
     tensors |= {"norm.weight": Tensor((hidden,)), "head.weight": Tensor((vocab, hidden))}
-    return tensors | _head_mix_tensors(model)
+    return tensors | head_mix_tensors(model)
 
 
-def _head_mix_tensors(model: DeepseekV4Config) -> dict[str, Tensor]:
+def head_mix_tensors(model: DeepseekV4Config) -> dict[str, Tensor]:
+    """List the tensors that join the streams before the output layer."""
     streams = model.hyper.streams
     shapes = {"fn": (streams, streams * model.hidden_size), "base": (streams,), "scale": (1,)}
     return {f"hc_head_{name}": Tensor(shape, "float") for name, shape in shapes.items()}
 
 
-def _layer_tensors(model: DeepseekV4Config, layer: int, kind: LayerKind) -> dict[str, Tensor]:
+def layer_tensors(model: DeepseekV4Config, layer: int, kind: LayerKind) -> dict[str, Tensor]:
+    """List the tensors of a layer by upstream name, without its prefix."""
     hidden, streams = model.hidden_size, model.hyper.streams
     tensors = {f"{part}_norm.weight": Tensor((hidden,)) for part in ("attn", "ffn")}
     for part in ("attn", "ffn"):
@@ -152,7 +154,7 @@ def draft_tensors(model: DeepseekV4Config, layers: range) -> dict[str, Tensor]:
     A draft layer is an SWA layer routed by score, with projections that join stream and token, and its own head mix.
     """
     hidden = model.hidden_size
-    layer = _layer_tensors(model, model.num_layers, "swa") | _head_mix_tensors(model)
+    layer = layer_tensors(model, model.num_layers, "swa") | head_mix_tensors(model)
     layer |= {f"{name}.weight": Tensor((hidden, hidden), "linear") for name in ("e_proj", "h_proj")}
     layer |= {f"{name}.weight": Tensor((hidden,)) for name in ("enorm", "hnorm", "norm")}
     return {f"mtp.{i}.{name}": tensor for i in layers for name, tensor in layer.items()}

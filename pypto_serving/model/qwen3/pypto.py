@@ -50,6 +50,24 @@ _NORMS = {
     "post_rms_weight": "post_attention_layernorm",
 }
 
+_LAYER, _LAST = "input_rms_weight wq wk wv q_norm_weight k_norm_weight", "final_norm_weight lm_head_weight"
+_IN_PREFILL = (
+    f"seq_lens chunk_lens chunk_offsets {_LAYER} rope_cos rope_sin block_table slot_mapping k_cache v_cache wo"
+)
+_MLP = "w_gate w_up w_down"
+_IN_DECODE = f"{_LAYER} seq_lens block_table slot_mapping rope_cos rope_sin k_cache v_cache wo {_MLP} post_rms_weight"
+_ORDER: Mapping[Revision, Mapping[StageName, str]] = {
+    "2026-06": {
+        "prefill": f"hidden_states {_IN_PREFILL} post_rms_weight {_MLP} {_LAST} out",
+        "decode": f"hidden_states {_IN_DECODE} {_LAST} out",
+    },
+    "2026-08": {
+        "prefill": f"input_ids {_IN_PREFILL} {_MLP} post_rms_weight {_LAST} embed_weight out",
+        "decode": f"{_IN_DECODE} {_LAST} out embed_weight sampled_ids_in sampled_ids next_hidden",
+    },
+}
+"""The arguments of each program, in order."""
+
 
 class Qwen3Contract:
     """The programs of one model, for sequences of up to `max_model_len` tokens. Implements Contract.
@@ -70,9 +88,9 @@ class Qwen3Contract:
         if devices > 1:
             self.layout = f"device of {devices}, {self.layout}"
         self.most: Sizes = {"T": max_step_tokens, "B": BATCH_ROWS, "BM": BATCH_ROWS * self.table_width}
-        stages: dict[StageName, tuple[Argument, ...]] = {"prefill": self._prefill(), "decode": self._decode()}
         self.stages: Mapping[StageName, tuple[Argument, ...]] = {
-            stage: self._on_devices(arguments) for stage, arguments in stages.items()
+            stage: self._on_devices([self._arguments(stage)[name] for name in order.split()])
+            for stage, order in _ORDER[revision].items()
         }
         self.logits = self._each("out")
 
@@ -106,11 +124,12 @@ class Qwen3Contract:
         ]
         return (*of_role(arguments, "input"), *each)
 
-    def _device(self) -> dict[str, Argument]:
-        """Return weights and caches of a device by name."""
+    def _arguments(self, stage: StageName) -> dict[str, Argument]:
+        """Return the arguments of a device by name, in the order of weights, caches, inputs and outputs."""
         model, layers, hidden = self.model, self.model.num_layers, self.model.hidden_size
         queries, keys = model.num_heads // self.devices * model.head_dim, self.kv_heads * model.head_dim
         inner, vocabulary = model.mlp_widths[0] // self.devices, self.vocabulary // self.devices
+        tokens = "T" if stage == "prefill" else "B"
         arguments = [
             Argument("input_rms_weight", "float32", (layers, hidden)),
             Argument("wq", "bfloat16", (layers * hidden, queries)),
@@ -130,49 +149,17 @@ class Qwen3Contract:
             Argument("final_norm_weight", "float32", (1, hidden)),
             Argument("lm_head_weight", "bfloat16", (vocabulary, hidden)),
             Argument("embed_weight", "bfloat16", (self.vocabulary, hidden)),
-        ]
-        return {argument.name: argument for argument in arguments}
-
-    def _prefill(self) -> tuple[Argument, ...]:
-        device = self._device()
-        tokens = Argument("input_ids", "int32", ("T",), "input")
-        mlp, embed = ["w_gate", "w_up", "w_down", "post_rms_weight"], ["embed_weight"]
-        if not self._ids_in:
-            tokens = Argument("hidden_states", "bfloat16", ("T", self.model.hidden_size), "input")
-            mlp, embed = ["post_rms_weight", "w_gate", "w_up", "w_down"], []
-        return (
-            tokens,
-            *(Argument(name, "int32", ("B",), "input") for name in ("seq_lens", "chunk_lens", "chunk_offsets")),
-            *(device[name] for name in ("input_rms_weight", "wq", "wk", "wv", "q_norm_weight", "k_norm_weight")),
-            *(device[name] for name in ("rope_cos", "rope_sin")),
-            Argument("block_table", "int32", ("BM",), "input"),
-            Argument("slot_mapping", "int32", ("T",), "input"),
-            *(device[name] for name in ("k_cache", "v_cache", "wo", *mlp)),
-            *(device[name] for name in ("final_norm_weight", "lm_head_weight", *embed)),
-            Argument("out", "float32", ("B", self.vocabulary // self.devices), "output"),
-        )
-
-    def _decode(self) -> tuple[Argument, ...]:
-        device, hidden = self._device(), self.model.hidden_size
-        common = (
-            *(device[name] for name in ("input_rms_weight", "wq", "wk", "wv", "q_norm_weight", "k_norm_weight")),
-            Argument("seq_lens", "int32", ("B",), "input"),
-            Argument("block_table", "int32", ("BM",), "input"),
-            Argument("slot_mapping", "int32", ("B",), "input"),
-            *(device[name] for name in ("rope_cos", "rope_sin", "k_cache", "v_cache", "wo")),
-            *(device[name] for name in ("w_gate", "w_up", "w_down", "post_rms_weight")),
-            *(device[name] for name in ("final_norm_weight", "lm_head_weight")),
-            Argument("out", "float32", ("B", self.vocabulary // self.devices), "output"),
-        )
-        if not self._ids_in:
-            return (Argument("hidden_states", "bfloat16", ("B", hidden), "input"), *common)
-        return (
-            *common,
-            device["embed_weight"],
+            Argument("input_ids", "int32", (tokens,), "input"),
+            Argument("hidden_states", "bfloat16", (tokens, hidden), "input"),
             Argument("sampled_ids_in", "int32", ("B", IDS_PAD), "input"),
+            *(Argument(name, "int32", ("B",), "input") for name in ("seq_lens", "chunk_lens", "chunk_offsets")),
+            Argument("block_table", "int32", ("BM",), "input"),
+            Argument("slot_mapping", "int32", (tokens,), "input"),
+            Argument("out", "float32", ("B", vocabulary), "output"),
             Argument("sampled_ids", "int32", ("B", IDS_PAD), "output"),
             Argument("next_hidden", "bfloat16", ("B", hidden), "output"),
-        )
+        ]
+        return {argument.name: argument for argument in arguments}
 
     def inputs(self, stage: StageName, step: StepArrays, embedding: BFloat16Array | None) -> dict[str, Array]:
         """Implement Contract. Tokens of row i are [chunk_offsets[i], chunk_offsets[i] + chunk_lens[i])."""

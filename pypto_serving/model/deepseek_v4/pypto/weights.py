@@ -18,9 +18,11 @@ from pypto_serving.model.rope import Rope
 from pypto_serving.types.arrays import Array, BFloat16Array, Float32Array
 
 Pieces = Iterable[Array]
+Made = dict[str, tuple[str, str]]
+"""For each argument: how it is made, and from which tensor of a layer."""
 
 
-def _compressor(prefix: str, module: str) -> dict[str, tuple[str, str]]:
+def _compressor(prefix: str, module: str) -> Made:
     return {
         f"{prefix}_wkv": ("bfloat16", f"{module}.wkv.weight"),
         f"{prefix}_wgate": ("bfloat16", f"{module}.wgate.weight"),
@@ -30,7 +32,7 @@ def _compressor(prefix: str, module: str) -> dict[str, tuple[str, str]]:
 
 
 _MIXES = [f"hc_{block}_{part}" for block in ("attn", "ffn") for part in ("fn", "scale", "base")]
-_EVERY_LAYER = {
+EVERY_LAYER: Made = {
     **{name: ("float", name) for name in _MIXES},
     **{f"shared_{name}": ("codes", f"ffn.shared_experts.{name}.weight") for name in ("w1", "w2", "w3")},
     **{f"shared_{name}_scale": ("float", f"ffn.shared_experts.{name}.scale") for name in ("w1", "w2", "w3")},
@@ -50,17 +52,16 @@ _EVERY_LAYER = {
     "gate_bias": ("bias", "ffn.gate.bias"),
     "tid2eid": ("ids", "ffn.gate.tid2eid"),
 }
-"""For each argument: how it is made, and from which tensor of a layer."""
-_HCA = _compressor("hca_cmp", "attn.compressor")
-_CSA = {
+HCA = _compressor("hca_cmp", "attn.compressor")
+CSA = {
     **_compressor("csa_cmp", "attn.compressor"),
     **_compressor("csa_inner", "attn.indexer.compressor"),
     "csa_idx_wq_b": ("codes_transposed", "attn.indexer.wq_b.weight"),
     "csa_idx_wq_b_scale": ("float", "attn.indexer.wq_b.scale"),
     "csa_weights_proj": ("transposed", "attn.indexer.weights_proj.weight"),
 }
-_HEAD_MIX = {f"hc_head_{name}": ("float", f"hc_head_{name}") for name in ("fn", "scale", "base")}
-_DRAFT = {
+HEAD_MIX = {f"hc_head_{name}": ("float", f"hc_head_{name}") for name in ("fn", "scale", "base")}
+DRAFT = {
     "enorm_w": ("float", "enorm.weight"),
     "hnorm_w": ("float", "hnorm.weight"),
     "e_proj_w": ("codes", "e_proj.weight"),
@@ -68,7 +69,7 @@ _DRAFT = {
     "h_proj_w": ("codes", "h_proj.weight"),
     "h_proj_w_scale": ("float", "h_proj.scale"),
     "mtp_norm_w": ("bfloat16", "norm.weight"),
-    **{f"mtp_{name}": made for name, made in _HEAD_MIX.items()},
+    **{f"mtp_{name}": made for name, made in HEAD_MIX.items()},
 }
 
 
@@ -98,12 +99,12 @@ class FlashWeights:
         """Yield the weights of the model's layers, embedding and output layer."""
         model, layers = self._model, range(self._model.num_layers)
         hadamard = self._hadamard()
-        yield from self._each(_EVERY_LAYER, [f"layers.{layer}." for layer in layers])
-        yield from self._each(_HCA, [f"layers.{layer}." for layer in model.layers_of("hca")])
-        yield from self._each(_CSA, [f"layers.{layer}." for layer in model.layers_of("csa")])
+        yield from self._each(EVERY_LAYER, [f"layers.{layer}." for layer in layers])
+        yield from self._each(HCA, [f"layers.{layer}." for layer in model.layers_of("hca")])
+        yield from self._each(CSA, [f"layers.{layer}." for layer in model.layers_of("csa")])
         yield "csa_hadamard_idx", (hadamard for _ in model.layers_of("csa"))
         yield from self._experts(rank, [f"layers.{layer}." for layer in layers])
-        yield from self._each(_HEAD_MIX, [""])
+        yield from self._each(HEAD_MIX, [""])
         yield "embed_weight", (self._bfloat16("embed.weight"),)
         yield "final_norm_w", (self._bfloat16("norm.weight"),)
         rows = model.vocab_size // self._tensor
@@ -117,7 +118,7 @@ class FlashWeights:
         """Yield the weights of the draft layer, by their names in decode_mtp."""
         smooth = np.ones(self._model.hidden_size, np.float32)
         for weights in (
-            self._each(_EVERY_LAYER | _DRAFT, ["mtp.0."]),
+            self._each(EVERY_LAYER | DRAFT, ["mtp.0."]),
             self._experts(rank, ["mtp.0."]),
             ((name, (smooth,)) for name in ("e_proj_smooth", "h_proj_smooth")),
         ):
