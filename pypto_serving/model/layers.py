@@ -11,8 +11,7 @@ Ranks have some of the outputs of each matrix, or some of the experts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from typing import Protocol
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -122,13 +121,32 @@ class Embedding:
         return self._comm.sum(found)
 
 
-def settle_rows(linears: Iterable[Linear], comm: TorchCollectives, least: int = 1, stable: bool = True) -> int:
-    """Settle the rows of each of `linears`, and return the largest of all ranks, at least `least`.
+def linears_in(program: object) -> list[Linear]:
+    """List the matrices in a program: in its attributes, and in those of its parts."""
+    found, seen, parts = list[Linear](), set[int](), [program]
+    while parts:
+        part = parts.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, Linear):
+            found.append(part)
+        elif isinstance(part, Mapping):
+            parts += part.values()
+        elif isinstance(part, list | tuple):
+            parts += part
+        elif type(part).__module__.startswith("pypto_serving.model."):
+            parts += getattr(part, "__dict__", {}).values()
+    return found
+
+
+def settle_rows(program: object, comm: TorchCollectives, least: int = 1, stable: bool = True) -> int:
+    """Settle the rows of each matrix in `program`, and return the largest of all ranks, at least `least`.
 
     Warn if some result depends on the row count, or if others are not `stable`.
     """
     settled: dict[tuple[int, int, torch.dtype], tuple[int, bool]] = {}
-    for linear in linears:
+    for linear in linears_in(program):
         shape = (linear.in_features, linear.out_features, linear.dtype)
         if shape not in settled:
             same = linear.settle_rows()
@@ -155,38 +173,30 @@ def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x.mul_(cos).add_(rotated)
 
 
-class MLP(Protocol):
-    """Two layers; a rank may have only a part of the outputs of each."""
-
-    down: Linear
-
-    def inner(self, x: Tensor) -> Tensor:
-        """Compute the rank's part of the inner layer, [n, hidden] to [n, own]."""
-
-    def linears(self) -> list[Linear]:
-        """Return its matrices."""
-
-
 class GatedMLP:
-    """SwiGLU MLP: down(silu(gate(x)) * up(x)), Shazeer 2020, arXiv:2002.05202."""
+    """SwiGLU MLP: down(silu(gate(x)) * up(x)), Shazeer 2020, arXiv:2002.05202. A rank may have a part of its outputs.
 
-    def __init__(self, gate: Linear, up: Linear, down: Linear) -> None:
-        self.gate, self.up, self.down = gate, up, down
+    With a `limit`, down(silu(min(gate(x), limit)) * clamp(up(x), -limit, limit)); silu(gate) is clamped at silu(limit),
+    which is the same.
+    """
+
+    def __init__(self, gate: Linear, up: Linear, down: Linear, *, limit: float | None = None) -> None:
+        self.gate, self.up, self.down, self.limit = gate, up, down, limit
+        self.silu_limit = None if limit is None else float(F.silu(torch.tensor(limit)))
 
     def inner(self, x: Tensor) -> Tensor:
-        """Compute silu(gate(x)) * up(x), [n, hidden] to [n, own]."""
-        return self.up.times(x, self.gate.silu(x))
-
-    def linears(self) -> list[Linear]:
-        return [self.gate, self.up, self.down]
+        """Compute the rank's part of the input of `down`, [n, hidden] to [n, own]."""
+        gated = self.gate.silu(x)
+        if self.limit is None:
+            return self.up.times(x, gated)
+        return gated.clamp(max=self.silu_limit) * self.up(x).clamp(-self.limit, self.limit)
 
 
 class SplitMLP:
     """An MLP whose layers, of `inner` and `hidden` outputs, are split over ranks."""
 
-    def __init__(self, mlp: MLP, comm: TorchCollectives, inner: int, hidden: int) -> None:
+    def __init__(self, mlp: GatedMLP, comm: TorchCollectives, inner: int, hidden: int) -> None:
         self._mlp, self._comm, self._inner, self._hidden = mlp, comm, inner, hidden
-        self.linears = mlp.linears
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute [n, hidden] to [n, hidden]."""
@@ -197,7 +207,9 @@ class SplitMLP:
 class SplitExperts:
     """The experts of a layer that this rank computes, or shares with others, by their indices among `count`."""
 
-    def __init__(self, experts: Mapping[int, MLP], comm: TorchCollectives, count: int, inner: int, hidden: int) -> None:
+    def __init__(
+        self, experts: Mapping[int, GatedMLP], comm: TorchCollectives, count: int, inner: int, hidden: int
+    ) -> None:
         self._experts, self._comm, self._count = experts, comm, count
         self._inner, self._hidden = inner, hidden
         topology = comm.rank.topology
@@ -232,15 +244,12 @@ class SplitExperts:
         for expert, entries in chosen:
             outputs.index_copy_(0, entries, expert.down(gated.index_select(0, entries)))
 
-    def _chosen(self, topk_ids: Tensor) -> list[tuple[MLP, Tensor]]:
+    def _chosen(self, topk_ids: Tensor) -> list[tuple[GatedMLP, Tensor]]:
         """Return the chosen experts of the rank, each with the flat indices of its choices in `topk_ids`."""
         flat = topk_ids.flatten()
         counts = torch.bincount(flat, minlength=self._count).tolist()
         places = flat.argsort(stable=True).split(counts)
         return [(expert, places[index]) for index, expert in self._experts.items() if counts[index]]
-
-    def linears(self) -> list[Linear]:
-        return [linear for expert in self._experts.values() for linear in expert.linears()]
 
 
 def _weighted_sum(slots: Tensor, weights: Tensor) -> Tensor:
@@ -271,6 +280,3 @@ class TopKMoE:
         if self.normalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return weights, topk_ids
-
-    def linears(self) -> list[Linear]:
-        return [self.router, *self.experts.linears()]

@@ -115,9 +115,6 @@ class DecoderLayer:
         qk = qk.to(qkv.dtype)
         return qk[:, :queries], qk[:, queries:], heads[:, rotated:]
 
-    def linears(self) -> list[Linear]:
-        return [self.qkv, self.o, *self.mlp.linears()]
-
 
 class TorchDecoder:
     """Owns weights and KV pages of a decoder, or a rank's part. `rows` is the fewest rows that a step computes.
@@ -146,8 +143,7 @@ class TorchDecoder:
         self._angles = {rope: Angles.of(rope, config.limits.max_model_len, device) for rope in model.ropes}
         queries = settle_query_rows(model.head_dim, self.norm.dtype)
         self.arena.query_rows = queries or self.arena.query_rows
-        linears = [self.lm_head, *(linear for layer in self.layers for linear in layer.linears())]
-        self.rows = settle_rows(linears, self._comm, stable=queries is not None)
+        self.rows = settle_rows(self, self._comm, stable=queries is not None)
 
     def forward(self, step: StepTensors) -> Tensor:
         """Write the K/V of a step's tokens, then return logits of `step.logits_rows`, float32 [s, vocab]."""

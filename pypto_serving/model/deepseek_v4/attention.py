@@ -179,9 +179,6 @@ class Compressor:
         """Take the first half of the channels of the earlier window, the second of the later, [n, windows, dim]."""
         return torch.cat([x[:, : self.ratio, : self.dim], x[:, self.ratio :, self.dim :]], dim=1)
 
-    def linears(self) -> list[Linear]:
-        return [self.project]
-
 
 TILE = 64
 """Unit in which compressed entries are gathered."""
@@ -278,9 +275,6 @@ class IndexerTopK:
         scores = torch.bmm(weights[:, None], matches)[:, 0].masked_fill_(~exists, -torch.inf)
         order = torch.sort(scores, dim=1, descending=True, stable=True).indices
         return order[:, : self.sizes.topk].sort(dim=1).values
-
-    def linears(self) -> list[Linear]:
-        return [self.query, self.head_weights]
 
 
 class Attention:
@@ -402,8 +396,3 @@ class Attention:
             )
         slots = view.rows.find("cmp", tokens, entries * self.model.ratio(self.kind), there)
         return torch.cat([rows, self.entries.read(slots)], dim=1), torch.cat([exists, there], dim=1)
-
-    def linears(self) -> list[Linear]:
-        linears = [self.q_latent, self.query, self.latent, self.out, *self.out_latents]
-        linears += [linear for compressor, _, _ in self.compressors for linear in compressor.linears()]
-        return linears + (self.indexer.linears() if self.indexer is not None else [])

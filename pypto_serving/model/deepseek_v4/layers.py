@@ -18,7 +18,7 @@ from pypto_serving.kernels.constants import GATE_HALF
 from pypto_serving.model.checkpoint import require_ids
 from pypto_serving.model.collectives import TorchCollectives
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config, HyperConnections
-from pypto_serving.model.layers import Linear, SplitExperts, SplitMLP, rms_norm
+from pypto_serving.model.layers import GatedMLP, Linear, SplitExperts, SplitMLP, rms_norm
 from pypto_serving.model.loader import TorchWeights
 
 MIN_ROWS = 8
@@ -112,25 +112,10 @@ def hyper_connection_post(h: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> T
     return kept + post[..., None] * y[:, None]
 
 
-class ClampedMLP:
-    """Clamped SwiGLU: down(silu(min(gate(x), limit)) * clamp(up(x), -limit, limit)).
-
-    Computes outputs `inner` of gate and up, `outputs` of down. silu(gate) is clamped at silu(limit), which is the same.
-    """
-
-    def __init__(self, weights: TorchWeights, prefix: str, limit: float, inner: range, outputs: range) -> None:
-        self.gate, self.up = (matrix(weights, f"{prefix}.{name}", outputs=inner) for name in ("w1", "w3"))
-        self.down = matrix(weights, f"{prefix}.w2", outputs=outputs)
-        self.limit = limit
-        self.silu_limit = float(F.silu(torch.tensor(limit)))
-
-    def inner(self, x: Tensor) -> Tensor:
-        """Compute the input of down: [n, hidden] to [n, own]."""
-        gated = self.gate.silu(x).clamp(max=self.silu_limit)
-        return gated * self.up(x).clamp(-self.limit, self.limit)
-
-    def linears(self) -> list[Linear]:
-        return [self.gate, self.up, self.down]
+def clamped_mlp(weights: TorchWeights, prefix: str, limit: float, inner: range, outputs: range) -> GatedMLP:
+    """Load outputs `inner` of gate and up, and `outputs` of down."""
+    gate, up = (matrix(weights, f"{prefix}.{name}", outputs=inner) for name in ("w1", "w3"))
+    return GatedMLP(gate, up, matrix(weights, f"{prefix}.w2", outputs=outputs), limit=limit)
 
 
 class DeepseekV4MoE:
@@ -154,11 +139,11 @@ class DeepseekV4MoE:
             self.selection = vector(weights, f"{prefix}gate.bias")
         outputs = (rank.expert_columns(inner, GATE_HALF), rank.expert_columns(hidden))
         experts = {
-            e: ClampedMLP(weights, f"{prefix}experts.{e}", limit, *outputs) for e in rank.experts(self.sizes.count)
+            e: clamped_mlp(weights, f"{prefix}experts.{e}", limit, *outputs) for e in rank.experts(self.sizes.count)
         }
         self.experts = SplitExperts(experts, comm, self.sizes.count, inner, hidden)
         outputs = (rank.columns(inner, GATE_HALF), rank.columns(hidden))
-        shared = ClampedMLP(weights, f"{prefix}shared_experts", limit, *outputs)
+        shared = clamped_mlp(weights, f"{prefix}shared_experts", limit, *outputs)
         self.shared = SplitMLP(shared, comm, inner, hidden)
 
     def __call__(self, x: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -178,6 +163,3 @@ class DeepseekV4MoE:
             topk_ids = order[:, : self.sizes.per_token]
         weights = scores.gather(1, topk_ids)
         return weights / (add_up(weights, 1)[:, None] + SMALLEST_SUM) * self.sizes.scale, topk_ids
-
-    def linears(self) -> list[Linear]:
-        return [self.router, *self.shared.linears(), *self.experts.linears()]

@@ -18,7 +18,7 @@ from pypto_serving.model.deepseek_v4.layers import (
     matrix,
     vector,
 )
-from pypto_serving.model.layers import Embedding, Linear, rms_norm, settle_rows
+from pypto_serving.model.layers import Embedding, rms_norm, settle_rows
 from pypto_serving.model.loader import TorchWeights
 from pypto_serving.model.rope import rope_tables
 from pypto_serving.types.config import EngineConfig
@@ -51,13 +51,6 @@ class DeepseekV4Layer:
         x, post, comb = self.hyper_connections[1].pre(h)
         y = self.moe(rms_norm(x, self.norms[1], self.eps), view.rows.token_ids, self.dtype)
         return hyper_connection_post(h, y, post, comb)
-
-    def linears(self) -> list[Linear]:
-        return [
-            *(hyper_connection.fn for hyper_connection in self.hyper_connections),
-            *self.attention.linears(),
-            *self.moe.linears(),
-        ]
 
 
 class DraftLayer:
@@ -104,9 +97,6 @@ class DraftLayer:
         )
         return stream.view(len(embedded), -1, hidden) + token[:, None]
 
-    def linears(self) -> list[Linear]:
-        return [*self.layer.linears(), self.token, self.stream, self.hc_head.fn]
-
 
 class DeepseekV4Program:
     """Owns weights and cache pages of a DeepSeek V4 model, or a rank's part. `rows` is the fewest rows of a step.
@@ -142,10 +132,7 @@ class DeepseekV4Program:
             kind: (torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device))
             for kind, (cos, sin) in rope_tables(model.ropes(), config.limits.max_model_len).items()
         }
-        linears = [self.head, self.hc_head.fn, *(linear for layer in self.layers for linear in layer.linears())]
-        if self.drafting is not None:
-            linears += self.drafting.linears()
-        self.rows = settle_rows(linears, self._comm, MIN_ROWS)
+        self.rows = settle_rows(self, self._comm, MIN_ROWS)
 
     def forward(self, step: StepTensors) -> Tensor:
         """Write the cache rows of a step's tokens, then return logits of `step.logits_rows`, float32 [s, vocab]."""
