@@ -14,7 +14,7 @@ from roofline_work import BLOCK, Batch, Operation, Work, operations
 
 from pypto_serving.backend.cpu import CpuBackend
 from pypto_serving.kernels import Recording
-from pypto_serving.model.registry import Serving, load_config, load_spec
+from pypto_serving.model.registry import Serving, load_spec, read_config
 from pypto_serving.setup.host import read_host_facts
 from pypto_serving.types.config import CacheConfig, EngineConfig, Head, ModelConfig, ParallelConfig, WorkerConfig
 from pypto_serving.types.step import BackendLimits
@@ -55,7 +55,7 @@ class Steps:
             ),
             parallel=ParallelConfig(num_threads=threads),
         )
-        self._model = load_config(str(model))[1]
+        self._model = read_config(str(model)).model
         self._program: Any = CpuBackend(self.config).prepare(lambda *_: None)
         self.recording: Recording = self._program.model.step
         pool = np.random.default_rng(0).standard_normal(1 << 22, np.float32)

@@ -14,9 +14,9 @@ from pypto_serving.backend.ranks.shared_steps import SharedSteps
 from pypto_serving.backend.ranks.split_blocks import SplitBlocks
 from pypto_serving.backend.ranks.supervisor import RankSupervisor
 from pypto_serving.backend.ranks.torch_ranks import TorchRanks
-from pypto_serving.errors import ConfigError, ModelError
+from pypto_serving.errors import ConfigError
 from pypto_serving.kernels import Engine, NativeCollectives, SharedMemory
-from pypto_serving.model.fingerprint import checkpoint_state, file_digests
+from pypto_serving.model.fingerprint import file_digests, unchanged
 from pypto_serving.types.config import EngineConfig
 
 
@@ -55,17 +55,10 @@ class CpuBackend(Backend):
 
     def prepare(self, progress: Progress) -> Any:
         """Load weights, allocate the KV arena and return the program. Raises ModelError or ConfigError."""
-        state = checkpoint_state(self.config.model.path)
-        program = self._prepare(progress)
-        if checkpoint_state(self.config.model.path) != state:
-            raise ModelError(
-                f"{self.config.model.path} was changed while it was loaded; start again when it is complete"
-            )
-        return program
+        with unchanged(self.config.model.path):
+            return self._prepare_torch(progress) if self.config.worker.kernels == "torch" else self._prepare(progress)
 
     def _prepare(self, progress: Progress) -> Any:
-        if self.config.worker.kernels == "torch":
-            return self._prepare_torch(progress)
         if self._shared is None:
             return self._prepare_native(progress, NativeCollectives())
         self._supervisor = RankSupervisor()

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from pypto_serving.backend.base import Draft, HostBlocks, Progress, SamplingInputs, StepInputs, StepOutput
-from pypto_serving.backend.native import check_groups
+from pypto_serving.backend.native import read_served
 from pypto_serving.backend.ranks.shared_steps import READY, SharedBuffers
 from pypto_serving.backend.ranks.torch_ranks import LeaderSocket, TorchRanks
 from pypto_serving.kernels import RanksGone, SharedMemory
@@ -28,7 +28,6 @@ from pypto_serving.model.attention import StepTensors
 from pypto_serving.model.collectives import TorchCollectives, join_group
 from pypto_serving.model.fingerprint import program_fingerprint
 from pypto_serving.model.loader import TorchWeights
-from pypto_serving.model.registry import load_config, model_family
 from pypto_serving.parallel.topology import Rank
 from pypto_serving.types.arrays import Float32Array, Int32Array
 from pypto_serving.types.config import EngineConfig
@@ -138,12 +137,8 @@ class TorchLoader:
 
     def __init__(self, config: EngineConfig, rank: Rank) -> None:
         self.config, self.rank = config, rank
-        self._architecture, self._model = load_config(
-            config.model.path, config.drafts_in_model, config.model.hf_overrides
-        )
-        family = model_family(self._architecture)
-        check_groups(config, family, self._model)
-        self._program = family.program
+        self._checkpoint = read_served(config)
+        self._program = self._checkpoint.family.program
 
     def fingerprint(self, progress: Progress) -> bytes:
         """Hash everything except tokens that the content of KV blocks depends on.
@@ -153,14 +148,14 @@ class TorchLoader:
         topology = self.config.parallel.topology
         sizes = (f"{topology.tensor} x {topology.expert} ranks",) if topology.num_ranks > 1 else ()
         numerics = (f"torch {torch.__version__}", torch.backends.cpu.get_cpu_capability(), LAYOUT, *sizes)
-        return program_fingerprint(self.config, progress, self._architecture, self._program.name, *numerics)
+        return program_fingerprint(self.config, progress, self._checkpoint.architecture, self._program.name, *numerics)
 
     def load(self, comm: TorchCollectives, progress: Progress) -> Any:
         """Load the weights, and run the warm-up steps with all ranks."""
         self._take_cpus()
         with torch.inference_mode():
             weights = TorchWeights(self.config.model.path, self.config.model.dtype, progress)
-            model = self._program(self._model, weights, self.config, comm)
+            model = self._program(self._checkpoint.model, weights, self.config, comm)
         _keep_freed_memory()
         steps = _warm_up_steps(self.config)
         for done, step in enumerate(steps):

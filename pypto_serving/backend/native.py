@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
 from pypto_serving.backend.base import Draft, HostBlocks, Progress, SamplingInputs, StepInputs, StepOutput
@@ -15,7 +16,7 @@ from pypto_serving.kernels import Engine, NativeCollectives, NativeSampler, Rank
 from pypto_serving.model.fingerprint import overrides_part, program_fingerprint
 from pypto_serving.model.packed_weights import PackedWeights
 from pypto_serving.model.packed_weights_file import PackedFile, packed_key
-from pypto_serving.model.registry import load_config, model_family
+from pypto_serving.model.registry import CheckpointConfig, read_config
 from pypto_serving.parallel.topology import Rank
 from pypto_serving.types.arrays import Float32Array
 from pypto_serving.types.config import EngineConfig
@@ -30,12 +31,8 @@ class NativeLoader:
 
     def __init__(self, config: EngineConfig, rank: Rank) -> None:
         self.config, self.rank = config, rank
-        self._architecture, self._model = load_config(
-            config.model.path, config.drafts_in_model, config.model.hf_overrides
-        )
-        self._family = model_family(self._architecture)
-        self._program = self._family.native_program
-        check_groups(config, self._family, self._model)
+        self._checkpoint = read_served(config)
+        self._model, self._program = self._checkpoint.model, self._checkpoint.family.native_program
         place = config.parallel.placement(rank.index)
         cpus = set(place.cpus) or os.sched_getaffinity(0)
         self.engine = Engine(config.worker.kernels, place.num_threads or len(cpus), cpus)
@@ -43,7 +40,7 @@ class NativeLoader:
     def fingerprint(self, progress: Progress) -> bytes:
         """Hash everything except tokens that the content of KV blocks depends on. The number of ranks is not hashed."""
         numerics = (self.engine.instruction_set, self._program.layout)
-        return program_fingerprint(self.config, progress, self._architecture, self._name, *numerics)
+        return program_fingerprint(self.config, progress, self._checkpoint.architecture, self._name, *numerics)
 
     @property
     def _name(self) -> str:
@@ -65,21 +62,27 @@ class NativeLoader:
         return [merged(spans) for spans in zip(*each, strict=True)]
 
     def _packed_file(self) -> PackedFile:
-        tensors = self._family.inventory(self._model).expected().items()
+        tensors = self._checkpoint.family.inventory(self._model).expected().items()
         shapes = (f"{name} {wanted}" for name, wanted in tensors)
         topology = self.rank.topology
         sizes = f"{topology.tensor} x {topology.pipeline} x {topology.expert} x {topology.data}"
         part: tuple[str, ...] = (f"rank {self.rank.index} of {sizes}",) if topology.num_ranks > 1 else ()
         part += overrides_part(self.config)
-        key = packed_key(self.config.model.path, self._architecture, self._name, *part, *shapes)
+        key = packed_key(self.config.model.path, self._checkpoint.architecture, self._name, *part, *shapes)
         return PackedFile(self.config.worker.packed_cache, key, self.engine)
 
 
-def check_groups(config: EngineConfig, family: Any, model: Any) -> None:
-    """Raise ConfigError if the model's KV groups differ from the configured ones."""
+def read_served(config: EngineConfig) -> CheckpointConfig:
+    """Read the configuration of the checkpoint, with its draft layers if they are served.
+
+    Raises ModelError, or ConfigError if the model's KV groups differ from the configured ones.
+    """
+    found = read_config(config.model.path, config.model.hf_overrides)
+    model = found.served_model(config.drafts_in_model)
     dtype = "int8" if config.cache.int8_kv else config.model.dtype
-    if family.kv_groups(model, dtype, config.cache.groups[0].block_size) != config.cache.groups:
+    if found.family.kv_groups(model, dtype, config.cache.groups[0].block_size) != config.cache.groups:
         raise ConfigError(f"the KV groups of {config.model.path} in {dtype} are not the configured ones")
+    return replace(found, model=model)
 
 
 class _Step(NamedTuple):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -156,6 +157,15 @@ def checkpoint_state(model_dir: str | Path) -> bytes:
     directory = Path(model_dir)
     files = (*_config_files(directory), *weight_files(directory))
     return hash128(*(file_state(file).encode() for file in files))
+
+
+@contextlib.contextmanager
+def unchanged(model_dir: str | Path) -> Iterator[None]:
+    """Raise ModelError at the end if a configuration or weight file was changed meanwhile."""
+    state = checkpoint_state(model_dir)
+    yield
+    if checkpoint_state(model_dir) != state:
+        raise ModelError(f"{model_dir} was changed while it was loaded; start again when it is complete")
 
 
 def checkpoint_digest(model_dir: str | Path, cache: str, progress: Progress) -> bytes:

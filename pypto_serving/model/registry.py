@@ -209,14 +209,6 @@ def _architecture(raw: Mapping[str, Any], path: str) -> str:
     return names[0]
 
 
-def load_config(
-    model_dir: str | Path, drafts: bool = False, overrides: Mapping[str, Any] | None = None
-) -> tuple[str, Any]:
-    """Read architecture and configuration of a checkpoint folder, with draft layers if `drafts`; raise ModelError."""
-    config = read_config(model_dir, overrides)
-    return config.architecture, config.served_model(drafts)
-
-
 def load_spec(model_dir: str | Path, serving: Serving = DEFAULT_SERVING) -> ModelSpec:
     """Describe a checkpoint folder without reading its weights. See `CheckpointConfig.spec`."""
     return read_config(model_dir).spec(serving)

@@ -13,7 +13,7 @@ from pypto_serving.model.convert.conversion import convert
 from pypto_serving.model.convert.rounding import Encoding
 from pypto_serving.model.decoder.inventory import DecoderInventory
 from pypto_serving.model.formats.values import MatrixTensors, dequantised
-from pypto_serving.model.registry import load_config
+from pypto_serving.model.registry import read_config
 from pypto_serving.types.arrays import Float32Array
 
 
@@ -29,7 +29,7 @@ def tensors_of(path: Path) -> dict[str, torch.Tensor]:
 def values(path: Path) -> dict[str, Float32Array]:
     """What the coded matrices of a checkpoint mean, by module."""
     tensors = StoredTensors(path, lambda *_: None)
-    inventory = DecoderInventory(load_config(path)[1], tensors.headers)
+    inventory = DecoderInventory(read_config(path).model, tensors.headers)
     found = {}
     for module, scheme in inventory.schemes.items():
         if scheme.name:

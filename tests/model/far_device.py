@@ -22,7 +22,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from pypto_serving.model.attention import StepTensors
 from pypto_serving.model.loader import TorchWeights
-from pypto_serving.model.registry import Serving, load_config, load_spec, model_family
+from pypto_serving.model.registry import Serving, load_spec, read_config
 from pypto_serving.types.kv import KVCacheGroupSpec
 from tests.configs import make_config
 
@@ -125,7 +125,7 @@ def make_step(device: torch.device, groups: tuple[KVCacheGroupSpec, ...], start:
 
 def run(path: Path, device: torch.device) -> list[Tensor]:
     """Logits of the last token of each chunk, and of an empty step; only the constructor is told the device."""
-    spec, (architecture, model) = load_spec(path, Serving("float32")), load_config(path)
+    spec, checkpoint = load_spec(path, Serving("float32")), read_config(path)
     config = make_config(
         model=str(path),
         backend="cpu",
@@ -137,7 +137,8 @@ def run(path: Path, device: torch.device) -> list[Tensor]:
         kernels="torch",
     )
     with device:
-        program = model_family(architecture).program(model, TorchWeights(path, "float32", lambda *_: None), config)
+        weights = TorchWeights(path, "float32", lambda *_: None)
+        program = checkpoint.family.program(checkpoint.model, weights, config)
     starts = np.cumsum((0, *CHUNKS))[:-1].tolist()
     steps = [*zip(starts, CHUNKS, strict=True), (TOKENS, 0)]
     return [program.forward(make_step(device, spec.kv_groups, *step)) for step in steps]

@@ -18,7 +18,7 @@ from pypto_serving.backend.native import NativeLoader
 from pypto_serving.backend.ranks.split_blocks import SplitBlocks, serve_blocks
 from pypto_serving.kernels import Engine, Link, Links, NativeCollectives, Recording, SharedMemory, runnable
 from pypto_serving.model.packed_weights import PackedWeights
-from pypto_serving.model.registry import Serving, load_config, load_spec, model_family
+from pypto_serving.model.registry import Serving, load_spec, read_config
 from pypto_serving.parallel.topology import Topology
 from pypto_serving.types.step import BackendTraits
 from tests.configs import change_config
@@ -43,13 +43,14 @@ class RankedProgram:
         **changes: Any,
     ) -> None:
         drafts = changes.get("num_drafts", 0) > 0
-        architecture, model = load_config(path, drafts)
+        checkpoint = read_config(path)
+        model = checkpoint.served_model(drafts)
         groups = load_spec(path, Serving("bfloat16", kv_dtype=kv_dtype, drafts=drafts)).kv_groups
         traits = BackendTraits(max_drafts=changes.get("num_drafts", 0))
         config = config_for(path, "bfloat16", kernels=runnable()[0], groups=groups, traits=traits, **changes)
         self.config = change_config(config, num_blocks=(40,) * len(config.cache.groups))
         self.groups, self.num_blocks = self.config.cache.groups, self.config.cache.num_blocks
-        program = model_family(architecture).native_program
+        program = checkpoint.family.native_program
         memories, links = [SharedMemory.create() for _ in range(topology.hosts)], connect(topology)
         self.models, self._peers = [], []
         for rank in topology.ranks:

@@ -25,7 +25,7 @@ from pypto_serving.kernels import runnable
 from pypto_serving.model.checkpoint import INDEX_FILE, SINGLE_FILE, UNFINISHED_FILE, Checkpoint
 from pypto_serving.model.convert.conversion import convert as convert_checkpoint
 from pypto_serving.model.convert.rounding import Encoding, w8a8
-from pypto_serving.model.registry import Serving, load_config, load_spec
+from pypto_serving.model.registry import Serving, load_spec, read_config
 from tests.model.conftest import MakeCheckpoint
 from tests.model.sequences import Array, Sequences, load_program
 from tests.needs import needs_kernels
@@ -167,7 +167,7 @@ def test_a_killed_conversion_goes_on(checkpoint: MakeCheckpoint, tmp_path: Path)
         run_killed(source, target, calls)
         assert all(file.stat().st_ino == inode for file, inode in finished.items())
         with pytest.raises(ModelError, match="is an unfinished conversion; run the same `pypto-serving convert` again"):
-            load_config(target)
+            read_config(target)
     assert len(finished) > 2
     command = [sys.executable, "-m", "pypto_serving", "convert", source, target, "--format", "w8a8"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)

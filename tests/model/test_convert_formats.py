@@ -31,7 +31,7 @@ from pypto_serving.model.convert.rounding import (
 )
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.formats.values import E2M1, E8M0, nibbles
-from pypto_serving.model.registry import load_config, load_spec, read_config
+from pypto_serving.model.registry import load_spec, read_config
 from pypto_serving.types.arrays import Float32Array
 from tests.checkpoints import make_checkpoint
 from tests.model.conftest import MakeCheckpoint
@@ -201,12 +201,12 @@ def test_deepseek_v4_to_int8(tmp_path: Path, form: str | None) -> None:
     encoding = Path("encoding", "encoding_dsv4.py")
     (source / encoding).parent.mkdir()
     (source / encoding).write_text("REASONING_EFFORT_PROMPTS = {}")
-    _, config = load_config(source)
+    config = read_config(source).model
     add_drafts(source, DeepseekV4Inventory(config))
     plain = {name.removesuffix(".weight"): tensor for name, tensor in load_file(source / "model.safetensors").items()}
     means = plain | (quantise_deepseek(source, form) if form else {})
     target = converted(source, tmp_path / "target", w8a8())
-    inventory = DeepseekV4Inventory(load_config(target)[1])
+    inventory = DeepseekV4Inventory(read_config(target).model)
     Checkpoint.open(target).require(inventory.expected(mtp=True), lambda _: False)
     before, after = tensors_of(source), tensors_of(target)
     for name, tensor in (inventory.model | inventory.drafts).items():

@@ -25,7 +25,7 @@ from pypto_serving.model.formats.schemes import Coded
 from pypto_serving.model.formats.section import read_quantization
 from pypto_serving.model.formats.values import MatrixTensors, dequantised
 from pypto_serving.model.packed_weights import PackedWeights
-from pypto_serving.model.registry import load_config, load_spec, read_config
+from pypto_serving.model.registry import load_spec, read_config
 from tests.checkpoints import make_checkpoint
 from tests.model.configs import MOE, write
 from tests.needs import needs_kernels
@@ -43,7 +43,7 @@ def made(path: Path, format: str, kind: str = "qwen3") -> tuple[Path, Tensors]:
 
 def inventory_of(path: Path) -> tuple[DecoderInventory, StoredTensors]:
     tensors = StoredTensors(path, lambda *_: None)
-    inventory = DecoderInventory(load_config(path)[1], tensors.headers)
+    inventory = DecoderInventory(read_config(path).model, tensors.headers)
     tensors.require(inventory.expected(), inventory.ignores)
     return inventory, tensors
 
@@ -82,7 +82,7 @@ def test_matrices_of_deepseek_v4(tmp_path: Path, form: str) -> None:
     path = make_checkpoint(tmp_path, "deepseek_v4_fast", "bfloat16")
     means = quantise_deepseek(path, form)
     tensors = StoredTensors(path, lambda *_: None)
-    inventory = DeepseekV4Inventory(load_config(path)[1], tensors.headers)
+    inventory = DeepseekV4Inventory(read_config(path).model, tensors.headers)
     tensors.require(inventory.expected(), inventory.ignores)
     for module, wanted in means.items():
         scheme: Any = inventory.scheme(f"{module}.weight")
@@ -156,7 +156,7 @@ def test_a_spec_and_what_files_hold(tmp_path: Path, format: str) -> None:
 
 def test_a_token_reads_its_experts(tmp_path: Path) -> None:
     path, _ = made(tmp_path, "int4_g32", "qwen3_moe")
-    _, config = load_config(path)
+    config = read_config(path).model
     inventory = DecoderInventory(config)
     sizes = inventory.packed_bytes(2)
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
@@ -328,7 +328,7 @@ def test_zero_points_of_0(tmp_path: Path, format: str) -> None:
 
 def refused(path: Path, section: dict[str, Any]) -> str:
     with pytest.raises(ModelError) as caught:
-        load_config(write(path, MOE, quantization_config=section))
+        read_config(write(path, MOE, quantization_config=section))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -408,7 +408,7 @@ def test_values_of_any_type_are_read_or_refused(format: str) -> None:
 
 def schemes(path: Path, section: dict[str, Any]) -> dict[str, str]:
     """Names of schemes by module of a model with experts."""
-    inventory = DecoderInventory(load_config(write(path, MOE, quantization_config=section))[1])
+    inventory = DecoderInventory(read_config(write(path, MOE, quantization_config=section)).model)
     return {module: scheme.name for module, scheme in inventory.schemes.items()}
 
 

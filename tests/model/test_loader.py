@@ -16,7 +16,7 @@ from pypto_serving.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from pypto_serving.model.decoder.inventory import DecoderInventory
 from pypto_serving.model.fingerprint import checkpoint_digest, checkpoint_state
 from pypto_serving.model.loader import TorchWeights
-from pypto_serving.model.registry import load_config
+from pypto_serving.model.registry import read_config
 from tests.model.conftest import MakeCheckpoint
 
 Tensors = dict[str, torch.Tensor]
@@ -40,7 +40,7 @@ def change(path: Path, edit: Callable[[Tensors], object]) -> None:
 
 
 def open_checked(path: Path, dtype: str = "float32") -> TorchWeights:
-    _, config = load_config(path)
+    config = read_config(path).model
     weights = TorchWeights(path, dtype, lambda *_: None)
     inventory = DecoderInventory(config)
     weights.require(inventory.expected(), inventory.ignores)
@@ -60,7 +60,7 @@ def test_both_layouts_hold_the_same(checkpoint: MakeCheckpoint, kind: str) -> No
     assert not (single / INDEX_FILE).exists()
     assert (sharded / INDEX_FILE).exists() and len(Checkpoint.open(sharded).files) > 1
     first, second = open_checked(single), open_checked(sharded)
-    for name in DecoderInventory(load_config(single)[1]).tensors():
+    for name in DecoderInventory(read_config(single).model).tensors():
         assert torch.equal(first.read(name), second.read(name))
 
 
@@ -68,7 +68,7 @@ def test_reading_joins_converts_and_reports(checkpoint: MakeCheckpoint) -> None:
     path = checkpoint()
     seen: list[tuple[str, int, int]] = []
     weights = TorchWeights(path, "bfloat16", lambda *state: seen.append(state))
-    _, config = load_config(path)
+    config = read_config(path).model
     inventory = DecoderInventory(config)
     weights.require(inventory.expected(), inventory.ignores)
     names = [f"model.layers.0.self_attn.{p}_proj.weight" for p in "qkv"]

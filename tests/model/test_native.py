@@ -15,7 +15,7 @@ import pytest
 from pypto_serving.backend.cpu import CpuBackend
 from pypto_serving.errors import ConfigError
 from pypto_serving.kernels import runnable
-from pypto_serving.model.registry import Serving, load_config, load_spec, model_family
+from pypto_serving.model.registry import Serving, load_spec, read_config
 from tests.model.conftest import MakeCheckpoint
 from tests.model.cpu_backend import config_for, prepare, resident_bytes
 from tests.model.sequences import Sequences, compute
@@ -101,13 +101,14 @@ def test_kernels_that_this_machine_does_not_run(checkpoint: MakeCheckpoint) -> N
 def test_why_a_model_needs_torch(
     checkpoint: MakeCheckpoint, changes: dict[str, Any], block_size: int, dtype: str, reason: str
 ) -> None:
-    architecture, model = load_config(checkpoint())
+    found = read_config(checkpoint())
+    model = found.model
     own, parts = dict(changes), {}
     for part in {"attention", "mlp"} & changes.keys():
         parts[part] = dataclasses.replace(getattr(model.layers[0], part), **own.pop(part))
     layers = tuple(dataclasses.replace(layer, **parts) for layer in model.layers)
     changed = dataclasses.replace(model, layers=layers, **own)
-    spec = model_family(architecture).spec(changed, Serving(dtype, block_size), {})
+    spec = found.family.spec(changed, Serving(dtype, block_size), {})
     assert (reason in spec.needs_torch) if reason else not spec.needs_torch
 
 

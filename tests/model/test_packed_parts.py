@@ -17,7 +17,7 @@ from pypto_serving.model.decoder.inventory import DecoderInventory
 from pypto_serving.model.packed_weights import PackedWeights
 from pypto_serving.model.packed_weights_file import PackedFile
 from pypto_serving.model.products import cut
-from pypto_serving.model.registry import load_config
+from pypto_serving.model.registry import read_config
 from pypto_serving.parallel.topology import Placement, Rank, Topology
 from tests.checkpoints import make_checkpoint
 from tests.model.conftest import MakeCheckpoint
@@ -35,7 +35,7 @@ PANEL = 32
 
 def open_weights(path: Path, file: PackedFile | None = None) -> PackedWeights:
     weights = PackedWeights(path, Engine(), lambda *_: None, file)
-    inventory = DecoderInventory(load_config(path)[1], weights.headers)
+    inventory = DecoderInventory(read_config(path).model, weights.headers)
     weights.require(inventory.expected(), inventory.ignores, inventory.schemes, inventory.sizes())
     return weights
 

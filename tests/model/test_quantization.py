@@ -18,7 +18,7 @@ from pypto_serving.kernels import runnable
 from pypto_serving.model.decoder.inventory import DecoderInventory
 from pypto_serving.model.formats.schemes import Int8
 from pypto_serving.model.packed_weights import PackedWeights
-from pypto_serving.model.registry import Serving, load_config, load_spec
+from pypto_serving.model.registry import Serving, load_spec, read_config
 from pypto_serving.setup.host import read_host_facts
 from pypto_serving.setup.options import make_options
 from pypto_serving.setup.resolver import resolve
@@ -46,7 +46,7 @@ def with_section(path: Path, model: dict[str, Any], keys: str, value: Any, ignor
 
 def test_what_llm_compressor_writes(tmp_path: Path) -> None:
     path = write(tmp_path, RELEASED, quantization_config=quantization_config(IGNORED))
-    _, config = load_config(path)
+    config = read_config(path).model
     int8, tensors = DecoderInventory(config).int8_weights(), DecoderInventory(config).tensors()
     assert len(int8) == 28 * 7 and all(name.endswith("_proj.weight") for name in int8)
     assert tensors["model.layers.3.mlp.down_proj.weight_scale"] == (1024, 1)
@@ -61,7 +61,7 @@ def test_what_llm_compressor_writes(tmp_path: Path) -> None:
 
 def test_patterns_and_names_are_ignored(tmp_path: Path) -> None:
     ignore = ["lm_head", "re:.*mlp.gate$", "model.layers.0.self_attn.o_proj", r"re:model\.layers\.1\.mlp\.experts"]
-    _, config = load_config(write(tmp_path, MOE, quantization_config=quantization_config(ignore)))
+    config = read_config(write(tmp_path, MOE, quantization_config=quantization_config(ignore))).model
     int8 = DecoderInventory(config).int8_weights()
     assert "model.layers.5.mlp.experts.7.down_proj.weight" in int8
     assert "model.layers.0.mlp.gate_proj.weight" in int8 and "model.layers.1.self_attn.o_proj.weight" in int8
@@ -138,7 +138,7 @@ def test_too_many_patterns(tmp_path: Path) -> None:
     """Each is cheap, but every module of a large model is matched against all of them."""
     ignore = [f"re:x{number}" for number in range(5000)]
     with pytest.raises(ModelError, match="could take long to match"):
-        load_config(write(tmp_path, MOE, quantization_config=quantization_config(ignore)))
+        read_config(write(tmp_path, MOE, quantization_config=quantization_config(ignore)))
 
 
 def test_patterns_of_any_depth(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_patterns_of_any_depth(tmp_path: Path) -> None:
     for depth in range(100, 600, 20):
         entry = "re:" + "(" * depth + ")" * depth
         try:
-            load_config(write(tmp_path, MOE, quantization_config=quantization_config([entry])))
+            read_config(write(tmp_path, MOE, quantization_config=quantization_config([entry])))
         except ModelError as error:
             refused += 1
             assert "\n" not in str(error)
@@ -162,7 +162,7 @@ def test_patterns_as_quantisers_write_them(tmp_path: Path) -> None:
         r"re:(x)?(?(1)|)(?>y.*z)q*+",
         *(rf"re:model\.layers\.{layer}\..*(q|k|v)_proj.*" for layer in range(200)),
     ]
-    _, config = load_config(write(tmp_path, MOE, quantization_config=quantization_config(some)))
+    config = read_config(write(tmp_path, MOE, quantization_config=quantization_config(some))).model
     int8 = DecoderInventory(config).int8_weights()
     assert "model.layers.5.mlp.experts.7.down_proj.weight" in int8
     assert not any("layers.7.self_attn" in name or "experts.7.up_proj" in name for name in int8)

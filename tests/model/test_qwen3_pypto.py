@@ -16,7 +16,7 @@ from pypto_serving.model.checkpoint import StoredTensors
 from pypto_serving.model.contract import Argument, bind, of_role, same_arguments
 from pypto_serving.model.families import qwen3
 from pypto_serving.model.qwen3.pypto import Qwen3Contract
-from pypto_serving.model.registry import load_config
+from pypto_serving.model.registry import read_config
 from pypto_serving.types.step import BackendTraits
 from tests.checkpoints import make_checkpoint
 from tests.model.configs import QWEN3_14B
@@ -104,7 +104,7 @@ def test_bytes_of_qwen3_14b() -> None:
 
 
 def small(path: Path, revision: Any, max_model_len: int = 512) -> Qwen3Contract:
-    _, model = load_config(path)
+    model = read_config(path).model
     return Qwen3Contract(model, revision, max_model_len, 96)
 
 
@@ -180,7 +180,7 @@ def check(contract: Qwen3Contract, stage: str, step: StepInputs, values: Any, em
 @pytest.mark.parametrize("revision", ["2026-06", "2026-08"])
 def test_weights(checkpoint: Path, revision: Any) -> None:
     """Each tensor of a shrunken checkpoint, transformed by hand."""
-    contract, model = small(checkpoint, revision), load_config(checkpoint)[1]
+    contract, model = small(checkpoint, revision), read_config(checkpoint).model
     stored = {name: value.view(np.uint16) for name, value in load_file_bits(checkpoint).items()}
     wanted = expected_weights(stored, model, revision)
     tensors = StoredTensors(checkpoint, lambda *_: None)
@@ -195,7 +195,7 @@ def test_weights(checkpoint: Path, revision: Any) -> None:
 
 def test_devices_have_parts_of_what_one_has(checkpoint: Path) -> None:
     """Put together, the parts of two devices are one's weights; each has all norms, tables and embeddings."""
-    _, model = load_config(checkpoint)
+    model = read_config(checkpoint).model
     one, two = (Qwen3Contract(model, "2026-08", 512, 96, devices) for devices in (1, 2))
     whole, parts = (
         {

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from pypto_serving.cli import main
 from pypto_serving.errors import ModelError
 from pypto_serving.model.fingerprint import checkpoint_digest, checkpoint_state
-from pypto_serving.model.registry import load_config, load_spec, read_config
+from pypto_serving.model.registry import load_spec, read_config
 from tests.checkpoints import make_checkpoint
 from tests.quantised import quantise
 
@@ -54,7 +54,7 @@ def test_a_section_beside_the_config(tmp_path: Path, format: str, capsys: pytest
     quantise(make_checkpoint(whole, **WIDE), format)
     name, written = BESIDE[format]
     (path / name).write_text(json.dumps(written(without_section(path, format))))
-    assert load_config(path) == load_config(whole)
+    assert read_config(path).model == read_config(whole).model
     assert load_spec(path).quantization == load_spec(whole).quantization != ""
     assert read_config(path).contents() == read_config(whole).contents()
     assert main(["check", str(path)]) == 0 and "missing" not in capsys.readouterr().out
@@ -63,9 +63,9 @@ def test_a_section_beside_the_config(tmp_path: Path, format: str, capsys: pytest
 def test_the_section_of_the_config_counts(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "model", **WIDE)
     quantise(path, "awq")
-    wanted = load_config(path)
+    wanted = read_config(path).model
     (path / "quantize_config.json").write_text('{"bits": 3}')
-    assert load_config(path) == wanted
+    assert read_config(path).model == wanted
 
 
 @pytest.mark.parametrize(
@@ -82,13 +82,13 @@ def test_how_others_round_their_kv_cache(
 ) -> None:
     """Blocks are stored as the server's options say: the scheme is not followed, and its scales are left alone."""
     quantise(path := make_checkpoint(tmp_path / "model", **WIDE), format)
-    wanted, config = load_config(path), json.loads((path / "config.json").read_text())
+    wanted, config = read_config(path).model, json.loads((path / "config.json").read_text())
     config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "dynamic": False}
     (path / "config.json").write_text(json.dumps(config))
     tensors = load_file(file := path / "model.safetensors")
     tensors |= {f"model.layers.0.self_attn.{scale}": torch.ones(()) for scale in scales}
     save_file(tensors, file)
-    assert load_config(path) == wanted
+    assert read_config(path).model == wanted
     assert main(["check", str(path)]) == 0
     assert ("left alone" in capsys.readouterr().out) == bool(scales)
 
@@ -106,7 +106,7 @@ def test_what_cannot_be_read_names_the_file(tmp_path: Path, name: str, content: 
     path = make_checkpoint(tmp_path / "model", **WIDE)
     (path / name).write_text(content)
     with pytest.raises(ModelError) as caught:
-        load_config(path)
+        read_config(path)
     assert str(caught.value).startswith(str(path / name)) and words in str(caught.value)
 
 

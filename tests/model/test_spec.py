@@ -12,7 +12,7 @@ from transformers import LlamaConfig, MistralConfig, MixtralConfig, Phi3Config, 
 from pypto_serving.errors import ModelError
 from pypto_serving.model.decoder.inventory import DecoderInventory
 from pypto_serving.model.decoder.recipe import ExpertsRecipe
-from pypto_serving.model.registry import Serving, load_config, load_spec, model_family
+from pypto_serving.model.registry import Serving, load_spec, model_family, read_config
 from tests.model.configs import MOE, RELEASED, write
 
 
@@ -44,7 +44,7 @@ def test_both_spellings_mean_the_same(tmp_path: Path) -> None:
         "dtype": "bfloat16",
     }
     write(new, MOE, **respelled, num_experts=..., num_local_experts=8)
-    assert load_config(old) == load_config(new)
+    assert read_config(old).model == read_config(new).model
     assert load_spec(old).dtype == load_spec(new).dtype == "bfloat16"
     assert load_spec(old).max_position_embeddings == 131072
 
@@ -95,7 +95,7 @@ def test_absent_keys_have_the_values_of_transformers(tmp_path: Path, architectur
     sizes = {"hidden_size": 64, "num_attention_heads": 16, "head_dim": 32, "max_position_embeddings": 8192}
     sizes |= {"intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 320}
     (tmp_path / "config.json").write_text(json.dumps(sizes | {"architectures": [architecture]}))
-    wanted, (_, found) = theirs(**sizes), load_config(tmp_path)
+    wanted, found = theirs(**sizes), read_config(tmp_path).model
     assert found.num_kv_heads == wanted.num_key_value_heads
     assert found.rms_norm_eps == wanted.rms_norm_eps
     assert found.attention.rope.theta == wanted.rope_parameters["rope_theta"]
@@ -104,7 +104,7 @@ def test_absent_keys_have_the_values_of_transformers(tmp_path: Path, architectur
 
 
 def test_expert_layers(tmp_path: Path) -> None:
-    _, config = load_config(write(tmp_path, MOE, num_hidden_layers=6))
+    config = read_config(write(tmp_path, MOE, num_hidden_layers=6)).model
     experts = [isinstance(layer.mlp, ExpertsRecipe) for layer in config.layers]
     assert experts == [False, True, False, False, False, True], "every second layer, but not layer 3"
     tensors = DecoderInventory(config).tensors()
@@ -131,7 +131,7 @@ def test_serving_dtype(tmp_path: Path, stored: Any, wanted: str, served: str) ->
 
 
 def test_head_dim_defaults_to_a_share_of_the_hidden_size(tmp_path: Path) -> None:
-    _, config = load_config(write(tmp_path, RELEASED, head_dim=...))
+    config = read_config(write(tmp_path, RELEASED, head_dim=...)).model
     assert config.head_dim == 64
 
 

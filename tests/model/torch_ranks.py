@@ -18,7 +18,7 @@ from pypto_serving.backend.cpu_torch import TorchProgram, compute
 from pypto_serving.kernels import SharedMemory
 from pypto_serving.model.collectives import TorchCollectives
 from pypto_serving.model.loader import TorchWeights
-from pypto_serving.model.registry import load_config, model_family
+from pypto_serving.model.registry import read_config
 from pypto_serving.parallel.topology import Rank, Topology
 from tests.configs import change_config
 from tests.model.cpu_backend import config_for
@@ -55,8 +55,8 @@ class TorchRankedProgram:
     def __init__(self, path: Path, topology: Topology) -> None:
         config = config_for(path)
         self.config = config = change_config(config, num_blocks=(40,) * len(config.cache.groups))
-        architecture, model = load_config(path)
-        program = model_family(architecture).program
+        checkpoint = read_config(path)
+        program, model = checkpoint.family.program, checkpoint.model
         memory, store = SharedMemory.create(), dist.HashStore()  # type: ignore[attr-defined]
         device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")  # type: ignore[attr-defined]
         self._threads = ThreadPoolExecutor(topology.num_ranks)

@@ -10,13 +10,13 @@ from pypto_serving.backend.base import Backend, Progress
 from pypto_serving.backend.cuda.compiling import compile_ahead, kernel_identity
 from pypto_serving.backend.cuda.device import Card, CudaCard, NoCard
 from pypto_serving.backend.cuda.program import CudaProgram
-from pypto_serving.backend.native import check_groups
-from pypto_serving.errors import ConfigError, ModelError
+from pypto_serving.backend.native import read_served
+from pypto_serving.errors import ConfigError
 from pypto_serving.kernels.cuda.launch import Call, Launch, recording
 from pypto_serving.kernels.cuda.products import BULK_COPIES
 from pypto_serving.model.card_weights import CardWeights
-from pypto_serving.model.fingerprint import checkpoint_state, program_fingerprint
-from pypto_serving.model.registry import CheckpointConfig, read_config
+from pypto_serving.model.fingerprint import program_fingerprint, unchanged
+from pypto_serving.model.registry import CheckpointConfig
 from pypto_serving.util import hash128
 
 
@@ -29,23 +29,18 @@ class CudaBackend(Backend):
 
     def prepare(self, progress: Progress) -> CudaProgram:
         """Compile, load weights, allocate the KV memory and capture the graphs. Raises ModelError or ConfigError."""
-        config = self.config
-        state = checkpoint_state(config.model.path)
-        checkpoint = read_config(config.model.path, config.model.hf_overrides)
-        check_groups(config, checkpoint.family, checkpoint.model)
-        try:
-            program = self._program(
-                checkpoint, self._open(checkpoint, progress), self._fingerprint(checkpoint, progress), progress
-            )
-            program.capture(progress)
-        except (torch.cuda.OutOfMemoryError, RuntimeError) as error:
-            if "out of memory" not in str(error):
-                raise
-            needed = str(error).splitlines()[0].partition(". GPU")[0]
-            raise ConfigError(f"the card or the host has too little memory ({needed}); lower kv-memory") from None
-        if checkpoint_state(config.model.path) != state:
-            raise ModelError(f"{config.model.path} was changed while it was loaded; start again when it is complete")
-        return program
+        with unchanged(self.config.model.path):
+            checkpoint = read_served(self.config)
+            try:
+                device, fingerprint = self._open(checkpoint, progress), self._fingerprint(checkpoint, progress)
+                program = self._program(checkpoint, device, fingerprint, progress)
+                program.capture(progress)
+            except (torch.cuda.OutOfMemoryError, RuntimeError) as error:
+                if "out of memory" not in str(error):
+                    raise
+                needed = str(error).splitlines()[0].partition(". GPU")[0]
+                raise ConfigError(f"the card or the host has too little memory ({needed}); lower kv-memory") from None
+            return program
 
     def _open(self, checkpoint: CheckpointConfig, progress: Progress) -> Card:
         """Compile the kernels and open the card."""

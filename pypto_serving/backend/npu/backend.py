@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pypto_serving.backend.base import Backend, Fault, Program, Progress
-from pypto_serving.backend.native import check_groups
+from pypto_serving.backend.native import read_served
 from pypto_serving.backend.npu.chips import Chips
 from pypto_serving.backend.npu.keeper import keep_group
 from pypto_serving.backend.npu.program import STAGING_BYTES, Device, DeviceBuffers, DevicePages, NpuProgram
@@ -24,9 +24,10 @@ from pypto_serving.kernels import Engine, NativeSampler
 from pypto_serving.kernels.abi import runnable
 from pypto_serving.model.checkpoint import StoredTensors
 from pypto_serving.model.contract import StageName, of_role, same_arguments
-from pypto_serving.model.fingerprint import checkpoint_state, program_fingerprint
-from pypto_serving.model.registry import CheckpointConfig, read_config
+from pypto_serving.model.fingerprint import program_fingerprint, unchanged
+from pypto_serving.model.registry import CheckpointConfig
 from pypto_serving.threads import start_thread
+from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.sampler import Sampler
 
 REPORT_S, MOST_REPORTS = 10.0, 180
@@ -49,8 +50,10 @@ class NpuBackend(Backend):
 
     def prepare(self, progress: Progress) -> Program:
         """Return the program. Raises ModelError or ConfigError."""
-        config = self.config
-        state = checkpoint_state(config.model.path)
+        with unchanged(self.config.model.path):
+            return self._prepare(self.config, progress)
+
+    def _prepare(self, config: EngineConfig, progress: Progress) -> NpuProgram:
         size = config.parallel.topology.tensor
         devices = range(config.parallel.replica * size, config.parallel.replica * size + size)
         runtime = Runtime(str(config.worker.backend_options["platform"]), devices)
@@ -60,14 +63,11 @@ class NpuBackend(Backend):
                 f"lower tiers; drop kv-{config.cache.tiers[0].tier}"
                 + ("-memory" if config.cache.tiers[0].tier == "host" else "")
             )
-        checkpoint = read_config(config.model.path, config.model.hf_overrides)
-        check_groups(config, checkpoint.family, checkpoint.model)
+        checkpoint = read_served(config)
         library = find_library(config, checkpoint)
-        self._device = self._prepare(runtime, library, progress)
+        self._device = self._open(runtime, library, progress)
         atexit.register(self._device.close)
         embedding = self._load(library, checkpoint, progress)
-        if checkpoint_state(config.model.path) != state:
-            raise ModelError(f"{config.model.path} was changed while it was loaded; start again when it is complete")
         memory = DevicePages(
             self._device, library.contract, config.cache.num_blocks[0], config.cache.groups[0].block_bytes
         )
@@ -80,7 +80,7 @@ class NpuBackend(Backend):
         assert self._chips is not None
         self._chips.fault = fault
 
-    def _prepare(self, runtime: Runtime, library: ProgramLibrary, progress: Progress) -> Device:
+    def _open(self, runtime: Runtime, library: ProgramLibrary, progress: Progress) -> Device:
         """Load the compiled programs, or compile them, allocate shared memory, and let the runtime fork."""
         kept = self._programs = Programs(runtime, self.config.worker.cache_dir)
         contract, programs = library.contract, dict[StageName, Any]()

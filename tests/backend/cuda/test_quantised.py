@@ -20,7 +20,7 @@ from pypto_serving.model.card_weights import CardWeights
 from pypto_serving.model.decoder.cuda import CudaDecoder
 from pypto_serving.model.decoder.inventory import DecoderInventory
 from pypto_serving.model.formats.cards import CardForm, card_form
-from pypto_serving.model.registry import Serving, load_config, load_spec, read_config
+from pypto_serving.model.registry import Serving, load_spec, read_config
 from tests.backend.cuda.programs import answers, config_for, shortfall, tiny_checkpoint
 from tests.kernels.cuda.multiplying import product, random
 from tests.quantised import FORMATS, Format, awq, gptq, quantise, quantise_parts
@@ -47,7 +47,7 @@ def formats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def weights_of(path: Path) -> CardWeights:
-    weights, config = CardWeights(path, "bfloat16", lambda *_: None), load_config(path)[1]
+    weights, config = CardWeights(path, "bfloat16", lambda *_: None), read_config(path).model
     weights.expect(DecoderInventory(config, weights.headers), 32)
     return weights
 
@@ -147,7 +147,7 @@ def test_planned_bytes_are_held(tmp_path: Path, format: str) -> None:
     path = tiny_checkpoint(tmp_path / "tiny", **SIZES, tie_word_embeddings=format != "mixed")
     if format:
         quantise_parts(path, MIXED) if format == "mixed" else quantise(path, format)
-    model, weights = load_config(path)[1], CardWeights(path, "bfloat16", lambda *_: None)
+    model, weights = read_config(path).model, CardWeights(path, "bfloat16", lambda *_: None)
     assert held_bytes(CudaDecoder(model, weights, config_for(path))) == load_spec(path, Serving("bfloat16")).card_bytes
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from pypto_serving.errors import ModelError
 from pypto_serving.kernels import runnable
-from pypto_serving.model.registry import Serving, load_config, model_family
+from pypto_serving.model.registry import Serving, read_config
 from tests.model.conftest import MakeCheckpoint
 from tests.model.neighbours import Subject, Subjects, assert_same, random_tokens, run_among_others
 from tests.model.sequences import Array, Sequences, load_program
@@ -206,6 +206,6 @@ def test_going_on_from_what_a_resumed_request_needs(subject: Subject) -> None:
     ],
 )
 def test_why_a_model_needs_torch(checkpoint: MakeCheckpoint, changes: dict[str, Any], dtype: str, reason: str) -> None:
-    architecture, model = load_config(checkpoint("deepseek_v4_fast", **changes))
-    needs = model_family(architecture).spec(model, Serving(dtype), {}).needs_torch
+    found = read_config(checkpoint("deepseek_v4_fast", **changes))
+    needs = found.family.spec(found.model, Serving(dtype), {}).needs_torch
     assert (reason in needs) if reason else not needs

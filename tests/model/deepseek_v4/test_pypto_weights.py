@@ -19,7 +19,7 @@ from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.deepseek_v4.pypto.arguments import stages
 from pypto_serving.model.deepseek_v4.pypto.weights import FlashWeights
-from pypto_serving.model.registry import load_config
+from pypto_serving.model.registry import read_config
 from tests.checkpoints import make_checkpoint
 
 RANKS, TENSOR = 2, 2
@@ -47,7 +47,7 @@ def converted(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(path: Path) -> DeepseekV4Config:
-    model = load_config(path)[1]
+    model = read_config(path).model
     assert isinstance(model, DeepseekV4Config)
     return model
 

@@ -20,7 +20,7 @@ from pypto_serving.model.checkpoint import Checkpoint
 from pypto_serving.model.convert.conversion import convert
 from pypto_serving.model.convert.rounding import w8a8
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
-from pypto_serving.model.registry import load_config, load_spec, read_config
+from pypto_serving.model.registry import load_spec, read_config
 from tests.checkpoints import make_checkpoint
 from tests.model.deepseek_v4.replicas import FAST, NATIVE, Oracle, Schedule, Subject, run_schedule
 from tests.model.neighbours import assert_same, random_tokens, run_among_others
@@ -170,7 +170,7 @@ def test_workers_die(tmp_path: Path, form: str) -> None:
 def test_every_tensor_is_needed(made: Make, tmp_path: Path, form: str) -> None:
     """One that is missing, or of another shape or type, is named; and so is one too many."""
     path = shutil.copytree(made(form).path, tmp_path / form)
-    whole, (_, config) = load_file(path / "model.safetensors"), load_config(path)
+    whole, config = load_file(path / "model.safetensors"), read_config(path).model
 
     def refused(tensors: dict[str, torch.Tensor]) -> str:
         save_file(tensors, path / "model.safetensors")

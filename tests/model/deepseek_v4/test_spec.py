@@ -13,7 +13,7 @@ from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.deepseek_v4.spec import kv_groups, model_spec
 from pypto_serving.model.null_models import FLASH, deepseek_v4_groups
-from pypto_serving.model.registry import Serving, load_config, load_spec, read_config
+from pypto_serving.model.registry import Serving, load_spec, read_config
 from tests.compressed import quantization_config
 from tests.model.deepseek_v4.configs import PLAIN_FLASH, PRO
 
@@ -223,6 +223,6 @@ def test_errors_name_key_and_value(tmp_path: Path, changes: dict[str, Any], word
     changed = {key: value for key, value in (FLASH | changes).items() if value is not ...}
     (tmp_path / "config.json").write_text(json.dumps(changed))
     with pytest.raises(ModelError) as caught:
-        load_config(tmp_path)
+        read_config(tmp_path)
     assert "\n" not in str(caught.value)
     assert all(word in str(caught.value) for word in words), str(caught.value)
