@@ -158,7 +158,7 @@ def kv_bytes(rows: int, context: int) -> int:
 def attention_inputs(heads: int, counts: Sequence[int], context: int, queries: int) -> tuple[Any, ...]:
     """Return queries, room for outputs, inputs with tiles of so many queries, and pages of several layers."""
     from pypto_serving.kernels.cuda import attention, step
-    from pypto_serving.kernels.cuda.pages import KVPages
+    from pypto_serving.kernels.cuda.step import KVPages
 
     rows, tokens, per_row = len(counts), sum(counts), context // BLOCK + 1
     layers, blocks = copies(kv_bytes(rows, context)), 1 + rows * per_row

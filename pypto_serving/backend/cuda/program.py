@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from pypto_serving.backend.base import BlockMemory, Draft, Progress, SamplingInputs, StepInputs, StepOutput
-from pypto_serving.backend.cuda.blocks import CardBlocks
-from pypto_serving.backend.cuda.device import Card, CardEvent
+from pypto_serving.backend.cuda.device import Card, CardBlocks, CardEvent
 from pypto_serving.backend.cuda.graphs import StepSizes, StepSizing
 from pypto_serving.backend.cuda.sampler import DeviceSampler
 from pypto_serving.kernels.cuda.launch import Call, run
-from pypto_serving.kernels.cuda.pages import KVPages
-from pypto_serving.kernels.cuda.step import DispatchTensors
+from pypto_serving.kernels.cuda.step import DispatchTensors, KVPages
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.sampler import Sampler
 from pypto_serving.util import ceil_div

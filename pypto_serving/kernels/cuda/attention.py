@@ -21,9 +21,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pypto_serving.kernels.cuda.launch import launch, power_of_two
-from pypto_serving.kernels.cuda.pages import KVPages
 from pypto_serving.kernels.cuda.products import has_bulk_copies
-from pypto_serving.kernels.cuda.step import DispatchTensors
+from pypto_serving.kernels.cuda.step import DispatchTensors, KVPages
 
 SPLIT = 512
 TILE = 64

@@ -11,8 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pypto_serving.kernels.cuda.launch import launch, power_of_two
-from pypto_serving.kernels.cuda.pages import KVPages
-from pypto_serving.kernels.cuda.step import DispatchTensors
+from pypto_serving.kernels.cuda.step import DispatchTensors, KVPages
 from pypto_serving.util import ceil_div
 
 _HEADS_AT_ONCE = 4

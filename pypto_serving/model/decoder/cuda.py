@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from pypto_serving.kernels.cuda import attention
-from pypto_serving.kernels.cuda.pages import KVPages
 from pypto_serving.kernels.cuda.products import Bf16Matrix
 from pypto_serving.kernels.cuda.rows import add_norm, embed, gather, split_heads
-from pypto_serving.kernels.cuda.step import DispatchTensors
+from pypto_serving.kernels.cuda.step import DispatchTensors, KVPages
 from pypto_serving.model.card_weights import CardWeights
 from pypto_serving.model.decoder.inventory import DecoderInventory
 from pypto_serving.model.decoder.recipe import DecoderConfig

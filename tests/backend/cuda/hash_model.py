@@ -9,8 +9,7 @@ from torch import Tensor
 
 from pypto_serving.backend.cuda.program import CardModel
 from pypto_serving.kernels.cuda.launch import run
-from pypto_serving.kernels.cuda.pages import KVPages
-from pypto_serving.kernels.cuda.step import DispatchTensors
+from pypto_serving.kernels.cuda.step import DispatchTensors, KVPages
 from pypto_serving.types.config import EngineConfig
 
 PRIME = 1_000_003

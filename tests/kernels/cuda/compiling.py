@@ -27,11 +27,10 @@ from pypto_serving.backend.cuda.sampler import DeviceSampler
 from pypto_serving.kernels.cuda import attention
 from pypto_serving.kernels.cuda.int4 import Int4Matrix
 from pypto_serving.kernels.cuda.launch import Launch, recording
-from pypto_serving.kernels.cuda.pages import KVPages
 from pypto_serving.kernels.cuda.products import Bf16Matrix, GatedMatrix, SplitMatrix
 from pypto_serving.kernels.cuda.quantized import SPAN, Fp8Matrix, Int8Matrix, RoundedRows
 from pypto_serving.kernels.cuda.rows import add_norm, embed, gather, split_heads
-from pypto_serving.kernels.cuda.step import DispatchTensors
+from pypto_serving.kernels.cuda.step import DispatchTensors, KVPages
 from pypto_serving.types.step import BackendLimits
 from pypto_serving.util import ceil_div
 

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pypto_serving.kernels.cuda.pages import KVPages
-from pypto_serving.kernels.cuda.step import DispatchTensors, tiles_of_chunks
+from pypto_serving.kernels.cuda.step import DispatchTensors, KVPages, tiles_of_chunks
 from pypto_serving.util import ceil_div
 from tests.kernels.cuda.devices import DEVICE
 

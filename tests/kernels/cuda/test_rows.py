@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pypto_serving.kernels.cuda.pages import KVPages
 from pypto_serving.kernels.cuda.rows import add_norm, embed, gather, split_heads
+from pypto_serving.kernels.cuda.step import KVPages
 from tests.kernels.cuda.contexts import error, int32, poisoned, random, step_tensors
 from tests.kernels.cuda.devices import DEVICE
 
