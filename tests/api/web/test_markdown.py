@@ -301,7 +301,8 @@ def test_an_answer_of_all_kinds_fits_and_is_accessible(
     too_wide = (
         "[...document.querySelector('.assistant .prose').children].filter(e => e.scrollWidth > e.clientWidth + 1)"
     )
-    assert page.run(f"{too_wide}.filter(e => !e.matches('.scrolled, .code-block')).map(e => e.outerHTML)") == []
+    assert page.run(f"{too_wide}.filter(e => !e.matches('.code-block')).map(e => e.outerHTML)") == []
+    assert "local" in page.run("getComputedStyle(document.querySelector('.prose pre')).backgroundAttachment")
     is_accessible(page)
     if width == 1440:
         page.resize(1280, 860)

@@ -58,7 +58,7 @@ const NAMES = {
   "c++": "cpp", cc: "cpp", cxx: "cpp", h: "cpp", hpp: "cpp", cuda: "cpp", cu: "cpp", "c#": "csharp", cs: "csharp", scss: "css", less: "css", dockerfile: "docker", containerfile: "docker",
   golang: "go", toml: "ini", cfg: "ini", conf: "ini", properties: "ini", env: "ini", js: "javascript", jsx: "javascript", mjs: "javascript", node: "javascript", ts: "typescript", tsx: "typescript",
   jsonc: "json", json5: "json", jsonl: "json", kt: "kotlin", make: "makefile", py: "python", python3: "python", pycon: "python", ipython: "python", rb: "ruby", rs: "rust",
-  bash: "shell", sh: "shell", zsh: "shell", console: "shell", terminal: "shell", fish: "shell", postgresql: "sql", mysql: "sql", sqlite: "sql", plsql: "sql", html: "xml", svg: "xml", vue: "xml", xhtml: "xml", yml: "yaml", patch: "diff",
+  bash: "shell", sh: "shell", curl: "shell", zsh: "shell", console: "shell", terminal: "shell", fish: "shell", postgresql: "sql", mysql: "sql", sqlite: "sql", plsql: "sql", html: "xml", svg: "xml", vue: "xml", xhtml: "xml", yml: "yaml", patch: "diff",
 };
 
 /** What is known of a language by the name after the fence; undefined if nothing is. */
