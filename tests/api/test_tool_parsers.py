@@ -126,6 +126,7 @@ NO_CALLS: list[tuple[str, str]] = [
     ("qwen3_coder", "<tool_call>\nnow\n</tool_call>"),
     ("qwen3_coder", "In XML you write <function=f>.</function>"),
     ("qwen3_coder", "<tool_call><function=a\nb></function></tool_call>"),
+    ("qwen3_coder", "<tool_call><function=get_weather><parameter=exact>\nfa\nlse\n</parameter></function></tool_call>"),
     ("llama3_json", '{"name": "Bob", "parameters": {}}'),
     ("llama3_json", '{"answer": 42}'),
     ("llama3_json", '{"name": "now"}'),

@@ -19,7 +19,7 @@ from pypto_serving.api.chat.parsers.scanner import OutputScanner, Steps, Tools, 
 MAX_TAG, _KEPT = 512, 128
 """Characters of a tag with a name; characters of a text that are kept back, since its end may be wrong."""
 _NULL = re.compile(r"null|None|\{\}")
-_NOT_PLAIN = re.compile(r"""["'{}\[\]\x00-\x08\x0b-\x1f]""")
+_NOT_PLAIN = re.compile(r"""["'{}\[\]\x00-\x1f]""")
 _KINDS: Mapping[type | None, tuple[str, ...]] = {
     type(None): ("null",),
     bool: ("boolean",),
@@ -206,4 +206,4 @@ def as_json(text: str, types: Sequence[str]) -> str | None:
     kinds = _KINDS.get(json_type(word), ()) if word is not None else ()
     if word is not None and (any(kind in types for kind in kinds) or (word == "null" and "string" not in types)):
         return word
-    return to_json(text) if "string" in types or not _NOT_PLAIN.search(text) else None
+    return to_json(text) if "string" in types or not _NOT_PLAIN.search(text.strip()) else None
