@@ -32,7 +32,7 @@ from pypto_serving.threads import start_thread
 
 T = TypeVar("T")
 
-TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Terminals and service managers send these to whole groups of processes; children leave them to their parent."""
 LEFT_SIGNALS = frozenset(
     {

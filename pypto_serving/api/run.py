@@ -10,7 +10,7 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any, cast
 
 import uvicorn
@@ -158,7 +158,7 @@ async def serve(app: Starlette, server: ServerConfig, on_bound: OnBound) -> None
     """Serve `app` until SIGTERM or SIGINT; on SIGHUP reload keys and certificate. Raises OSError if it cannot bind.
 
     Port 0 takes a free port; `on_bound` gets its number, or 0 for a Unix socket. Must be called in the main thread,
-    where signals are handled.
+    where signals are handled; afterwards they are ignored.
     """
     running = ApiServer(app, server)
     loop = asyncio.get_running_loop()
@@ -167,12 +167,18 @@ async def serve(app: Starlette, server: ServerConfig, on_bound: OnBound) -> None
         handlers[signal.SIGHUP] = running.reload
     for number, handler in handlers.items():
         loop.add_signal_handler(number, handler)
+    running.reload()  # a SIGHUP until now had no effect
     try:
         await running.run(on_bound)
-        logger.info("stopped")
     finally:
-        for number in handlers:
-            loop.remove_signal_handler(number)
+        ignore_signals(handlers)
+
+
+def ignore_signals(numbers: Iterable[signal.Signals]) -> None:
+    """Ignore signals that the running loop handles: this process is about to end, and has nothing to do for them."""
+    for number in numbers:
+        asyncio.get_running_loop().remove_signal_handler(number)
+        signal.signal(number, signal.SIG_IGN)
 
 
 class _Uvicorn(uvicorn.Server):

@@ -50,11 +50,14 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def serve(options: Options) -> None:
     """Serve MODEL over an OpenAI-compatible API; without MODEL, the bundled one."""
     before = {number: signal.signal(number, _exit) for number in STOP_SIGNALS}
+    if options.api_key_file or options.ssl_certfile:  # the HTTP server begins with reading them again
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         _run(options)
-    finally:
+    except BaseException:
         for number, handler in before.items():
             signal.signal(number, handler)
+        raise
 
 
 def _exit(number: int, frame: object) -> None:
@@ -144,6 +147,7 @@ def _no_address(options: Options, server: ServerConfig) -> ConfigError:
 
 
 async def _serve(options: Options, resolved: Resolved, serving: ServingConfig) -> None:
+    from pypto_serving.api.run import ignore_signals
     from pypto_serving.cli.progress import LoadProgress
     from pypto_serving.engine.replicas import make_engine
 
@@ -159,6 +163,7 @@ async def _serve(options: Options, resolved: Resolved, serving: ServingConfig) -
     finally:
         progress.close()
         await engine.stop()
+        ignore_signals(STOP_SIGNALS)
 
 
 async def _serve_http(

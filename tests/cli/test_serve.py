@@ -71,7 +71,7 @@ def test_serve_announces_itself_in_one_line_and_drains() -> None:
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=30)
         assert (process.returncode, out) == (0, "")
-        assert any(line.endswith("stopped") for line in err.splitlines())
+        assert re.search(r"api: stopped after \d+ s\n$", err)
         shown = err.splitlines()[:10]
         assert shown[0].startswith("pypto-serving ") and any(line.startswith("  reasons ") for line in shown)
         assert re.search(r"\n  given +port 0, kv-memory \S+ MiB, backend null\n", err)
@@ -128,6 +128,45 @@ def test_a_hangup_reads_the_keys_again(tmp_path: Path) -> None:
         assert get(ready["port"], "/v1/models", Authorization="Bearer old")[0] == 401
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
+
+
+def test_signals_at_the_wrong_time_change_nothing(tmp_path: Path) -> None:
+    """A hangup before it serves waits until then; what comes while it ends is late."""
+    keys = tmp_path / "keys"
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    keys.write_text("old\n")
+    command = [*PYPTO, "serve", *NULL, "--port", "0", "--api-key-file", str(keys)]
+    with subprocess.Popen(command, **pipes, cwd=ROOT, start_new_session=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert "pypto-serving " in process.stderr.readline()
+        keys.write_text("new\n")
+        os.killpg(process.pid, signal.SIGHUP)
+        ready = json.loads(process.stdout.readline())
+        assert get(ready["port"], "/v1/models", Authorization="Bearer new")[0] == 200
+        family = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, signal.SIGHUP)
+        while process.poll() is None:
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+                process.send_signal(number)
+                time.sleep(0.01)
+        said = process.stderr.read()
+    assert process.returncode == 0
+    assert "Traceback" not in said and said.count("worker 1 started") == 1 and "worker 2" not in said
+    assert psutil.wait_procs(family, 5)[1] == []
+
+
+def test_an_interrupt_before_a_command_runs_ends_in_silence() -> None:
+    code = (
+        "import importlib.abc, os, signal, sys\n"
+        "class Interrupts(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'typer': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+        "from pypto_serving.__main__ import main\n"
+        "main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def test_a_cache_salt_parts_what_is_cached() -> None:
