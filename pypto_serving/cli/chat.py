@@ -21,6 +21,7 @@ from pypto_serving.cli.client import ChatClient
 from pypto_serving.cli.generate import DEFAULT_MAX_TOKENS, local_model
 from pypto_serving.cli.options import ENGINE_PANELS, FLAGS, read_value, sampling_params, takes_options, takes_sampling
 from pypto_serving.errors import ConfigError, PyptoError
+from pypto_serving.setup.host import read_user_dir
 from pypto_serving.setup.option_table import RULES
 from pypto_serving.setup.options import Options
 from pypto_serving.types.server_url import KEY_VARIABLES, key_in, require_key
@@ -278,11 +279,8 @@ class LineReader:
 
 def history_file() -> Path | None:
     """Return the history file of `chat`, in the user's state folder; None if there is no such folder."""
-    given = Path(os.environ.get("XDG_STATE_HOME", ""))
-    with suppress(RuntimeError):
-        folder = given if given.is_absolute() else Path.home() / ".local/state"
-        return folder / "pypto-serving/chat_history"
-    return None
+    folder = read_user_dir("XDG_STATE_HOME", ".local/state")
+    return Path(folder, "chat_history") if folder else None
 
 
 def _piped(prompt: str) -> str:

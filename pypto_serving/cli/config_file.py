@@ -11,7 +11,7 @@ import yaml
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.setup.options import read_keys, read_text
-from pypto_serving.setup.rules import TextRule
+from pypto_serving.setup.rules import TEXT
 
 INT, FLOAT, TIMESTAMP = (f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp"))
 PLAIN_INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]{0,99})$|0x[0-9a-fA-F]{1,99}$")
@@ -60,7 +60,7 @@ def _with_key(path: Path, values: dict[str, Any]) -> dict[str, Any]:
         if name in values:
             label = f"{name} in {path.name}"
             try:
-                key_file = TextRule().parse(values[name])
+                key_file = TEXT.parse(values[name])
             except ValueError:
                 raise ConfigError(f"{label} must be the path of a file that holds the API key") from None
             values["api-key"] = read_keys(Path(key_file), label)

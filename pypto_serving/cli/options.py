@@ -16,7 +16,7 @@ import typer
 from pypto_serving.errors import ConfigError, RequestError
 from pypto_serving.setup.option_table import BATCHING, DEVICE, KV, MODEL, SERVER, TABLE
 from pypto_serving.setup.options import KEY_FILE, flag, make_options, read_keys
-from pypto_serving.setup.rules import ChoiceRule, Option, SwitchRule, TextsRule
+from pypto_serving.setup.rules import Option
 from pypto_serving.setup.vllm_options import SHORT_FLAGS, VLLM_ONLY
 from pypto_serving.types.sampling import SamplingParams
 
@@ -79,7 +79,7 @@ def _parameters(panels: Iterable[str], also: Sequence[str], model_argument: bool
             alone = row.name == "model" and not model_argument
             yield _parameter(row.name, _annotation(row._replace(help=CHECKPOINT) if alone else row))
             if row.vllm:
-                yield _hidden(row.vllm, isinstance(row.rule, SwitchRule))
+                yield _hidden(row.vllm, row.rule.is_switch)
             if row.alias in SHORT_FLAGS:
                 yield _parameter(row.alias, Annotated[str | None, typer.Option(SHORT_FLAGS[row.alias], hidden=True)])
     yield from itertools.starmap(_hidden, VLLM_ONLY.items())
@@ -99,14 +99,13 @@ def _hidden(name: str, is_switch: bool) -> inspect.Parameter:
 def _annotation(row: Option) -> Any:
     names = ["--" + flag(row.name), *(["--" + flag(row.alias)] if row.alias else [])]
     shown: dict[str, Any] = {"help": row.help_text, "rich_help_panel": row.panel}
-    if isinstance(row.rule, SwitchRule):
-        if not row.rule.opt_in:
+    if row.rule.is_switch:
+        if row.rule.kind == "switch":
             names[0] += f"/--no-{flag(row.name)}"
         return Annotated[bool | None, typer.Option(*names, **shown)]
-    if isinstance(row.rule, ChoiceRule):
-        names_of_rule = row.rule.names
+    if names_of_rule := row.rule.names:
         shown["autocompletion"] = lambda incomplete: [each for each in names_of_rule if each.startswith(incomplete)]
-    kind = list[str] | None if isinstance(row.rule, TextsRule) else str | None
+    kind = list[str] | None if row.rule.kind == "texts" else str | None
     return Annotated[kind, typer.Option(*names, metavar=row.metavar, **shown)]
 
 

@@ -172,12 +172,18 @@ def is_loopback(host: str) -> bool:
 
 
 def read_cache_dir() -> str:
-    """Return our folder in the user's cache, or ""; see https://specifications.freedesktop.org/basedir-spec/latest/."""
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if given.is_absolute():
-        return str(given / "pypto-serving")
+    """Return our folder in the user's cache, or ""."""
+    return read_user_dir("XDG_CACHE_HOME", ".cache")
+
+
+def read_user_dir(variable: str, usual: str) -> str:
+    """Return our folder in the one that a variable names, by default `usual` in the home folder, or "".
+
+    See https://specifications.freedesktop.org/basedir-spec/latest/.
+    """
+    given = Path(os.environ.get(variable, ""))
     try:
-        return str(Path.home() / ".cache/pypto-serving")
+        return str((given if given.is_absolute() else Path.home() / usual) / "pypto-serving")
     except RuntimeError:
         return ""
 

@@ -12,7 +12,7 @@ import msgspec
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.setup.option_table import ALIASES, ENVIRONMENT, REASONS, RULES, SERVER_OPTIONS, TABLE
-from pypto_serving.setup.rules import OptionRule, SizeRule, SwitchRule, TextRule, TextsRule
+from pypto_serving.setup.rules import SIZE, TEXT, TEXTS, Rule
 from pypto_serving.setup.vllm_options import HARMLESS, REFUSED, VALUES, VLLM_ONLY
 from pypto_serving.types.api_keys import read_api_keys
 from pypto_serving.util import brief, format_size
@@ -46,16 +46,14 @@ class Options(_Given, frozen=True, kw_only=True):  # type: ignore[misc,valid-typ
             if value is not None:
                 msgspec.structs.force_setattr(self, name, self._parse(name, rule, value))
 
-    def _parse(self, name: str, rule: OptionRule, value: object) -> Any:
+    def _parse(self, name: str, rule: Rule, value: object) -> Any:
         try:
             return rule.parse(value)
         except (ValueError, OverflowError):
             if name == "api_key":
                 raise ConfigError(f"{self.label(name)} {_what_is_wrong(value, rule)}") from None
             shown = _shorten(_text(value)) or "empty"
-            quotes = (
-                "; put it in quotes" if type(rule) in (TextRule, TextsRule) and isinstance(value, int | float) else ""
-            )
+            quotes = "; put it in quotes" if rule in (TEXT, TEXTS) and isinstance(value, int | float) else ""
             raise ConfigError(f"{self.label(name)} is {shown}, but must be {rule.allowed}{quotes}") from None
 
     @property
@@ -76,6 +74,10 @@ class Options(_Given, frozen=True, kw_only=True):  # type: ignore[misc,valid-typ
         if self.as_arguments:
             return name
         return "MODEL" if name == "model" else "--" + shown
+
+    def refusal(self, name: str, problem: str) -> ConfigError:
+        """Return the error that option `name`, in the form in which it was given, has a `problem`."""
+        return ConfigError(f"{self.label(name)} {problem}")
 
     def giving(self, name: str, value: object, beside: str = "") -> str:
         """Return option `name` with `value` in the form of `label`; True and False are values of a switch."""
@@ -171,13 +173,13 @@ def _hint(name: str, as_arguments: bool) -> str:
     write = str if as_arguments else flag
     names = [name for name in RULES if name not in SERVER_OPTIONS] if as_arguments else [*RULES, KEY_FILE]
     switch = name.removeprefix("no_")
-    if switch != name and isinstance(RULES.get(switch), SwitchRule):
+    if switch != name and switch in RULES and RULES[switch].is_switch:
         return f"did you mean {switch}=False?" if as_arguments else f"did you mean {flag(switch)}: false?"
     close = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {write(close[0])}?" if close else "known are: " + ", ".join(map(write, names))
 
 
-def _what_is_wrong(given: object, rule: OptionRule) -> str:
+def _what_is_wrong(given: object, rule: Rule) -> str:
     """Describe what is wrong with API keys without showing them."""
     keys = given if isinstance(given, list | tuple) else [given]
     if not all(isinstance(key, str) for key in keys):
@@ -237,7 +239,7 @@ class Settings:
         """Return the user's value of option `name`, or `default` for `reason`, and record it."""
         given = getattr(self.options, name)
         value = default if given is None else given
-        shown = format_size(value) if isinstance(RULES[name], SizeRule) else value
+        shown = format_size(value) if RULES[name] is SIZE else value
         self.record(name, shown, reason if given is None else self.options.origin(name))
         return value
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -61,174 +61,132 @@ def _whole_number(text: str) -> int:
     return int(text) if unit is None else int(float(text[:-1]) * unit)
 
 
-class OptionRule(Protocol):
+Kind = Literal[
+    "switch", "flag", "choice", "whole", "whole or text", "number", "memory", "object", "path", "text", "texts"
+]
+"""What a rule takes in Python. The command line has a switch for `switch`, one that only turns it on for `flag`."""
+
+
+@dataclass(frozen=True)
+class Rule:
     """The values that one option accepts. `parse` raises ValueError; `allowed` completes `but must be ...`."""
 
-    @property
-    def allowed(self) -> str: ...
-
-    def parse(self, value: object) -> Any: ...
-
-
-@dataclass(frozen=True)
-class WholeRule:
-    """A whole number in [low, high], as a number or as text."""
-
-    low: int
-    high: int
+    allowed: str
+    parse: Callable[[object], Any]
+    kind: Kind = "text"
+    names: tuple[str, ...] = ()
 
     @property
-    def allowed(self) -> str:
-        return f"a whole number from {self.low} to {self.high}"
+    def is_switch(self) -> bool:
+        """Return whether the values are True and False."""
+        return self.kind in ("switch", "flag")
 
-    def parse(self, value: object) -> int:
+
+def _require(fits: bool) -> None:
+    if not fits:
+        raise ValueError
+
+
+def integer(low: int, high: int) -> Rule:
+    """Accept a whole number in [low, high], as a number or as text."""
+
+    def parse(value: object) -> int:
         number = _whole_number(value) if isinstance(value, str) else whole(value)
-        if not self.low <= number <= self.high:
-            raise ValueError
+        _require(low <= number <= high)
         return number
 
-
-@dataclass(frozen=True)
-class WholeOrAutoRule(WholeRule):
-    """A whole number in [low, high], or `auto`."""
-
-    @property
-    def allowed(self) -> str:
-        return f"{super().allowed}, or auto"
-
-    def parse(self, value: object) -> Any:
-        return value if value == "auto" else super().parse(value)
+    return Rule(f"a whole number from {low} to {high}", parse, "whole")
 
 
-@dataclass(frozen=True)
-class PowerOfTwoRule(WholeRule):
-    """A power of two in [low, high]."""
+def integer_or_auto(low: int, high: int) -> Rule:
+    """Accept a whole number in [low, high], or `auto`."""
+    plain = integer(low, high)
 
-    @property
-    def allowed(self) -> str:
-        return f"a power of two from {self.low} to {self.high}"
+    def parse(value: object) -> int | str:
+        return "auto" if value == "auto" else int(plain.parse(value))
 
-    def parse(self, value: object) -> int:
-        number = super().parse(value)
-        if number & (number - 1):
-            raise ValueError
-        return number
+    return Rule(f"{plain.allowed}, or auto", parse, "whole or text")
 
 
-@dataclass(frozen=True)
-class NumberRule:
-    """A number of at most `high`, above 0 unless `zero` allows it."""
+def power_of_two(low: int, high: int) -> Rule:
+    """Accept a power of two in [low, high]."""
+    plain = integer(low, high)
 
-    high: float
-    zero: bool = False
-    what: str = "a number of seconds"
+    def parse(value: object) -> int:
+        power: int = plain.parse(value)
+        _require(power & (power - 1) == 0)
+        return power
 
-    @property
-    def allowed(self) -> str:
-        return f"{self.what} {'from 0' if self.zero else 'above 0'} to {self.high:g}"
-
-    def parse(self, value: object) -> float:
-        number = float(value if isinstance(value, float | str) else whole(value))
-        if not (0 < number <= self.high or (self.zero and number == 0)):
-            raise ValueError
-        return number
+    return Rule(f"a power of two from {low} to {high}", parse, "whole")
 
 
-@dataclass(frozen=True)
-class ChoiceRule:
-    """One of a few names."""
+def number(high: float, zero: bool = False, what: str = "a number of seconds") -> Rule:
+    """Accept a number of at most `high`, above 0 unless `zero` allows it."""
 
-    names: tuple[str, ...]
+    def parse(value: object) -> float:
+        given = float(value if isinstance(value, float | str) else whole(value))
+        _require(0 < given <= high or (zero and given == 0))
+        return given
 
-    @property
-    def allowed(self) -> str:
-        return "one of " + ", ".join(self.names)
+    return Rule(f"{what} {'from 0' if zero else 'above 0'} to {high:g}", parse, "number")
 
-    def parse(self, value: object) -> str:
-        if value not in self.names:
-            raise ValueError
+
+def choice(*names: str) -> Rule:
+    """Accept one of a few names."""
+
+    def parse(value: object) -> str:
+        _require(value in names)
         return str(value)
 
-
-@dataclass(frozen=True)
-class SwitchRule:
-    """True or false. With `opt_in`, its flag only turns it on."""
-
-    allowed: str = "true or false"
-    opt_in: bool = False
-
-    def parse(self, value: object) -> bool:
-        if not isinstance(value, bool):
-            raise ValueError
-        return value
+    return Rule("one of " + ", ".join(names), parse, "choice", names)
 
 
-@dataclass(frozen=True)
-class TextRule:
-    """Text on one line, not empty; a Path is converted to text."""
-
-    allowed: str = "text on one line, not empty"
-
-    def parse(self, value: object) -> str:
-        if isinstance(value, os.PathLike):
-            value = os.fspath(value)
-        if not isinstance(value, str) or not value.strip() or not value.isprintable():
-            raise ValueError
-        return value
+def _truth(value: object) -> bool:
+    _require(isinstance(value, bool))
+    return bool(value)
 
 
-@dataclass(frozen=True)
-class SocketPathRule(TextRule):
-    """The path of a Unix socket."""
-
-    allowed: str = f"a path of at most {MAX_SOCKET_PATH} bytes"
-
-    def parse(self, value: object) -> str:
-        path = super().parse(value)
-        if len(os.fsencode(path)) > MAX_SOCKET_PATH:
-            raise ValueError
-        return path
+SWITCH, FLAG = Rule("true or false", _truth, "switch"), Rule("true or false", _truth, "flag")
 
 
-@dataclass(frozen=True)
-class TextsRule:
-    """One text or a list of them; repeated ones count once."""
-
-    allowed: str = "one or more texts, none of them empty"
-
-    def parse(self, value: object) -> tuple[str, ...]:
-        values = (value,) if isinstance(value, str) else value
-        if not isinstance(values, list | tuple) or not values:
-            raise ValueError
-        return tuple(dict.fromkeys(TextRule().parse(item) for item in values))
+def _text(value: object) -> str:
+    """Return text on one line, not empty; a Path is converted to text."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise ValueError
+    return value
 
 
-@dataclass(frozen=True)
-class KeysRule(TextsRule):
-    """API keys: texts, or JSON objects with a key, a name and limits."""
-
-    allowed: str = "text on one line, not empty"
-
-    def parse(self, value: object) -> tuple[str, ...]:
-        texts = super().parse(value)
-        read_api_keys(texts)
-        return texts
+def _socket_path(value: object) -> str:
+    path = _text(value)
+    _require(len(os.fsencode(path)) <= MAX_SOCKET_PATH)
+    return path
 
 
-API_KEYS = KeysRule()
+def _texts(value: object) -> tuple[str, ...]:
+    """Return one text or a list of them as a tuple; repeated ones count once."""
+    values = (value,) if isinstance(value, str) else value
+    if not isinstance(values, list | tuple) or not values:
+        raise ValueError
+    return tuple(dict.fromkeys(map(_text, values)))
 
 
-@dataclass(frozen=True)
-class OriginsRule(TextsRule):
-    """Origins of web pages, written as browsers send them: in lower case, without the scheme's own port; `*` is any."""
+def _keys(value: object) -> tuple[str, ...]:
+    """Return API keys: texts, or JSON objects with a key, a name and limits."""
+    texts = _texts(value)
+    read_api_keys(texts)
+    return texts
 
-    allowed: str = "one or more of scheme://host or scheme://host:port, without a path or a slash at the end, or *"
 
-    def parse(self, value: object) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(map(_origin, super().parse(value))))
+TEXT = Rule("text on one line, not empty", _text, "path")
+SOCKET_PATH = Rule(f"a path of at most {MAX_SOCKET_PATH} bytes", _socket_path)
+TEXTS = Rule("one or more texts, none of them empty", _texts, "texts")
+API_KEYS = Rule("text on one line, not empty", _keys, "texts")
 
 
 def _origin(text: str) -> str:
+    """Return the origin of web pages as browsers send it: in lower case, without the scheme's own port."""
     if text == "*":
         return text
     pattern = r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?"
@@ -236,90 +194,61 @@ def _origin(text: str) -> str:
     if found is None:
         raise ValueError
     scheme, host, port = found[1], found[2], int(found[3] or 0)
-    if port > MAX_PORT:
-        raise ValueError
+    _require(port <= MAX_PORT)
     return f"{scheme}://{host}" + (f":{port}" if port not in (0, STANDARD_PORTS.get(scheme)) else "")
 
 
-@dataclass(frozen=True)
-class AddressRule(TextRule):
-    """Text that matches `pattern`, whose group is a port of at least `lowest`, `*`, or absent."""
+ORIGINS = Rule(
+    "one or more of scheme://host or scheme://host:port, without a path or a slash at the end, or *",
+    lambda value: tuple(dict.fromkeys(map(_origin, _texts(value)))),
+    "texts",
+)
 
-    pattern: str = ""
-    lowest: int = 1
 
-    def parse(self, value: object) -> str:
-        found = re.fullmatch(self.pattern, super().parse(value))
-        if found is None or (found[1] not in (None, "*") and not self.lowest <= int(found[1]) <= MAX_PORT):
+def _address(allowed: str, pattern: str, lowest: int = 1) -> Rule:
+    """Accept text that matches `pattern`, whose group is a port of at least `lowest`, `*`, or absent."""
+
+    def parse(value: object) -> str:
+        found = re.fullmatch(pattern, _text(value))
+        if found is None or (found[1] not in (None, "*") and not lowest <= int(found[1]) <= MAX_PORT):
             raise ValueError
         return found[0]
 
+    return Rule(allowed, parse)
 
-ZMQ_ENDPOINT = AddressRule(
+
+ZMQ_ENDPOINT = _address(
     "a ZeroMQ endpoint such as tcp://127.0.0.1:5557, tcp://127.0.0.1:* or ipc:///run/kv",
     r"ipc://\S+|tcp://(?:\[\S+\]|[^\s:]+):(\*|[0-9]{1,5})",
     lowest=0,
 )
-HOST_PORT = AddressRule("an address and a port, such as 10.0.0.1:7000", r"(?:\[[^\s\]]+\]|[^\s:]+):([0-9]{1,5})")
-COLLECTOR_URL = AddressRule(
+HOST_PORT = _address("an address and a port, such as 10.0.0.1:7000", r"(?:\[[^\s\]]+\]|[^\s:]+):([0-9]{1,5})")
+COLLECTOR_URL = _address(
     "the URL of a collector, such as http://127.0.0.1:4317, https://HOST:PORT or grpc://HOST:PORT",
     r"(?:https?|grpc)://(?:\[[^\s\]/]+\]|[^\s:/@]+)(?::([0-9]{1,5}))?(?:/\S*)?",
 )
 """Address at which a collector receives traces in the OpenTelemetry protocol."""
 
 
-@dataclass(frozen=True)
-class PoolUrlRule:
-    """The URL of a pool of blocks."""
-
-    allowed: str = (
-        "mooncake://HOST:PORT, perhaps with ?NAME=VALUE&... where NAME is one of "
-        f"{', '.join(POOL_PARAMETERS)} (a size such as 1GiB)"
-    )
-
-    def parse(self, value: object) -> str:
-        url = TextRule().parse(value)
-        parse_pool_url(url)
-        return url
+def _pool_url(value: object) -> str:
+    url = _text(value)
+    parse_pool_url(url)
+    return url
 
 
-@dataclass(frozen=True)
-class MemoryRule:
-    """A size, kept as int bytes, or a fraction in (0, 1), kept as float."""
-
-    allowed: str = (
-        "a size with a unit such as 2GiB, a whole number of bytes, or a fraction of the free memory, below 1, "
-        "such as 0.3"
-    )
-
-    def parse(self, value: object) -> int | float:
-        number = _bytes_or_fraction(value)
-        if not 0 < number <= MAX_KV_BYTES:
-            raise ValueError
-        return number
+POOL_URL = Rule(
+    "mooncake://HOST:PORT, perhaps with ?NAME=VALUE&... where NAME is one of "
+    f"{', '.join(POOL_PARAMETERS)} (a size such as 1GiB)",
+    _pool_url,
+)
 
 
-@dataclass(frozen=True)
-class SizeRule:
-    """A size, kept as int bytes."""
-
-    allowed: str = "a size with a unit such as 20GiB, or a whole number of bytes"
-
-    def parse(self, value: object) -> int:
-        number = _bytes_or_fraction(value)
-        if isinstance(number, float) or not 1 <= number <= MAX_KV_BYTES:
-            raise ValueError
-        return number
-
-
-def _bytes_or_fraction(value: object) -> int | float:
-    """Return bytes as int, or a fraction in (0, 1) as float. Raises ValueError for other numbers such as 1.5 or 1.0."""
-    number = _number(value) if isinstance(value, str) else value
-    if not isinstance(number, float):
-        return whole(number)
-    if not 0 < number < 1:
-        raise ValueError
-    return float(number)
+def _memory(value: object) -> int | float:
+    """Return a size as int bytes, or a fraction in (0, 1) as float. Raises ValueError for others, such as 1.0."""
+    given = _number(value) if isinstance(value, str) else value
+    given = given if isinstance(given, float) else whole(given)
+    _require(0 < given < 1 if isinstance(given, float) else 0 < given <= MAX_KV_BYTES)
+    return given
 
 
 def _number(text: str) -> int | float:
@@ -330,44 +259,53 @@ def _number(text: str) -> int | float:
         return parse_size(text)
 
 
-@dataclass(frozen=True)
-class ObjectRule:
-    """An object of JSON as a mapping or as text."""
+def _size(value: object) -> int:
+    num_bytes = _memory(value)
+    _require(isinstance(num_bytes, int))
+    return int(num_bytes)
 
-    example: str
 
-    @property
-    def allowed(self) -> str:
-        return f"a mapping or JSON such as {self.example}"
+MEMORY = Rule(
+    "a size with a unit such as 2GiB, a whole number of bytes, or a fraction of the free memory, below 1, such as 0.3",
+    _memory,
+    "memory",
+)
+SIZE = Rule("a size with a unit such as 20GiB, or a whole number of bytes", _size, "whole or text")
 
-    def parse(self, value: object) -> dict[str, Any]:
-        if isinstance(value, str):
-            return decode_json(value, dict[str, Any])
-        if not isinstance(value, Mapping):
+
+def json_object(example: str) -> Rule:
+    """Accept an object of JSON as a mapping or as text."""
+
+    def parse(value: object) -> dict[str, Any]:
+        if isinstance(value, Mapping):
+            value = json.dumps(dict(value), allow_nan=False)
+        if not isinstance(value, str):
             raise ValueError
-        return decode_json(json.dumps(dict(value), allow_nan=False), dict[str, Any])
+        return decode_json(value, dict[str, Any])
+
+    return Rule(f"a mapping or JSON such as {example}", parse, "object")
 
 
-@dataclass(frozen=True)
-class DraftsRule:
-    """A mapping with vLLM's keys, or its JSON text."""
+def _drafts(value: object) -> Speculation:
+    """Read a mapping with vLLM's keys, or its JSON text."""
+    if isinstance(value, str):
+        return msgspec.json.decode(value, type=Speculation)
+    return msgspec.convert(value, Speculation)
 
-    allowed: str = (
-        f"""a mapping or JSON such as {{"method": "ngram", "num_speculative_tokens": {DEFAULT_DRAFTS}}}, with no """
-        f"keys but method ({' or '.join(SPEC_METHODS)}), num_speculative_tokens (1 to {MAX_DRAFTS}) and, for ngram, "
-        f"prompt_lookup_min and prompt_lookup_max (1 to {LONGEST_MATCH}, min <= max)"
-    )
 
-    def parse(self, value: object) -> Speculation:
-        if isinstance(value, str):
-            return msgspec.json.decode(value, type=Speculation)
-        return msgspec.convert(value, Speculation)
+DRAFTS = Rule(
+    f"""a mapping or JSON such as {{"method": "ngram", "num_speculative_tokens": {DEFAULT_DRAFTS}}}, with no """
+    f"keys but method ({' or '.join(SPEC_METHODS)}), num_speculative_tokens (1 to {MAX_DRAFTS}) and, for ngram, "
+    f"prompt_lookup_min and prompt_lookup_max (1 to {LONGEST_MATCH}, min <= max)",
+    _drafts,
+    "object",
+)
 
 
 class Option(NamedTuple):
     """One option.
 
-    rule: the accepted values. An on/off flag has a SwitchRule, a repeatable one a TextsRule.
+    rule: the accepted values. An on/off flag has SWITCH or FLAG, a repeatable one TEXTS.
     help: the help text, without the default.
     default: the fixed default, False if the option is off, None if it depends on the model or the machine. If the table
         gives none, it is the default of the configuration's field of this name, or of this name with `_s`.
@@ -379,7 +317,7 @@ class Option(NamedTuple):
     """
 
     name: str
-    rule: OptionRule
+    rule: Rule
     help: str
     metavar: str = ""
     default: Any = None
@@ -398,6 +336,6 @@ class Option(NamedTuple):
     def _shown_default(self) -> str:
         if isinstance(self.default, bool):
             return "on" if self.default else "off"
-        if isinstance(self.rule, SizeRule):
+        if self.rule is SIZE:
             return format_size(self.default).replace(" ", "")
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)

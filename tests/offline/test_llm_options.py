@@ -6,9 +6,8 @@ import ast
 from pathlib import Path
 
 import pypto_serving
-from pypto_serving.setup import rules
 from pypto_serving.setup.option_table import SERVER_OPTIONS, TABLE
-from pypto_serving.setup.rules import OptionRule
+from pypto_serving.setup.rules import Kind, Rule
 
 STUB = Path(pypto_serving.__file__).with_name("offline") / "llm_options.pyi"
 HEAD = '''"""The options of `LLM` and `AsyncLLM`, as editors show them; a test compares them with the option table."""
@@ -21,24 +20,25 @@ class LLMOptions(TypedDict, total=False):
 '''
 
 
-def annotation(rule: OptionRule) -> str:
+TYPES: dict[Kind, str] = {
+    "switch": "bool",
+    "flag": "bool",
+    "whole": "int",
+    "whole or text": "int | str",
+    "number": "float",
+    "memory": "int | float | str",
+    "object": "Mapping[str, Any] | str",
+    "path": "str | PathLike[str]",
+    "text": "str",
+    "texts": "str",
+}
+
+
+def annotation(rule: Rule) -> str:
     """Return the type that a rule accepts."""
-    match rule:
-        case rules.SwitchRule():
-            return "bool"
-        case rules.ChoiceRule():
-            return f"Literal[{', '.join(repr(name) for name in rule.names)}]".replace("'", '"')
-        case rules.WholeOrAutoRule() | rules.SizeRule():
-            return "int | str"
-        case rules.WholeRule():
-            return "int"
-        case rules.NumberRule():
-            return "float"
-        case rules.MemoryRule():
-            return "int | float | str"
-        case rules.DraftsRule() | rules.ObjectRule():
-            return "Mapping[str, Any] | str"
-    return "str | PathLike[str]" if type(rule) is rules.TextRule else "str"
+    if rule.kind == "choice":
+        return f"Literal[{', '.join(repr(name) for name in rule.names)}]".replace("'", '"')
+    return TYPES[rule.kind]
 
 
 def test_the_stub_names_all_options() -> None:

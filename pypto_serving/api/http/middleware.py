@@ -20,6 +20,7 @@ from pypto_serving.api.http.tracing import Tracing
 from pypto_serving.engine.metrics import ServerMetrics
 from pypto_serving.errors import SHUTTING_DOWN, RequestError, UnavailableError
 from pypto_serving.logs import REQUEST_ID, with_fields
+from pypto_serving.setup.host import is_loopback
 from pypto_serving.util import brief
 
 logger = logging.getLogger("pypto_serving.api")
@@ -154,7 +155,8 @@ class OriginGuard:
             if origin in (b"http://" + host, b"https://" + host) and _is_own_name(name):
                 return ""
             return "web pages of this origin may not call this server; its option allowed-origins names those that may"
-        if name in self._hosts or _is_private_name(name) or not _is_loopback(scope["server"]):
+        own_host, _ = scope["server"] or ("", None)
+        if name in self._hosts or _is_private_name(name) or not is_loopback(own_host):
             return ""
         return (
             f"this server is asked under the name {brief(name)}, which any site can point at this machine; use its "
@@ -179,15 +181,6 @@ def _is_own_name(name: str) -> bool:
 def _is_private_name(name: str) -> bool:
     """Return whether no site on the internet can have `name`: it has no dot, or an ending of local networks."""
     return "." not in name or name.endswith((".local", ".internal", ".home.arpa")) or _is_own_name(name)
-
-
-def _is_loopback(server: tuple[str, int] | None) -> bool:
-    """Return whether a request came to an address that only this machine can reach."""
-    try:
-        address = ipaddress.ip_address(server[0] if server else "")
-    except ValueError:
-        return False
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 class ApiKeyGuard:
