@@ -167,9 +167,8 @@ def choose_platform(
         settings.record("npu_platform", "none", "only the npu backend has platforms")
         return "", backend
     if not host.pypto:
-        raise ConfigError(
-            f"{options.label('backend')} is npu, but PyPTO's runtime is not installed; docs/npu.md says where to get it"
-        )
+        problem = "is npu, but PyPTO's runtime is not installed; docs/npu.md says where to get it"
+        raise options.refusal("backend", problem)
     _check_model(settings, model)
     default, *_, simulator = backend.platforms
     found = (default, "this machine has an Ascend device") if host.npu else (simulator, "there is no Ascend device")
@@ -177,10 +176,8 @@ def choose_platform(
     if platform.endswith("sim"):
         return platform, backend
     if not isinstance(options.kv_memory, int):
-        raise ConfigError(
-            f"{options.label('kv_memory')} must be given as a size on {platform}, since only its runtime knows the "
-            "device's memory; give what is left beside the weights"
-        )
+        why = "since only its runtime knows the device's memory; give what is left beside the weights"
+        raise options.refusal("kv_memory", f"must be given as a size on {platform}, {why}")
     return platform, msgspec.structs.replace(backend, own_memory=True)
 
 
@@ -210,8 +207,8 @@ def _check_model(settings: Settings, model: ModelSpec) -> None:
             f"the weights of {model.path} are quantised ({model.quantization}), for which there is no program"
         )
     if model.dtype != "bfloat16":
-        label, wanted = options.label("dtype"), options.giving("dtype", "bfloat16")
-        raise ConfigError(f"{label} is {model.dtype}, but the npu programs compute in bfloat16; give {wanted}")
+        wanted = options.giving("dtype", "bfloat16")
+        raise options.refusal("dtype", f"is {model.dtype}, but the npu programs compute in bfloat16; give {wanted}")
 
 
 OFF = "off"

@@ -40,8 +40,8 @@ def choose_block_size(settings: Settings, model: ModelSpec, backend: BackendDefa
 def _in_pages(settings: Settings, model: ModelSpec, size: int) -> ModelSpec:
     """Give every group the block size that the backend requires. Raises ConfigError if the user chose another."""
     if settings.options.block_size not in (None, size):
-        label = settings.options.label("block_size")
-        raise ConfigError(f"{label} is {settings.options.block_size}, but this backend has blocks of {size}; drop it")
+        problem = f"is {settings.options.block_size}, but this backend has blocks of {size}; drop it"
+        raise settings.options.refusal("block_size", problem)
     settings.record("block_size", size, settings.origin_or("block_size", "what the backend has"))
     groups = tuple(msgspec.structs.replace(group, block_size=size) for group in model.kv_groups)
     return msgspec.structs.replace(model, kv_groups=groups)
@@ -94,10 +94,8 @@ def choose_tiers(
             _check_disk(settings, model, host.kv_disk, tiers[-1])
     if options.kv_remote:
         if not host.mooncake:
-            raise ConfigError(
-                f"{options.label('kv_remote')} is {options.kv_remote}, which needs Mooncake, and Mooncake is not "
-                f"installed; drop it, or {install_extra('mooncake')}"
-            )
+            problem = f"needs Mooncake, and Mooncake is not installed; drop it, or {install_extra('mooncake')}"
+            raise options.refusal("kv_remote", f"is {options.kv_remote}, which {problem}")
         tiers.append(_tier(settings, model, "remote", "kv_remote", REMOTE_BYTES, options.kv_remote))
     if tiers and options.prefix_caching is False:
         given = [options.label(name) for name in ("kv_host_memory", "kv_disk", "kv_remote") if getattr(options, name)]
@@ -128,10 +126,8 @@ def _tier(
     slots = tuple(min(count, largest) for count in tier_slots(model.kv_groups, size_bytes))
     for group, count in zip(model.kv_groups, slots, strict=True):
         if group.keeps_history and count == 0:
-            raise ConfigError(
-                f"{settings.options.label(option)} is {format_size(size_bytes)}, too little for a block of KV group "
-                f"{group.name}, which has {format_size(group.block_bytes)}; give more"
-            )
+            problem = f"too little for a block of KV group {group.name}, which has {format_size(group.block_bytes)}"
+            raise settings.options.refusal(option, f"is {format_size(size_bytes)}, {problem}; give more")
     return TierConfig(tier=tier, size_bytes=size_bytes, num_slots=slots, place=place)
 
 
@@ -181,7 +177,8 @@ def choose_events(settings: Settings, num_replicas: int) -> tuple[str, str]:
             beside = options.label("kv_events_replay", beside="kv_events")
             raise ConfigError(f"{options.label('kv_events')} is {endpoint}, so give {beside} as well")
     elif replay and _clash_of_replicas(replay, endpoint, num_replicas):
-        raise _taken(options, "kv_events_replay", replay, options.label("kv_events"))
+        problem = f"is {replay}, where {options.label('kv_events')} listens too; give another"
+        raise options.refusal("kv_events_replay", problem)
     settings.record("kv_events_replay", replay or False, reason)
     return endpoint, replay
 
@@ -201,11 +198,8 @@ def check_ports(options: Options, engine: EngineConfig, server: ServerConfig) ->
     http = f"tcp://{f'[{server.host}]' if ':' in server.host else server.host}:{server.port}"
     for name in ("kv_events", "kv_events_replay"):
         if _clash(getattr(engine.cache, name), http):
-            raise _taken(options, name, getattr(engine.cache, name), options.label("port"))
-
-
-def _taken(options: Options, name: str, endpoint: str, other: str) -> ConfigError:
-    return ConfigError(f"{options.label(name)} is {endpoint}, where {other} listens too; give another")
+            where = f"is {getattr(engine.cache, name)}, where {options.label('port')} listens too"
+            raise options.refusal(name, f"{where}; give another")
 
 
 def _clash_of_replicas(one: str, other: str, count: int) -> bool:

@@ -256,9 +256,7 @@ class MemoryPlanner:
         """Raise ConfigError if not even the shortest sequence has room."""
         if self.backend.cards and self.host_bytes > self.host_available:
             given, most = format_size(self.host_bytes), size_option(self.host_available)
-            raise ConfigError(
-                f"{self.options.label('kv_host_memory')} is {given}; this host has {most} free; give less"
-            )
+            raise self.options.refusal("kv_host_memory", f"is {given}; this host has {most} free; give less")
         room = self._room(2)
         weights, workspace = format_size(self.weight_bytes), format_size(self._workspace(2))
         tiered = self.host_bytes and not self.backend.cards
@@ -266,12 +264,9 @@ class MemoryPlanner:
         taken = f"weights take {weights}{host} and the workspace {workspace} of {self._free}"
         if room <= 0:
             raise TooLittleMemoryError(f"too little memory: {taken}; {self._how_to_shrink()}")
-        asked = self._kv_limit(2)
-        if asked > room:
-            raise ConfigError(
-                f"{self.options.label('kv_memory')} is {format_size(asked)}, but {taken}; "
-                f"give at most {size_option(room)}"
-            )
+        if (asked := self._kv_limit(2)) > room:
+            problem = f"is {format_size(asked)}, but {taken}; give at most {size_option(room)}"
+            raise self.options.refusal("kv_memory", problem)
 
     def _how_to_shrink(self) -> str:
         if self.num_replicas > 1 and not self.backend.cards:

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 
 from pypto_serving.backend.defaults import BACKEND_DEFAULTS
-from pypto_serving.errors import ConfigError
 from pypto_serving.model.null_models import NULL_MODELS, null_spec
 from pypto_serving.model.registry import CheckpointConfig, Serving, read_config
 from pypto_serving.setup.compute import given_speculation
@@ -35,13 +34,11 @@ def prepare(
     raise_file_limit()
     template = options.chat_template
     if template is not None and not _is_file(template):
-        raise ConfigError(f"{options.label('chat_template')} is {template}, which is no file; give a Jinja file")
+        raise options.refusal("chat_template", f"is {template}, which is no file; give a Jinja file")
     generation = options.generation_config
     if generation not in (None, "auto", "vllm") and not _is_file(f"{generation}/generation_config.json"):
-        raise ConfigError(
-            f"{options.label('generation_config')} is {generation}, but must be auto, vllm or a folder with a "
-            "generation_config.json"
-        )
+        allowed = "auto, vllm or a folder with a generation_config.json"
+        raise options.refusal("generation_config", f"is {generation}, but must be {allowed}")
     backend = BACKEND_DEFAULTS[options.backend or defaults["backend"]]
     host = read_host_facts(kv_disk=options.kv_disk, cards=backend.cards)
     if not host.kernels and host.torch and not model.needs_torch and backend.cpu_kernels:
@@ -92,7 +89,6 @@ def _spec(options: Options, config: CheckpointConfig | None) -> ModelSpec:
         given["drafts"] = drafting is not None and drafting.method == "mtp"
         spec = config.spec(Serving(**{name: value for name, value in given.items() if value is not None}))
     if spec.own_blocks and options.block_size is not None:
-        label = options.label("block_size")
-        raise ConfigError(f"{label} cannot be chosen for {name}, whose groups have their own; drop it")
+        raise options.refusal("block_size", f"cannot be chosen for {name}, whose groups have their own; drop it")
     tokenizer = "" if options.tokenizer in (None, options.model) else str(locate_tokenizer(options.tokenizer))
     return msgspec.structs.replace(spec, tokenizer=tokenizer, hf_overrides=options.hf_overrides or {})

@@ -107,10 +107,8 @@ def _check_devices(options: Options, size: int, num_kv_heads: int) -> None:
     """Raise ConfigError if devices, which run the same program, would have different numbers of KV heads."""
     if num_kv_heads % size:
         ways = [str(each) for each in range(1, num_kv_heads + 1) if num_kv_heads % each == 0]
-        label, heads = options.label(OPTIONS["tensor"]), counted(num_kv_heads, "KV head")
-        raise ConfigError(
-            f"{label} is {size}, but devices have equal shares of the model's {heads}; give {one_of(ways)}"
-        )
+        problem = f"but devices have equal shares of the model's {counted(num_kv_heads, 'KV head')}"
+        raise options.refusal(OPTIONS["tensor"], f"is {size}, {problem}; give {one_of(ways)}")
 
 
 def _size(

@@ -218,11 +218,9 @@ def _scheduler(settings: Settings, backend: str, step_tokens: int) -> SchedulerC
     settings.pick("max_num_batched_tokens", step_tokens, reason)
     scheduler = SchedulerConfig(enable_chunked_prefill=chunked, **settings.pick_fields(SchedulerConfig))
     if scheduler.long_prefill_token_threshold and not chunked:
-        label = settings.options.label("long_prefill_token_threshold")
-        on = settings.options.giving("chunked_prefill", True)
-        raise ConfigError(
-            f"{label} is {scheduler.long_prefill_token_threshold}, but chunked prefill is off; drop it or give {on}"
-        )
+        name, on = "long_prefill_token_threshold", settings.options.giving("chunked_prefill", True)
+        problem = f"is {getattr(scheduler, name)}, but chunked prefill is off; drop it or give {on}"
+        raise settings.options.refusal(name, problem)
     return scheduler
 
 
@@ -284,8 +282,8 @@ def _server(settings: Settings, model: ModelSpec) -> ServerConfig:
 
 def _check_traces(options: Options, host: HostFacts) -> None:
     if options.otlp_traces_endpoint is not None and not host.otel:
-        given = f"{options.label('otlp_traces_endpoint')} is {options.otlp_traces_endpoint}"
-        raise ConfigError(f"{given}, but OpenTelemetry is not installed; drop it, or {install_extra('otel')}")
+        problem = f"but OpenTelemetry is not installed; drop it, or {install_extra('otel')}"
+        raise options.refusal("otlp_traces_endpoint", f"is {options.otlp_traces_endpoint}, {problem}")
 
 
 def _check_server(settings: Settings, engines: Sequence[EngineConfig], server: ServerConfig) -> None:
