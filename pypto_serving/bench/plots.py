@@ -10,7 +10,7 @@ import numpy as np
 
 from pypto_serving.bench.metrics import RequestRecord
 from pypto_serving.bench.options import LoadName
-from pypto_serving.bench.report import change_of, comparable, format_tokens, is_better
+from pypto_serving.bench.report import LOAD_COLUMNS, change_of, comparable, format_tokens, is_better
 from pypto_serving.bench.runner import Outcome
 from pypto_serving.bench.traces import Trace, lru_hits
 from pypto_serving.errors import ConfigError
@@ -58,15 +58,8 @@ def plot_loads(results: Sequence[Mapping[str, Any]], name: LoadName, path: Path)
     figure = new_figure(9, 3.6)
     loads = [result[name] for result in results]
     load_label = "requests in flight" if name == "max_concurrency" else "requests per second"
-    groups = {
-        "tokens per second": {"output": "output_throughput"},
-        "ms": {
-            "TTFT p50": "median_ttft_ms",
-            "TTFT p99": "p99_ttft_ms",
-            "TPOT p50": "median_tpot_ms",
-            "ITL p99": "p99_itl_ms",
-        },
-    }
+    latencies = {label: key for label, key in LOAD_COLUMNS.items() if key.endswith("_ms")}
+    groups = {"tokens per second": {"output": "output_throughput"}, "ms": latencies}
     for axes, (unit, curves) in zip(figure.subplots(1, len(groups)), groups.items(), strict=True):
         for label, key in curves.items():
             axes.plot(loads, [result[key] for result in results], marker="o", label=label)

@@ -57,7 +57,7 @@ _LATENCY_KEY = re.compile(rf"(mean|median|p[\d.]+)_({'|'.join(METRICS)})_ms")
 _HIGHER_IS_BETTER = ("request_throughput", "request_goodput", "output_throughput", "total_token_throughput")
 _SETTINGS = ("model_id", "backend", "num_prompts", "request_rate", "burstiness", "max_concurrency")
 
-_LOAD_COLUMNS = {
+LOAD_COLUMNS = {
     "req/s": "request_throughput",
     "output tok/s": "output_throughput",
     "TTFT p50": "median_ttft_ms",
@@ -206,9 +206,9 @@ def render_comparison(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
 def render_loads(results: Sequence[Mapping[str, Any]], name: LoadName) -> str:
     """Render one line for each load, a value of the setting `name`."""
     heading = "in flight" if name == "max_concurrency" else "sent/s"
-    lines = [f"{heading:>10}" + "".join(f"{column:>14}" for column in _LOAD_COLUMNS)]
+    lines = [f"{heading:>10}" + "".join(f"{column:>14}" for column in LOAD_COLUMNS)]
     for result in results:
-        values = [result.get(key) for key in _LOAD_COLUMNS.values()]
+        values = [result.get(key) for key in LOAD_COLUMNS.values()]
         cells = ["n/a" if v is None else str(v) if isinstance(v, int) else f"{v:.2f}" for v in values]
         lines.append(f"{result[name]:>10g}" + "".join(f"{cell:>14}" for cell in cells))
     return "\n".join(lines)

@@ -7,7 +7,7 @@ import functools
 import pkgutil
 import re
 from collections import UserDict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable
 from typing import Annotated, Any
 
 import typer
@@ -135,19 +135,6 @@ def _repeated(args: Iterable[str], names: Container[str]) -> list[str]:
             written.append(option)
         written.append(arg)
     return written
-
-
-def in_panels(panels: Mapping[str, Sequence[str]]) -> type[HelpCommand]:
-    """Return a command class whose help groups parameters by heading; `panels` maps headings to parameter names."""
-
-    class PaneledCommand(HelpCommand):
-        def __init__(self, *arguments: Any, **attributes: Any) -> None:
-            super().__init__(*arguments, **attributes)
-            of = {name: panel for panel, names in panels.items() for name in names}
-            for parameter in self.params:
-                parameter.rich_help_panel = of.get(parameter.name)  # type: ignore[attr-defined]
-
-    return PaneledCommand
 
 
 def _in_one_column(parameter: Any) -> Any:

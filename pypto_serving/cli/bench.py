@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from pypto_serving.cli import bench_common as common
-from pypto_serving.cli.app import in_panels
+from pypto_serving.cli.app import HelpCommand
 from pypto_serving.cli.bench_local import add_to, startup
-from pypto_serving.cli.bench_trace import PANELS, trace
+from pypto_serving.cli.bench_trace import trace
 from pypto_serving.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,95 +24,74 @@ RUNNING, RESULTS, STARTS = "Measure a running server", "Compare results", "Measu
 REST_ALLOWED = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 bench_app = typer.Typer(help="Measure a server, or a model without one.", no_args_is_help=True)
-bench_app.command(cls=in_panels(PANELS), rich_help_panel=RUNNING)(trace)
+bench_app.command(cls=HelpCommand, rich_help_panel=RUNNING)(trace)
 bench_app.command(rich_help_panel=STARTS, context_settings=REST_ALLOWED)(startup)
 add_to(bench_app)
 
 DatasetName = Literal["random", "prefix_repetition", "custom"]
-_DATASET_OPTIONS = {
-    "random": ("random_",),
-    "prefix_repetition": ("prefix_repetition_",),
-    "custom": ("dataset_path", "custom_"),
-}
-_LENGTH: dict[str, Any] = {"metavar": "N"}
-_PANELS = {
-    "Server": ("backend", "base_url", "host", "port", "endpoint", "model", "extra_body", "timeout", "disable_stream"),
-    "Prompts": (
-        *("dataset_name", "dataset_path", "custom_output_len", "tokenizer", "vocab_size", "seed"),
-        *("random_input_len", "random_output_len", "random_range_ratio", "random_prefix_len"),
-    ),
-    "Prefix repetition": (
-        *("prefix_repetition_prefix_len", "prefix_repetition_suffix_len"),
-        *("prefix_repetition_num_prefixes", "prefix_repetition_output_len"),
-    ),
-    "Traffic": (
-        *("num_prompts", "num_warmups", "request_rate", "burstiness", "max_concurrency"),
-        *("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps"),
-    ),
-    "Sampling": ("ignore_eos", "temperature"),
-    "Result": (
-        *("goodput", "percentile_metrics", "metric_percentiles", "save_result", "save_detailed"),
-        *("result_dir", "result_filename", "metadata"),
-    ),
-}
+_OWN = re.compile("(?P<random>random_)|(?P<prefix_repetition>prefix_repetition_)|(?P<custom>dataset_path|custom_)")
+"""The beginning of the options of each data set."""
+_prompts = common.option("Prompts")
+_traffic = common.option("Traffic")
+_sampling = common.option("Sampling")
+_repetition = common.option("Prefix repetition", metavar="N")
 
 
-@bench_app.command(cls=in_panels(_PANELS), rich_help_panel=RUNNING)
+@bench_app.command(cls=HelpCommand, rich_help_panel=RUNNING)
 def serve(
     context: typer.Context,
-    backend: Annotated[Literal["openai", "openai-chat"], typer.Option(help="API to speak.")] = "openai",
+    backend: Annotated[Literal["openai", "openai-chat"], common.server(help="API to speak.")] = "openai",
     base_url: common.BaseUrl = None,
     host: common.Host = common.HOST,
     port: common.Port = common.PORT,
-    endpoint: Annotated[str, typer.Option(help="Path, if not the usual one of --backend.")] = "",
+    endpoint: Annotated[str, common.server(help="Path, if not the usual one of --backend.")] = "",
     model: common.ModelName = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="Folder with the tokenizer.json.")] = None,
-    vocab_size: Annotated[int | None, typer.Option(help="Random token ids are drawn below this.")] = None,
-    dataset_name: Annotated[DatasetName, typer.Option(help="Where prompts come from.")] = "random",
-    dataset_path: Annotated[Path | None, typer.Option(help="JSONL file of the custom data set.")] = None,
-    num_prompts: Annotated[int, typer.Option(help="Requests to measure.")] = 1000,
-    request_rate: Annotated[float, typer.Option(help="Requests per second; inf sends all at once.")] = math.inf,
-    burstiness: Annotated[float, typer.Option(help="Gamma shape of arrivals; 1 is Poisson.")] = 1.0,
-    max_concurrency: Annotated[int | None, typer.Option(help="Maximum requests in flight.")] = None,
+    tokenizer: Annotated[Path | None, _prompts(help="Folder with the tokenizer.json.")] = None,
+    vocab_size: Annotated[int | None, _prompts(help="Random token ids are drawn below this.")] = None,
+    dataset_name: Annotated[DatasetName, _prompts(help="Where prompts come from.")] = "random",
+    dataset_path: Annotated[Path | None, _prompts(help="JSONL file of the custom data set.")] = None,
+    num_prompts: Annotated[int, _traffic(help="Requests to measure.")] = 1000,
+    request_rate: Annotated[float, _traffic(help="Requests per second; inf sends all at once.")] = math.inf,
+    burstiness: Annotated[float, _traffic(help="Gamma shape of arrivals; 1 is Poisson.")] = 1.0,
+    max_concurrency: Annotated[int | None, _traffic(help="Maximum requests in flight.")] = None,
     ramp_up_strategy: Annotated[
-        Literal["linear", "exponential"] | None, typer.Option(help="How the request rate grows.")
+        Literal["linear", "exponential"] | None, _traffic(help="How the request rate grows.")
     ] = None,
-    ramp_up_start_rps: Annotated[float | None, typer.Option(help="First request rate.")] = None,
-    ramp_up_end_rps: Annotated[float | None, typer.Option(help="Last request rate.")] = None,
-    num_warmups: Annotated[int, typer.Option(help="Requests to send first, which are not measured.")] = 0,
+    ramp_up_start_rps: Annotated[float | None, _traffic(help="First request rate.")] = None,
+    ramp_up_end_rps: Annotated[float | None, _traffic(help="Last request rate.")] = None,
+    num_warmups: Annotated[int, _traffic(help="Requests to send first, which are not measured.")] = 0,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Generate to the full length; always on for random prompts.")
+        bool,
+        _sampling("--ignore-eos", help="Generate to the full length; always on for random prompts."),
     ] = False,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 0.0,
+    temperature: Annotated[float, _sampling(help="Sampling temperature.")] = 0.0,
     disable_stream: Annotated[
-        bool, typer.Option("--disable-stream", help="Ask for whole replies; of latencies only e2el is known then.")
+        bool, common.server("--disable-stream", help="Ask for whole replies; of latencies only e2el is known then.")
     ] = False,
     goodput: Annotated[
-        list[str] | None, typer.Option(metavar="KEY:MS", help="Limit on ttft, tpot or e2el; may repeat.")
+        list[str] | None, common.result(metavar="KEY:MS", help="Limit on ttft, tpot or e2el; may repeat.")
     ] = None,
-    percentile_metrics: Annotated[str, typer.Option(help="Metrics to report.")] = "ttft,tpot,itl,e2el",
-    metric_percentiles: Annotated[str, typer.Option(help="Percentiles to report.")] = "99",
+    percentile_metrics: Annotated[str, common.result(help="Metrics to report.")] = "ttft,tpot,itl,e2el",
+    metric_percentiles: Annotated[str, common.result(help="Percentiles to report.")] = "99",
     save_result: common.SaveResult = False,
     save_detailed: common.SaveDetailed = False,
     result_dir: common.ResultDir = Path(),
     result_filename: common.ResultFilename = None,
     metadata: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Stored in the result; may repeat.")
+        list[str] | None, common.result(metavar="KEY=VALUE", help="Stored in the result; may repeat.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0,
-    extra_body: Annotated[str, typer.Option(help="JSON object merged into each request.")] = "{}",
+    seed: Annotated[int, _prompts(help="Seed of prompts and arrivals.")] = 0,
+    extra_body: Annotated[str, common.server(help="JSON object merged into each request.")] = "{}",
     timeout: common.Timeout = 3600.0,
-    random_input_len: Annotated[int, typer.Option(help="Mean prompt tokens after the shared prefix.")] = 1024,
-    random_output_len: Annotated[int, typer.Option(help="Mean output tokens.")] = 128,
-    random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by up to this fraction, in [0, 1).")] = 0.0,
-    random_prefix_len: Annotated[int, typer.Option(help="Tokens that all prompts share.")] = 0,
-    prefix_repetition_prefix_len: Annotated[int, typer.Option(**_LENGTH, help="Tokens per prefix.")] = 256,
-    prefix_repetition_suffix_len: Annotated[
-        int, typer.Option(**_LENGTH, help="Tokens per prompt after its prefix.")
-    ] = 256,
-    prefix_repetition_num_prefixes: Annotated[int, typer.Option(**_LENGTH, help="Number of prefixes.")] = 10,
-    prefix_repetition_output_len: Annotated[int, typer.Option(**_LENGTH, help="Output tokens.")] = 128,
-    custom_output_len: Annotated[int, typer.Option(help="Output tokens of rows that set none.")] = 256,
+    random_input_len: Annotated[int, _prompts(help="Mean prompt tokens after the shared prefix.")] = 1024,
+    random_output_len: Annotated[int, _prompts(help="Mean output tokens.")] = 128,
+    random_range_ratio: Annotated[float, _prompts(help="Lengths vary by up to this fraction, in [0, 1).")] = 0.0,
+    random_prefix_len: Annotated[int, _prompts(help="Tokens that all prompts share.")] = 0,
+    prefix_repetition_prefix_len: Annotated[int, _repetition(help="Tokens per prefix.")] = 256,
+    prefix_repetition_suffix_len: Annotated[int, _repetition(help="Tokens per prompt after its prefix.")] = 256,
+    prefix_repetition_num_prefixes: Annotated[int, _repetition(help="Number of prefixes.")] = 10,
+    prefix_repetition_output_len: Annotated[int, _repetition(help="Output tokens.")] = 128,
+    custom_output_len: Annotated[int, _prompts(help="Output tokens of rows that set none.")] = 256,
 ) -> None:
     """Load a server with requests and report latencies and throughput, as `vllm bench serve` does.
 
@@ -180,12 +160,12 @@ def compare(
 def _check_combinations(context: typer.Context, dataset_name: DatasetName) -> None:
     """Raise ConfigError for options that have no effect in this combination."""
     given = common.given_names(context)
-    for other, prefixes in _DATASET_OPTIONS.items():
-        for name in given:
-            if other != dataset_name and name.startswith(prefixes):
-                raise ConfigError(
-                    f"{common.flag(name)} belongs to --dataset-name {other}, but that is {dataset_name}; drop one"
-                )
+    for name in given:
+        own = _OWN.match(name)
+        if own is not None and own.lastgroup != dataset_name:
+            raise ConfigError(
+                f"{common.flag(name)} belongs to --dataset-name {own.lastgroup}, but that is {dataset_name}; drop one"
+            )
     if dataset_name == "custom" and "dataset_path" not in given:
         raise ConfigError("--dataset-name custom needs --dataset-path FILE.jsonl")
     common.check_shared(given)

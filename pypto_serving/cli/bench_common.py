@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,17 +23,25 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+
+def option(panel: str, **same: Any) -> Callable[..., Any]:
+    """Return what makes options that help lists under the heading `panel`."""
+    return functools.partial(typer.Option, rich_help_panel=panel, **same)
+
+
+SERVER = "Server"
+server, result = option(SERVER), option("Result")
 HOST, PORT = default_of(ServerConfig, "host"), default_of(ServerConfig, "port")
-BaseUrl = Annotated[str | None, typer.Option(help="Server, instead of --host and --port.")]
-Host = Annotated[str, typer.Option(help="Server host.")]
-Port = Annotated[int, typer.Option(min=1, max=65535, help="Server port.")]
-ModelName = Annotated[str | None, typer.Option(help="Model name; default: the server's first.")]
-Timeout = Annotated[float, typer.Option(help="Seconds that one request may take.")]
-SaveResult = Annotated[bool, typer.Option("--save-result", help="Write the result as JSON.")]
-SaveDetailed = Annotated[bool, typer.Option("--save-detailed", help="Add the times of each request.")]
-ResultDir = Annotated[Path, typer.Option(help="Folder of the result file.")]
-ResultFilename = Annotated[str | None, typer.Option(help="Name of the result file.")]
-OutputJson = Annotated[Path | None, typer.Option(help="Also write the result as JSON into this file.")]
+BaseUrl = Annotated[str | None, server(help="Server, instead of --host and --port.")]
+Host = Annotated[str, server(help="Server host.")]
+Port = Annotated[int, server(min=1, max=65535, help="Server port.")]
+ModelName = Annotated[str | None, server(help="Model name; default: the server's first.")]
+Timeout = Annotated[float, server(help="Seconds that one request may take.")]
+SaveResult = Annotated[bool, result("--save-result", help="Write the result as JSON.")]
+SaveDetailed = Annotated[bool, result("--save-detailed", help="Add the times of each request.")]
+ResultDir = Annotated[Path, result(help="Folder of the result file.")]
+ResultFilename = Annotated[str | None, result(help="Name of the result file.")]
+OutputJson = Annotated[Path | None, result(help="Also write the result as JSON into this file.")]
 
 
 def is_given(context: typer.Context, name: str) -> bool:

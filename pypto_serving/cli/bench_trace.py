@@ -20,15 +20,8 @@ if TYPE_CHECKING:
     from pypto_serving.bench.simulator import Machine
     from pypto_serving.bench.traces import Trace
 
-SERVER, VIRTUAL = "Against a server", "In virtual time"
-PANELS = {
-    SERVER: ("base_url", "host", "port", "model", "vocab_size", "timeout"),
-    VIRTUAL: (
-        *("virtual", "sweep", "device_tokens", "host_tokens", "disk_tokens", "block_size", "max_num_seqs"),
-        *("max_num_batched_tokens", "step_seconds", "token_seconds", "row_seconds"),
-    ),
-    "Result": ("plot", "save_result", "save_detailed", "result_dir", "result_filename"),
-}
+VIRTUAL = "In virtual time"
+_virtual = common.option(VIRTUAL)
 
 
 def trace(
@@ -46,26 +39,24 @@ def trace(
     host: common.Host = common.HOST,
     port: common.Port = common.PORT,
     model: common.ModelName = None,
-    vocab_size: Annotated[int | None, typer.Option(help="Token ids are below this; default: the server's.")] = None,
+    vocab_size: Annotated[int | None, common.server(help="Token ids are below this; default: the server's.")] = None,
     timeout: common.Timeout = 3600.0,
-    virtual: Annotated[bool, typer.Option("--virtual", help="Drive our own scheduler and KV manager instead.")] = False,
-    sweep: Annotated[
-        str | None, typer.Option(metavar="TIER=SIZE,...", help="One run per size, as device=1M,4M.")
-    ] = None,
-    device_tokens: Annotated[str, typer.Option(metavar="TOKENS", help="KV cache on the device.")] = "1M",
-    host_tokens: Annotated[str, typer.Option(metavar="TOKENS", help="KV cache in host memory.")] = "0",
-    disk_tokens: Annotated[str, typer.Option(metavar="TOKENS", help="KV cache on disk.")] = "0",
-    block_size: Annotated[int | None, typer.Option(help="Tokens per KV block; default: the trace's.")] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Maximum requests in one step.")] = default_of(
+    virtual: Annotated[bool, _virtual("--virtual", help="Drive our own scheduler and KV manager instead.")] = False,
+    sweep: Annotated[str | None, _virtual(metavar="TIER=SIZE,...", help="One run per size, as device=1M,4M.")] = None,
+    device_tokens: Annotated[str, _virtual(metavar="TOKENS", help="KV cache on the device.")] = "1M",
+    host_tokens: Annotated[str, _virtual(metavar="TOKENS", help="KV cache in host memory.")] = "0",
+    disk_tokens: Annotated[str, _virtual(metavar="TOKENS", help="KV cache on disk.")] = "0",
+    block_size: Annotated[int | None, _virtual(help="Tokens per KV block; default: the trace's.")] = None,
+    max_num_seqs: Annotated[int, _virtual(help="Maximum requests in one step.")] = default_of(
         BackendLimits, "max_num_seqs"
     ),
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Token budget of one step.")] = default_of(
+    max_num_batched_tokens: Annotated[int, _virtual(help="Token budget of one step.")] = default_of(
         BackendLimits, "max_num_batched_tokens"
     ),
-    step_seconds: Annotated[float, typer.Option(help="Time of a step, plus:")] = 0.021,
-    token_seconds: Annotated[float, typer.Option(help="for each of its tokens,")] = 0.00286,
-    row_seconds: Annotated[float, typer.Option(help="and for each request in it.")] = 0.0,
-    plot: Annotated[Path | None, typer.Option(help="Draw hit rates and TTFT into this image.")] = None,
+    step_seconds: Annotated[float, _virtual(help="Time of a step, plus:")] = 0.021,
+    token_seconds: Annotated[float, _virtual(help="for each of its tokens,")] = 0.00286,
+    row_seconds: Annotated[float, _virtual(help="and for each request in it.")] = 0.0,
+    plot: Annotated[Path | None, common.result(help="Draw hit rates and TTFT into this image.")] = None,
     save_result: common.SaveResult = False,
     save_detailed: common.SaveDetailed = False,
     result_dir: common.ResultDir = Path(),
@@ -124,10 +115,11 @@ def trace(
 def _check_combinations(context: typer.Context, virtual: bool) -> None:
     """Raise ConfigError for options that have no effect in this combination."""
     given = common.given_names(context)
+    panels = {each.name: getattr(each, "rich_help_panel", None) for each in context.command.params}
     for name in given:
-        if virtual and name in PANELS[SERVER]:
+        if virtual and panels[name] == common.SERVER:
             raise ConfigError(f"{common.flag(name)} is about a server, and --virtual uses none; drop one")
-        if not virtual and name in PANELS[VIRTUAL]:
+        if not virtual and panels[name] == VIRTUAL:
             raise ConfigError(f"{common.flag(name)} has no effect on a server; add --virtual")
     if "sweep" in given and "save_detailed" in given:
         raise ConfigError("--save-detailed keeps the requests of one run, and --sweep makes several; drop one")
