@@ -15,8 +15,7 @@ from pypto_serving.setup.options import Options
 from pypto_serving.util import counted
 
 if TYPE_CHECKING:
-    from pypto_serving.api.batch.lines import Limits
-    from pypto_serving.api.batch.running import AnswerFile
+    from pypto_serving.api.batch.running import AnswerFile, Limits
     from pypto_serving.api.settings import ServingConfig
     from pypto_serving.setup.resolver import Resolved
 
@@ -52,8 +51,7 @@ def run_batch(
 
 async def _run(resolved: Resolved, serving: ServingConfig, source: Path, target: Path) -> int:
     """Answer all requests, say how many, and return the number of answers that are errors."""
-    from pypto_serving.api.batch.lines import Limits, read
-    from pypto_serving.api.batch.running import Direct, Run
+    from pypto_serving.api.batch.running import Direct, Limits, Run, read
     from pypto_serving.api.server import create_app
     from pypto_serving.engine.replicas import make_engine
 
@@ -92,7 +90,7 @@ async def _run(resolved: Resolved, serving: ServingConfig, source: Path, target:
 
 def _check(path: Path, limits: Limits) -> int:
     """Return the number of requests in a file. Raises ConfigError that names the first invalid lines."""
-    from pypto_serving.api.batch.lines import check
+    from pypto_serving.api.batch.running import check
 
     _require_file("--input-file", path)
     try:

@@ -24,6 +24,7 @@ from pypto_serving.api.generation.generation import Generation
 from pypto_serving.api.generation.request import (
     FittedPrompt,
     GenerationRequest,
+    MaxTokens,
     fit_params,
     fit_prompt,
     new_prompt_logprobs,
@@ -136,7 +137,7 @@ class _OfflineEngine:
         self, text: str | None, ids: list[int], params: SamplingParams, new_parser: OutputFormat | None = None
     ) -> _Job:
         config = self._engine.config
-        prompt = fit_prompt(ids, params.max_tokens, config, truncate_to=params.truncate_prompt_tokens)
+        prompt = fit_prompt(ids, MaxTokens(params.max_tokens), config, truncate_to=params.truncate_prompt_tokens)
         fitted = fit_params(params, self._service.prompter, new_parser)
         if fitted.guide is not None:
             fitted = await in_slow_thread(checked, fitted)
@@ -177,15 +178,11 @@ class _OfflineEngine:
         """Put the text parts of the only choice; return what it took. Raises RequestError unless n is 1."""
         if job.params.n != 1:
             raise RequestError(f"n is {job.params.n}, but a stream is one answer; set n to 1", param="n")
-        parser = None if job.new_parser is None else job.new_parser()
+        parser = (job.new_parser or OutputFormat())()
 
         def take(deltas: list[Delta]) -> None:
             for delta in deltas:
-                if parser is not None:
-                    parts = parser.push(delta.text) + (parser.finish() if delta.finish_reason is not None else [])
-                else:
-                    parts = [TextPart("content", delta.text)] if delta.text else []
-                for part in parts:
+                for part in parser.push(delta.text, delta.finish_reason is not None):
                     if isinstance(part, TextPart):
                         put(part)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -61,7 +59,8 @@ class MessageFormat(AnswerFormat):
     def response(self, outputs: list[ChoiceOutput], usage: TokenUsage) -> answers.Message:
         (output,) = outputs
         blocks: list[tuple[answers.ContentBlock, list[str]]] = []
-        for part in self._parts(output.texts, True):
+        parts = [part for text in output.texts for part in self._parser.push(text)] + self._parser.finish()
+        for part in parts:
             if self._begins(part):
                 blocks.append((self._begin(part), []))
             if not isinstance(part, ToolCallStart):
@@ -99,15 +98,11 @@ class MessageFormat(AnswerFormat):
 
     def event(self, delta: Delta) -> bytes:
         ends = delta.finish_reason is not None
-        written = b"".join(map(self._part_events, self._parts((delta.text,), ends)))
+        written = b"".join(map(self._part_events, self._parser.push(delta.text, ends)))
         if ends:
             written += self._close()
             self._finish(delta.finish_reason, delta.stop_reason)
         return written
-
-    def _parts(self, texts: Iterable[str], ends: bool) -> list[OutputPart]:
-        parts = [part for text in texts for part in self._parser.push(text)]
-        return parts + self._parser.finish() if ends else parts
 
     def _part_events(self, part: OutputPart) -> bytes:
         change = b""

@@ -19,7 +19,6 @@ from pypto_serving.api.common.body import (
     Body,
     FieldRules,
     IgnoredFields,
-    Keys,
     ReadBody,
     Shown,
     by_type,
@@ -39,7 +38,7 @@ from pypto_serving.api.common.described import (
     typed,
     whole,
 )
-from pypto_serving.api.generation.request import ChatRequest, encode_chat, fit_chat
+from pypto_serving.api.generation.request import ChatRequest, MaxTokens, encode_chat, fit_chat
 from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import ContextLengthError, RequestError
@@ -57,10 +56,8 @@ from pypto_serving.util import brief
 _NAME = {"type": "string", "maxLength": MAX_NAME_CHARS, "pattern": f"^{NAME.pattern}$"}
 _WORDS = typed("text", {"text": TEXT})
 _TEXTS = {"anyOf": [TEXT, list_of(_WORDS)]}
-_RESULT = object_of(
-    {"type": {"const": "tool_result"}, "tool_use_id": TEXT},
-    content={"anyOf": [*_TEXTS["anyOf"], {"type": "null"}]},
-    is_error=FLAG,
+_RESULT = typed(
+    "tool_result", {"tool_use_id": TEXT}, content={"anyOf": [*_TEXTS["anyOf"], {"type": "null"}]}, is_error=FLAG
 )
 _SAID = [_WORDS, typed("thinking", {"thinking": TEXT}), typed("redacted_thinking")]
 _CALL = typed("tool_use", {"id": TEXT, "name": TEXT, "input": OBJECT})
@@ -84,18 +81,13 @@ TOOL_CHOICE = or_null(
     *(one | {"properties": one["properties"] | {"disable_parallel_tool_use": FLAG}} for one in _CHOICES)
 )
 THINKING = or_null(
-    object_of({"type": {"const": "enabled"}}, budget_tokens={"anyOf": [_BUDGET, {"type": "null"}]}, display=MAY_TEXT),
-    object_of({"type": {"const": "adaptive"}}, display=MAY_TEXT),
+    typed("enabled", budget_tokens={"anyOf": [_BUDGET, {"type": "null"}]}, display=MAY_TEXT),
+    typed("adaptive", display=MAY_TEXT),
     typed("disabled"),
 )
 _JSON = typed("json_schema", {"schema": OBJECT})
 FORMAT = or_null(_JSON)
-OUTPUT_CONFIG = or_null(
-    {
-        "type": "object",
-        "properties": {"effort": {"enum": [*EFFORTS, None]}, "format": {"anyOf": [_JSON, {"type": "null"}]}},
-    }
-)
+OUTPUT_CONFIG = or_null(object_of({}, effort={"enum": [*EFFORTS, None]}, format={"anyOf": [_JSON, {"type": "null"}]}))
 NOTHING = WithJsonSchema({"type": "null", "description": "Not supported."})
 MAX_TOKENS = WithJsonSchema({"type": "integer", "minimum": 0, "maximum": INT32_MAX})
 STOPS = or_null(list_of({"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}) | {"maxItems": MAX_STOPS})
@@ -111,15 +103,12 @@ _BLOCKS = by_type(
 )
 
 
-def _keys_of_tool(tool: Mapping[str, Any]) -> Keys | None:
-    return keys(f"{_TOLD} name description input_schema strict") if "input_schema" in tool else None
-
-
+_TOOL_KEYS = keys(f"{_TOLD} name description input_schema strict")
 _FORMAT = keys("type schema name")
 _INNER = {
     "messages": keys("role", content=_BLOCKS),
     "system": _BLOCKS,
-    "tools": _keys_of_tool,
+    "tools": lambda tool: _TOOL_KEYS if "input_schema" in tool else None,
     "tool_choice": keys("type name disable_parallel_tool_use"),
     "thinking": keys("type budget_tokens display"),
     "output_config": keys("effort", format=_FORMAT),
@@ -259,7 +248,7 @@ def _chat(prompter: Prompter, body: CountTokensBody, params: SamplingParams) -> 
         kwargs=_encoder_kwargs(body, thought, prompter.chat_encoder.request_fields) | _continuing(history),
         params=params,
         tools=read_tool_use(body.tools, body.tool_choice, tools),
-        max_tokens=params.max_tokens,
+        max_tokens=MaxTokens(params.max_tokens),
         thinking_budget=thought.budget,
         hides_reasoning=thought.hidden,
     )

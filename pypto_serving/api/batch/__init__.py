@@ -3,6 +3,5 @@
 - `endpoints`, `batches`: the endpoints; run the batches of a server
 - `store`: keep files and batches in a folder
 - `schemas`, `multipart`: describe bodies and answers; read forms
-- `running`: answer all requests of a file that have no answer yet, with the endpoints in this process
-- `lines`: read requests, write answers
+- `running`: read the requests of a file, and answer those that have no answer yet, with the endpoints in this process
 """

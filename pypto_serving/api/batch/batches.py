@@ -13,8 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from pypto_serving.api.batch.lines import Found, Limits, check, read
-from pypto_serving.api.batch.running import AnswerFile, Direct, Run
+from pypto_serving.api.batch.running import AnswerFile, Direct, Found, Limits, Run, check, read
 from pypto_serving.api.batch.schemas import FINAL, Batch, BatchBody, BatchError, BatchErrors, RequestCounts
 from pypto_serving.api.batch.store import MAX_BATCHES, KeyStore, occupy, read_salt
 from pypto_serving.errors import ConfigError, RequestError
@@ -140,8 +139,10 @@ class Batches:
                 except Exception as error:  # of whatever kind, the next batches go on
                     expected = isinstance(error, OSError | ValueError | RequestError)
                     logger.warning("batch %s failed: %s", batch_id, error, exc_info=not expected)
+                    reason = getattr(error, "strerror", None) or str(error)
+                    problem = BatchError(f"the server gave up this batch: {reason}", None, "storage_failed")
                     with suppress(OSError, RequestError):
-                        store.save(_given_up(store.batch(batch_id), error))
+                        store.save(_failed(store.batch(batch_id), [problem]))
             self._arrived.clear()
             await self._arrived.wait()
 
@@ -172,8 +173,7 @@ def _begun(store: KeyStore, batch: Batch, found: Found) -> Batch:
     if batch.status in FINAL:
         return batch
     if found.problems:
-        errors = BatchErrors([BatchError(problem.message, problem.line) for problem in found.problems])
-        batch = replace(batch, status="failed", failed_at=_now(), errors=errors)
+        batch = _failed(batch, [BatchError(problem.message, problem.line) for problem in found.problems])
     else:
         target = store.new_file(f"{batch.id}_output.jsonl", OUTPUT_PURPOSE, _now())
         counts = RequestCounts(total=found.num_requests)
@@ -183,11 +183,8 @@ def _begun(store: KeyStore, batch: Batch, found: Found) -> Batch:
     return batch
 
 
-def _given_up(batch: Batch, error: Exception) -> Batch:
-    """Mark a batch as failed because its files cannot be read or written."""
-    reason = getattr(error, "strerror", None) or str(error)
-    errors = BatchErrors([BatchError(f"the server gave up this batch: {reason}", None, "storage_failed")])
-    return replace(batch, status="failed", failed_at=_now(), errors=errors)
+def _failed(batch: Batch, problems: list[BatchError]) -> Batch:
+    return replace(batch, status="failed", failed_at=_now(), errors=BatchErrors(problems))
 
 
 def _end(store: KeyStore, batch: Batch, output: AnswerFile) -> None:

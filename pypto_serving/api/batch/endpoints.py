@@ -6,7 +6,7 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -15,7 +15,7 @@ from pypto_serving.api.batch.batches import Batches
 from pypto_serving.api.batch.multipart import read_form
 from pypto_serving.api.batch.schemas import MAX_METADATA_CHARS, Batch, BatchBody, BatchList, DeletedFile, File, FileList
 from pypto_serving.api.batch.store import KeyStore
-from pypto_serving.api.common.body import parse_json, read_body, read_page, require_json, telling_when_parsed
+from pypto_serving.api.common.body import page_of, parse_json, read_body, require_json, telling_when_parsed
 from pypto_serving.api.common.respond import answer_json
 from pypto_serving.api.http.keys import client_of
 from pypto_serving.api.service import Service
@@ -27,7 +27,6 @@ logger = logging.getLogger("pypto_serving.api")
 
 MAX_PAGE, MAX_LIMIT = 100, 10_000
 """Default and largest number of entries per page."""
-Item = TypeVar("Item", File, Batch)
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -59,8 +58,7 @@ async def create_file(request: Request) -> Response:
 
 async def list_files(request: Request) -> Response:
     """List files, the newest first."""
-    files, more = _page(request, await in_slow_thread(_store(request).files))
-    return answer_json(FileList(files, more, *_ends(files)))
+    return answer_json(FileList(**_page(request, await in_slow_thread(_store(request).files))))
 
 
 async def retrieve_file(request: Request) -> Response:
@@ -99,9 +97,8 @@ async def create_batch(request: Request) -> Response:
 
 async def list_batches(request: Request) -> Response:
     """List batches, the newest first."""
-    found, more = _page(request, await in_slow_thread(_store(request).batches))
-    batches = [_batches(request).shown(batch) for batch in found]
-    return answer_json(BatchList(batches, more, *_ends(batches)))
+    page = _page(request, await in_slow_thread(_store(request).batches))
+    return answer_json(BatchList(**{**page, "data": list(map(_batches(request).shown, page["data"]))}))
 
 
 async def retrieve_batch(request: Request) -> Response:
@@ -128,12 +125,5 @@ def _store(request: Request) -> KeyStore:
     return _batches(request).store(client_of(request))
 
 
-def _page(request: Request, items: Sequence[Item]) -> tuple[list[Item], bool]:
-    """Return the page of items that the query asks for, and whether more follow."""
-    page = read_page(request.query_params, [item.id for item in items], MAX_PAGE, MAX_LIMIT)
-    end = min(page.stop, page.start + MAX_PAGE)
-    return list(items[page.start : end]), end < len(items)
-
-
-def _ends(items: Sequence[Item]) -> tuple[str | None, str | None]:
-    return (items[0].id, items[-1].id) if items else (None, None)
+def _page(request: Request, items: Sequence[File | Batch]) -> dict[str, Any]:
+    return page_of(request.query_params, items, [item.id for item in items], MAX_PAGE, MAX_LIMIT, MAX_PAGE)

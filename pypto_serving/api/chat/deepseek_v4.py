@@ -7,9 +7,9 @@ texts the model knows, but never run.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pypto_serving.api.chat.formats import Calls, ChatOrigin, EncodedChat, OutputFormat
 from pypto_serving.api.chat.parsers.dsml import MARK, to_json, write_calls, write_tools
@@ -65,7 +65,8 @@ def read_turns(messages: Sequence[Message]) -> list[Turn]:
             turns += said.turns()
             turns.append(_turn(message, role, text, where))
         if role == "assistant" and message.get("tool_calls"):
-            said.expect(_call_ids(message, where))
+            calls = enumerate(message["tool_calls"])
+            said.expect([_text(call, "id", f"{where}.tool_calls[{i}]") for i, call in calls])
     return turns + said.turns()
 
 
@@ -125,7 +126,8 @@ def _turn(message: Message, role: Role, text: str, where: str) -> Turn:
     if role == "assistant":
         reasoning = _text(message, "reasoning_content", where) or _text(message, "reasoning", where)
         open_ended = bool(message.get("prefix") or message.get("wo_eos"))
-        return Turn(role, text, reasoning=reasoning, calls=_calls(message, where), ended=not open_ended)
+        calls = [(call["function"]["name"], as_object(arguments)) for call, arguments in read_calls(message, where)]
+        return Turn(role, text, reasoning=reasoning, calls=calls, ended=not open_ended)
     if role == "developer" and not text:
         refuse(f"{where}.content", "is empty; a developer message must say something")
     tools = read_tools(message.get("tools"), f"{where}.tools")
@@ -135,15 +137,6 @@ def _turn(message: Message, role: Role, text: str, where: str) -> Turn:
     if role not in INSTRUCTING and (tools or schema is not None):
         refuse(where, "has tools or a response_format; only system and developer messages, and the request, may")
     return Turn(role, text, tools, schema)
-
-
-def _calls(message: Message, where: str) -> list[Call]:
-    """Return names and arguments of calls."""
-    return [(call["function"]["name"], as_object(arguments)) for call, arguments in read_calls(message, where)]
-
-
-def _call_ids(message: Message, where: str) -> list[str]:
-    return [_text(call, "id", f"{where}.tool_calls[{i}]") for i, call in enumerate(message.get("tool_calls") or [])]
 
 
 def _text(entry: Message, field: str, where: str) -> str:
@@ -207,29 +200,23 @@ class Mode:
     effort: str = "high"
 
 
+@dataclass(frozen=True)
 class DeepseekV4Encoder:
     """Encode conversations for DeepSeek V4. See ChatEncoder.
 
     `is_special` returns whether a text is a special token. The other flags say which parts of outputs are parsed.
     """
 
-    request_fields = frozenset({"response_format", "thinking"})
+    request_fields: ClassVar[frozenset[str]] = frozenset({"response_format", "thinking"})
 
-    def __init__(
-        self,
-        efforts: Mapping[str, str] = FIRST_EFFORTS,
-        is_special: Callable[[str], bool] = lambda text: False,
-        parses_calls: bool = True,
-        parses_reasoning: bool = True,
-    ) -> None:
-        self._efforts = efforts
-        self._is_special = is_special
-        self._parses_calls = parses_calls
-        self._parses_reasoning = parses_reasoning
+    efforts: Mapping[str, str] = field(default_factory=lambda: FIRST_EFFORTS)
+    is_special: Callable[[str], bool] = lambda text: False
+    parses_calls: bool = True
+    parses_reasoning: bool = True
 
     @property
     def abilities(self) -> tuple[str, ...]:
-        return ("tools",) * self._parses_calls + ("thinking",) * self._parses_reasoning
+        return ("tools",) * self.parses_calls + ("thinking",) * self.parses_reasoning
 
     def encode(self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]) -> EncodedChat:
         """Write the conversation as text that begins with BOS. Raises RequestError that names the field at fault."""
@@ -237,7 +224,9 @@ class DeepseekV4Encoder:
             refuse("messages", "is an empty list; send at least one message")
         options = dict(kwargs)
         tools = read_tools(options.pop("tools", None), "tools")
-        schema = _read_format(options.pop("response_format", None))
+        wanted = options.pop("response_format", None)
+        schema = schema_of(wanted) if isinstance(wanted, dict) else None  # for the prompt; a grammar enforces it
+        schema = schema if isinstance(schema, dict) else None
         for name in ("documents", "chat_template"):
             if options.pop(name, None) is not None:
                 refuse(name, "is not supported by DeepSeek V4, which has an encoding of its own; leave it out")
@@ -254,7 +243,7 @@ class DeepseekV4Encoder:
                 "is the assistant's, but the last message must ask for an answer; "
                 "set its `prefix` to true to continue it",
             )
-        prefix = self._efforts[mode.effort] if mode.thinking else ""
+        prefix = self.efforts[mode.effort] if mode.thinking else ""
         try:
             text = BOS + prefix + write_turns(turns, mode, asks)
         except (ValueError, RecursionError) as error:  # integers of thousands of digits, deep nesting
@@ -265,13 +254,13 @@ class DeepseekV4Encoder:
 
     def _format(self, thinks: bool, turns: Sequence[Turn]) -> OutputFormat | None:
         """Return the format to parse outputs with; None if outputs are plain content."""
-        tools = [tool for turn in turns for tool in turn.tools] if self._parses_calls else []
+        tools = [tool for turn in turns for tool in turn.tools] if self.parses_calls else []
         types = {tool["name"]: parameter_types(tool.get("parameters") or {}) for tool in tools}
         calls = Calls("deepseek_v4", types) if tools else None
-        thinking = Thinking(THINK, THINK_END, opened=True) if thinks and self._parses_reasoning else None
+        thinking = Thinking(THINK, THINK_END, opened=True) if thinks and self.parses_reasoning else None
         if calls is None and thinking is None:
             return None
-        return OutputFormat(thinking, calls, any(map(self._is_special, (THINK, THINK_END, MARK))))
+        return OutputFormat(thinking, calls, any(map(self.is_special, (THINK, THINK_END, MARK))))
 
 
 def load(serving: ServingConfig, tokenizer: Tokenizer) -> DeepseekV4Encoder:
@@ -370,12 +359,6 @@ def _write(turn: Turn, thinks: bool) -> str:
     tools = "\n\n" + write_tools(turn.tools) if turn.tools else ""
     schema = f"\n\n{_BEFORE_SCHEMA}{to_json(turn.schema)}" if turn.schema else ""
     return before + turn.text + tools + schema
-
-
-def _read_format(wanted: Any) -> Mapping[str, Any] | None:
-    """Return the JSON schema in OpenAI's `response_format`, for the prompt. A grammar enforces it."""
-    schema = schema_of(wanted) if isinstance(wanted, dict) else None
-    return schema if isinstance(schema, dict) else None
 
 
 def _thinking(value: Any) -> bool | None:

@@ -40,6 +40,7 @@ MAX_IGNORED, MAX_NAME_CHARS = 32, 64
 """List at most this many ignored fields of a request, with this many characters of each name; count the others."""
 MAX_MESSAGES = 16_384
 MAX_PING_S, MAX_SALT_CHARS = 3600, 1024
+T = TypeVar("T")
 
 
 Keys: TypeAlias = Mapping[str, "Known | None"]
@@ -268,15 +269,22 @@ def telling_when_parsed(request: Request) -> Iterator[None]:
         request.scope.get(BODY_PARSED, lambda: None)()
 
 
-def read_page(query: Mapping[str, str], ids: Sequence[str], default: int, most: int) -> slice:
-    """Return the slice of `ids` that begins after the query's `after` and has its `limit` entries, at most `most`."""
+def page_of(
+    query: Mapping[str, str], entries: Sequence[T], ids: Sequence[str], default: int, most: int, shown: int
+) -> dict[str, Any]:
+    """Return the fields of a list: the entries after the query's `after`, as many as its `limit`, at most `shown`.
+
+    `limit` is `default` if the query has none. Raises RequestError if it is above `most`.
+    """
     limit, after = query.get("limit", str(default)), query.get("after")
     if not limit.isascii() or not limit.isdigit() or len(limit) > len(str(most)) or not 1 <= int(limit) <= most:
         raise RequestError(f"limit is {brief(limit)}, but must be between 1 and {most}", param="limit")
     if after is not None and after not in ids:
         raise RequestError(f"after is {brief(after)}, but there is no such id", param="after")
     start = 0 if after is None else ids.index(after) + 1
-    return slice(start, start + int(limit))
+    end = start + min(int(limit), shown)
+    first, last = (ids[start], ids[start:end][-1]) if ids[start:end] else (None, None)
+    return {"data": entries[start:end], "has_more": end < len(ids), "first_id": first, "last_id": last}
 
 
 class FieldRules(NamedTuple):

@@ -29,7 +29,7 @@ from pypto_serving.api.decisions.questions import (
     read_questions,
 )
 from pypto_serving.api.generation.labels import Asked, LabelTree
-from pypto_serving.api.generation.request import MAX_CHOICES, FittedPrompt, fit_params, fit_prompt
+from pypto_serving.api.generation.request import MAX_CHOICES, FittedPrompt, MaxTokens, fit_params, fit_prompt
 from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import RequestError
@@ -118,7 +118,9 @@ def _reads(
         paths = [[(at + read, token_id) for read, token_id in path] for path in tree.paths]
         asked.append(Asked(question.kind, question.name, question.values, paths))
         named |= dict.fromkeys(token_id for path in paths for _, token_id in path)
-        prompts += [fit_prompt([*ids, *begun], 1, prompter.config, prompt_field="input") for begun in tree.nodes]
+        prompts += [
+            fit_prompt([*ids, *begun], MaxTokens(1), prompter.config, prompt_field="input") for begun in tree.nodes
+        ]
         num_tokens += sum(len(ids) + len(begun) for begun in tree.nodes)
         if len(prompts) > most or num_tokens > MAX_READ_TOKENS:
             problem = f"these questions need more than {most} prompts, or {MAX_READ_TOKENS} tokens in all"

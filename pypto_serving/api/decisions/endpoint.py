@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from starlette.requests import Request
@@ -67,15 +67,11 @@ class Decision(Answer):
 
 def decide(model: str, asked: Sequence[Asked], outputs: Sequence[ChoiceOutput], usage: TokenUsage) -> Decision:
     """Compute the answer from the outputs of all reads. Raises RequestFailedError if one lacks log-probabilities."""
-    reads = [_read(output) for output in outputs]
-    return Decision(model, [_answer(each, probabilities(each.paths, reads)) for each in asked], ResponseUsage.of(usage))
-
-
-def _read(output: ChoiceOutput) -> Mapping[int, float]:
-    """Return, by token id, the log-probabilities of the request's tokens at the first token of an output."""
-    if not output.logprobs:
+    if not all(output.logprobs for output in outputs):
         raise RequestFailedError("the engine ended this request without log-probabilities; send it again")
-    return {token.token_id: token.logprob for token in output.logprobs[0].top}
+    firsts = [output.logprobs[0].top for output in outputs if output.logprobs]
+    reads = [{token.token_id: token.logprob for token in first} for first in firsts]
+    return Decision(model, [_answer(each, probabilities(each.paths, reads)) for each in asked], ResponseUsage.of(usage))
 
 
 def _answer(asked: Asked, found: list[float]) -> PredicateAnswer | ChoiceAnswer | ScoreAnswer:

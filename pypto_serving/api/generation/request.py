@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -22,6 +22,7 @@ from pypto_serving.api.grammars.structured import with_chat_guide, with_guide
 from pypto_serving.api.http.tracing import RequestTrace
 from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.service import SeedSource
+from pypto_serving.api.settings import ServingConfig
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ContextLengthError, RequestError
 from pypto_serving.types.arrays import pack_ids
@@ -114,25 +115,69 @@ def fit_params(params: SamplingParams, prompter: Prompter, new_parser: OutputFor
     return params
 
 
+class MaxTokens(NamedTuple):
+    """How many output tokens a client asks for, in its `field`.
+
+    - `asked`, else `default`: so many, cut to what fits the context. With `strict`, `asked` must fit.
+    - else: what fits.
+    """
+
+    asked: int | None = None
+    field: str = "max_tokens"
+    default: int | None = None
+    strict: bool = False
+
+    @classmethod
+    def of_chat(cls, serving: ServingConfig, asked: int | None, field: str) -> MaxTokens:
+        """Return those of a chat, with the server's defaults."""
+        return cls(asked, field, serving.default_sampling.max_tokens, serving.strict_max_tokens)
+
+    def fit(self, num_prompt: int, max_model_len: int, prompt_field: str = "prompt") -> int:
+        """Return how many tokens may be generated after `num_prompt` prompt tokens.
+
+        Raises ContextLengthError about `prompt_field` if the prompt leaves no room for one token, and about `field` if
+        `asked` does not fit though it must.
+        """
+        room = max_model_len - num_prompt
+        if room < 1:
+            raise ContextLengthError(
+                max_model_len,
+                f"However, the prompt resulted in {num_prompt} tokens and leaves no room for an output token; shorten "
+                "it",
+                param=prompt_field,
+                num_tokens=num_prompt,
+            )
+        if self.asked is not None and self.asked > room and self.strict:
+            raise ContextLengthError(
+                max_model_len,
+                f"However, you requested {num_prompt + self.asked} tokens ({num_prompt} in the messages, {self.asked} "
+                f"in the completion); shorten the prompt or ask for at most {room} tokens",
+                param=self.field,
+                num_tokens=num_prompt,
+            )
+        limit = self.default if self.asked is None else self.asked
+        return room if limit is None else min(limit, room)
+
+
+WHAT_FITS = MaxTokens()
+
+
 def fit_prompt(
     token_ids: Sequence[int],
-    max_tokens: int | None,
+    max_tokens: MaxTokens,
     config: EngineConfig,
     *,
-    default_max_tokens: int | None = None,
-    max_tokens_field: str = "max_tokens",
     prompt_field: str = "prompt",
     truncate_to: int | None = None,
     keeps_start: bool = False,
     text: str | None = None,
-    strict: bool = False,
 ) -> FittedPrompt:
-    """Make a FittedPrompt whose max_tokens fits the context; see `truncate`, and `fit_max_tokens` for the errors."""
+    """Make a FittedPrompt whose max_tokens fits the context; see `truncate`, and `MaxTokens.fit` for the errors."""
     most = config.limits.max_model_len
-    strict = strict or truncate_to == -1  # which leaves room for max_tokens
-    token_ids, num_cut = truncate(token_ids, truncate_to, max_tokens, most, keeps_start)
-    fields = {"field": max_tokens_field, "prompt_field": prompt_field}
-    fitting = fit_max_tokens(len(token_ids), max_tokens, default_max_tokens, most, strict=strict, **fields)
+    if truncate_to == -1:  # which leaves room for max_tokens
+        max_tokens = max_tokens._replace(strict=True)
+    token_ids, num_cut = truncate(token_ids, truncate_to, max_tokens.asked, most, keeps_start)
+    fitting = max_tokens.fit(len(token_ids), most, prompt_field)
     return FittedPrompt(pack_ids(token_ids), fitting, num_cut, None if num_cut else text)
 
 
@@ -222,45 +267,6 @@ def encode_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Sam
     return msgspec.structs.replace(params, bad_words=(), bad_word_ids=sequences)
 
 
-def fit_max_tokens(
-    num_prompt: int,
-    asked: int | None,
-    default: int | None,
-    max_model_len: int,
-    field: str = "max_tokens",
-    prompt_field: str = "prompt",
-    strict: bool = False,
-) -> int:
-    """Return how many tokens may be generated after `num_prompt` prompt tokens.
-
-    - `asked`, else `default`: return it, cut to what fits. If `strict`, raise ContextLengthError where `asked` does
-      not fit; `field` is its name in the error.
-    - else: return what fits.
-
-    Raises ContextLengthError about `prompt_field` if the prompt leaves no room for one token.
-    """
-    room = max_model_len - num_prompt
-    if room < 1:
-        raise ContextLengthError(
-            max_model_len,
-            f"However, the prompt resulted in {num_prompt} tokens and leaves no room for an output token; shorten it",
-            param=prompt_field,
-            num_tokens=num_prompt,
-        )
-    if asked is None or not strict:
-        limit = default if asked is None else asked
-        return room if limit is None else min(limit, room)
-    if asked > room:
-        raise ContextLengthError(
-            max_model_len,
-            f"However, you requested {num_prompt + asked} tokens ({num_prompt} in the messages, {asked} in the "
-            f"completion); shorten the prompt or ask for at most {room} tokens",
-            param=field,
-            num_tokens=num_prompt,
-        )
-    return asked
-
-
 def truncate(
     token_ids: Sequence[int],
     limit: int | None,
@@ -286,8 +292,6 @@ class ChatRequest:
     """A conversation to answer.
 
     - `messages`, `kwargs`: what ChatEncoder.encode takes, but for the tools; the client's field is `messages_field`
-    - `max_tokens`: the client's own, from its field `max_tokens_field`; None leaves the choice to `default_max_tokens`.
-      With `strict_max_tokens` it must fit
     - `keeps_start`: a prompt that is truncated loses its end
     - `thinking_budget`: most tokens of reasoning
     - `hides_reasoning`: no part of the answer is reasoning
@@ -299,10 +303,7 @@ class ChatRequest:
     params: SamplingParams
     tools: ToolUse
     messages_field: str = "messages"
-    max_tokens: int | None = None
-    max_tokens_field: str = "max_tokens"
-    default_max_tokens: int | None = None
-    strict_max_tokens: bool = False
+    max_tokens: MaxTokens = WHAT_FITS
     keeps_start: bool = False
     add_special_tokens: bool = False
     thinking_budget: int | None = None
@@ -335,16 +336,13 @@ def fit_chat(prompter: Prompter, chat: ChatRequest) -> tuple[FittedPrompt, Sampl
         ids,
         chat.max_tokens,
         prompter.config,
-        default_max_tokens=chat.default_max_tokens,
-        max_tokens_field=chat.max_tokens_field,
         prompt_field=chat.messages_field,
         truncate_to=params.truncate_prompt_tokens,
         keeps_start=chat.keeps_start,
-        strict=chat.strict_max_tokens,
     )
     check_prompt_logprobs([prompt], params)
     if not chat.stream:
-        (prompt,) = fit_num_logprobs([prompt], params, chat.max_tokens)
+        (prompt,) = fit_num_logprobs([prompt], params, chat.max_tokens.asked)
     guided = with_chat_guide(params, prompter, form, chat.tools, chat.thinking_budget)
     return prompt, fit_params(guided, prompter, form), form
 

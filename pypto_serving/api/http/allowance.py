@@ -129,9 +129,8 @@ class KeyMetrics(Collector):
         """Yield nothing where there are no keys."""
         if not (holders := list(self._allowances())):
             return
-        gauge = GaugeMetricFamily(
-            "pypto:key_requests_running", "Unfinished requests of a key's holder.", labels=["key"]
-        )
+        unfinished = "Unfinished requests of a key's holder."
+        gauge = GaugeMetricFamily("pypto:key_requests_running", unfinished, labels=["key"])
         for holder in holders:
             gauge.add_metric([holder.name], holder.running)
         yield gauge

@@ -48,12 +48,10 @@ class LineFormat(AnswerFormat):
         return b""
 
     def event(self, delta: Delta) -> bytes:
-        parts = self._parser.push(delta.text)
-        if delta.finish_reason is not None:
-            self._reason = delta.finish_reason
-            parts += self._parser.finish()
-        written = b"".join(map(self._line, parts))
-        return written if delta.finish_reason is None else written + self._close()
+        self._reason = delta.finish_reason
+        ends = delta.finish_reason is not None
+        written = b"".join(map(self._line, self._parser.push(delta.text, ends)))
+        return written + self._close() if ends else written
 
     def closing(self, usage: TokenUsage) -> bytes:
         return encode(self._last(usage)) + b"\n"

@@ -13,6 +13,7 @@ from pypto_serving.api.chat.tools import ToolUse, read_tool_use, refuse
 from pypto_serving.api.common.body import MAX_SALT_CHARS, IgnoredFields, ReadBody, Shown, parse_json
 from pypto_serving.api.generation.request import (
     ChatRequest,
+    MaxTokens,
     check_num_choices,
     check_prompt_logprobs,
     fit_chat,
@@ -234,10 +235,7 @@ def read_chat(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray
         kwargs=encoder_kwargs(body, encoder.request_fields, serving.trust_request_chat_template),
         params=params,
         tools=tools,
-        max_tokens=asked,
-        max_tokens_field=field,
-        default_max_tokens=serving.default_sampling.max_tokens,
-        strict_max_tokens=serving.strict_max_tokens,
+        max_tokens=MaxTokens.of_chat(serving, asked, field),
         keeps_start=body.truncation_side == "right",
         add_special_tokens=bool(body.add_special_tokens),
         thinking_budget=body.thinking_token_budget,
@@ -318,16 +316,15 @@ def read_completion(prompter: Prompter, serving: ServingConfig, raw: bytes | byt
     given = sampling_params(body, serving.default_sampling, body.max_tokens, body.logprobs)
     shown = read_shown(body, given)
     params = fit_params(_made(given, shown, check_best_of(body.best_of, given.n, bool(body.stream))), prompter)
+    limit = MaxTokens(params.max_tokens, default=DEFAULT_MAX_TOKENS, strict=serving.strict_max_tokens)
     prompts = [
         fit_prompt(
             ids,
-            params.max_tokens,
+            limit,
             prompter.config,
-            default_max_tokens=DEFAULT_MAX_TOKENS,
             truncate_to=params.truncate_prompt_tokens,
             keeps_start=body.truncation_side == "right",
             text=text if shown.echo else None,
-            strict=serving.strict_max_tokens,
         )
         for ids, text in encode_prompts(prompter, body.prompt, params.n, body.add_special_tokens is not False)
     ]

@@ -242,10 +242,9 @@ class ParsedChatFormat(ChatFormat):
     def event(self, delta: Delta) -> bytes:
         """Write one event for each part of `delta`; b"" if the delta completes no part."""
         index, parser = delta.index, self._parsers[delta.index]
-        parts = parser.push(delta.text)
-        if delta.finish_reason is not None:
-            parts += parser.finish()
-        elif len(parts) == 1 and delta.logprobs is None and delta.token_ids is None:  # most deltas
+        ends = delta.finish_reason is not None
+        parts = parser.push(delta.text, ends)
+        if not ends and len(parts) == 1 and delta.logprobs is None and delta.token_ids is None:  # most deltas
             part = parts[0]
             if isinstance(part, TextPart) and part.kind == "content":
                 return super().event(Delta(index, part.text, None, None))

@@ -59,11 +59,10 @@ PROMPT = WithJsonSchema(
     }
 )
 STOP = or_null(_STOP_TEXT, list_of(_STOP_TEXT, 0, sampling.MAX_STOPS))
-STOP_IDS = or_null(list_of(_TOKEN_ID, 0, sampling.MAX_STOP_IDS))
 MAX_LOGPROB_IDS = 128
 """Limit of ids whose log-probabilities each token of a stream has."""
-LOGPROB_IDS = or_null(list_of(_TOKEN_ID, 0, MAX_LOGPROB_IDS))
-ALLOWED_IDS = or_null(list_of(_TOKEN_ID, 1, sampling.MAX_BIASES))
+TokenId = Annotated[int, WithJsonSchema(_TOKEN_ID)]
+BadWord = Annotated[str, WithJsonSchema({"type": "string", "maxLength": sampling.MAX_BAD_WORD_CHARS, "pattern": r"\S"})]
 BIASES = or_null(
     {
         "type": "object",
@@ -72,9 +71,7 @@ BIASES = or_null(
         "maxProperties": sampling.MAX_BIASES,
     }
 )
-BAD_WORDS = or_null(
-    list_of({"type": "string", "maxLength": sampling.MAX_BAD_WORD_CHARS, "pattern": r"\S"}, 0, sampling.MAX_BAD_WORDS)
-)
+ALLOWED_IDS = or_null(list_of(_TOKEN_ID, 1, sampling.MAX_BIASES))
 TRUNCATION = or_null({"const": -1}, {"type": "integer", "minimum": 1, "maximum": sampling.INT32_MAX})
 CONTENT = or_null(TEXT, list_of(typed("text", {"text": TEXT})))
 _ARGUMENTS = {"type": ["string", "object", "null"]}
@@ -175,9 +172,7 @@ class GenerationBody(PromptBody, StreamBody):
     max_tokens: Annotated[int | None, whole(0)] = None
     min_tokens: Annotated[int | None, whole(0)] = None
     stop: Annotated[Any, STOP] = None
-    stop_token_ids: Annotated[list[int] | None, STOP_IDS] = Field(
-        None, fail_fast=True, max_length=sampling.MAX_STOP_IDS
-    )
+    stop_token_ids: list[TokenId] | None = Field(None, fail_fast=True, max_length=sampling.MAX_STOP_IDS)
     ignore_eos: bool | None = None
     seed: Annotated[int | None, whole(-(2**63), 2**64 - 1)] = None
     frequency_penalty: Annotated[float | None, number(-2, 2)] = None
@@ -187,10 +182,8 @@ class GenerationBody(PromptBody, StreamBody):
     allowed_token_ids: Annotated[list[int] | None, ALLOWED_IDS] = Field(
         None, fail_fast=True, max_length=sampling.MAX_BIASES
     )
-    bad_words: Annotated[list[str] | None, BAD_WORDS] = Field(None, fail_fast=True, max_length=sampling.MAX_BAD_WORDS)
-    logprob_token_ids: Annotated[list[int] | None, LOGPROB_IDS] = Field(
-        None, fail_fast=True, max_length=MAX_LOGPROB_IDS
-    )
+    bad_words: list[BadWord] | None = Field(None, fail_fast=True, max_length=sampling.MAX_BAD_WORDS)
+    logprob_token_ids: list[TokenId] | None = Field(None, fail_fast=True, max_length=MAX_LOGPROB_IDS)
     prompt_logprobs: Annotated[int | None, whole(0, sampling.MAX_LOGPROBS)] = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None

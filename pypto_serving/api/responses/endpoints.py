@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pypto_serving.api.chat.tools import refuse
-from pypto_serving.api.common.body import MAX_MESSAGES, ReadBody, Repeated, answer_read, read_page
+from pypto_serving.api.common.body import MAX_MESSAGES, ReadBody, Repeated, answer_read, page_of
 from pypto_serving.api.common.respond import AnswerFormat, answer_json, generate
 from pypto_serving.api.generation.request import GenerationRequest
 from pypto_serving.api.http.keys import client_of
@@ -104,18 +105,15 @@ _GIVEN = re.compile(rb'"previous_response_id"\s*:|\\u00(?:5[fF]|[67])')
 """Find a key, or an escape of one of its letters, which ordinary clients do not write."""
 
 
-class _Previous(msgspec.Struct):
+class _Referring(msgspec.Struct):
     previous_response_id: Any = None
+    input: msgspec.Raw = msgspec.Raw(b"[]")
 
 
 class _Item(msgspec.Struct):
     type: Any = None
     id: Any = None
     role: Any = None
-
-
-class _Items(msgspec.Struct):
-    input: list[_Item]
 
 
 async def create_response(request: Request) -> Response:
@@ -172,33 +170,40 @@ async def list_input_items(request: Request) -> Response:
         refuse("order", f"is {brief(order)}, but must be 'asc' or 'desc'")
     if order == "desc":
         items.reverse()
-    places = read_page(query, [item["id"] for item in items], PAGE, MAX_PAGE)
-    page = items[places]
-    ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-    more = places.stop < len(items)
-    return answer_json({"object": "list", "data": page, "has_more": more, **ends})
+    page = page_of(query, items, [item["id"] for item in items], PAGE, MAX_PAGE, MAX_PAGE)
+    return answer_json({"object": "list", **page})
 
 
 def _with_kept(store: ResponseStore, client: str, raw: bytearray) -> bytearray:
-    """Put before a body what it refers to."""
-    return with_earlier(raw, _earlier(store, client, raw), _referred(store, client, raw))
+    """Put before a body what it refers to: the response that it continues, and kept items.
 
-
-def _referred(store: ResponseStore, client: str, raw: bytearray) -> dict[str, msgspec.Raw] | None:
-    """Return the kept items that the input refers to, by id; None if `raw` is too long to look.
-
-    The reader refuses references to others.
+    Raises RequestError if the response is lost, or too much is meant. The reader refuses references to other items, and
+    says what is wrong with a body that cannot be decoded here.
     """
     if len(raw) > MAX_RESPONSE_BYTES:
-        return None
-    if _HAS_ID.search(raw) is None:
-        return {}
-    try:
-        items = msgspec.json.decode(raw, type=_Items).input
-    except (msgspec.DecodeError, RecursionError):
-        return {}  # text, or no items: the reader says what is wrong
-    if len(items) > MAX_MESSAGES:
-        return {}  # likewise
+        if _GIVEN.search(raw):
+            refuse(
+                _FIELD, f"is only allowed in bodies of at most {MAX_RESPONSE_BYTES >> 20} MiB; send all items instead"
+            )
+        return with_earlier(raw, b"", None)
+    name, items = _references(raw) if _GIVEN.search(raw) or _HAS_ID.search(raw) else (None, [])
+    continues = isinstance(name, str) and len(name) <= MAX_ID_CHARS
+    earlier = store.get(client, name, _FIELD).history if continues else b""
+    return with_earlier(raw, earlier, _referred(store, client, items) if len(items) <= MAX_MESSAGES else {})
+
+
+def _references(raw: bytearray) -> tuple[Any, list[_Item]]:
+    """Return the id of the response that a body continues, and the items of its input; None and [] if it has none."""
+    name, items = None, list[_Item]()
+    with suppress(msgspec.DecodeError, RecursionError):
+        given = msgspec.json.decode(raw, type=_Referring)
+        name = given.previous_response_id
+        items = msgspec.json.decode(given.input, type=list[_Item])
+    return name, items
+
+
+def _referred(store: ResponseStore, client: str, items: list[_Item]) -> dict[str, msgspec.Raw]:
+    """Return the kept items that others refer to, by id."""
     found, num_bytes = dict[str, msgspec.Raw](), 0
     for item in items:
         if isinstance(item.id, str) and is_reference(item.type, item.role):
@@ -209,24 +214,6 @@ def _referred(store: ResponseStore, client: str, raw: bytearray) -> dict[str, ms
     if num_bytes > MAX_RESPONSE_BYTES:
         refuse("input", f"refers to items of more than {MAX_RESPONSE_BYTES >> 20} MiB; refer to fewer")
     return found
-
-
-def _earlier(store: ResponseStore, client: str, raw: bytearray) -> bytes:
-    """Return the items of the response that a body continues. Raises RequestError if it is lost, or `raw` too long."""
-    if _GIVEN.search(raw) is None:
-        return b""
-    if len(raw) > MAX_RESPONSE_BYTES:
-        message = (
-            f"{_FIELD} is only allowed in bodies of at most {MAX_RESPONSE_BYTES >> 20} MiB; send all items instead"
-        )
-        raise RequestError(message, param=_FIELD)
-    try:
-        name = msgspec.json.decode(raw, type=_Previous).previous_response_id
-    except (msgspec.DecodeError, RecursionError):
-        return b""  # the reader reports the error
-    if not isinstance(name, str) or len(name) > MAX_ID_CHARS:
-        return b""  # likewise
-    return store.get(client, name, _FIELD).history
 
 
 def _listed(item: dict[str, Any]) -> dict[str, Any]:

@@ -91,16 +91,11 @@ class ResponseFormat(AnswerFormat):
     def event(self, delta: Delta) -> bytes:
         ends = delta.finish_reason is not None
         self._unsent += delta.logprobs or ()
-        parts = self._parts(delta.text, ends)
-        written = b"".join(map(self._part_events, parts))
+        written = b"".join(map(self._part_events, self._parser.push(delta.text, ends)))
         if ends:
             self._status = "incomplete" if delta.finish_reason == "length" else "completed"
             written += self._close(self._status)
         return written
-
-    def _parts(self, text: str, ends: bool) -> Sequence[OutputPart]:
-        parts = self._parser.push(text)
-        return parts + self._parser.finish() if ends else parts
 
     def _part_events(self, part: OutputPart) -> bytes:
         written = b""

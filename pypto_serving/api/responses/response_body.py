@@ -24,7 +24,7 @@ from pypto_serving.api.common.body import (
     parse_json,
 )
 from pypto_serving.api.common.described import ABOVE_0_TO_1, number, whole
-from pypto_serving.api.generation.request import ChatRequest, encode_chat, fit_chat
+from pypto_serving.api.generation.request import ChatRequest, MaxTokens, encode_chat, fit_chat
 from pypto_serving.api.prompting.prompts import Prompter
 from pypto_serving.api.responses.answers import ResponseInputTokens
 from pypto_serving.api.responses.history import read_history, read_items, read_response_tools
@@ -198,10 +198,7 @@ def _read(serving: ServingConfig, framed: bytes | bytearray) -> _Asked:
         kwargs=_effort(body),
         params=_sampling(body, serving, form),
         tools=tools,
-        max_tokens=body.max_output_tokens,
-        max_tokens_field="max_output_tokens",
-        default_max_tokens=serving.default_sampling.max_tokens,
-        strict_max_tokens=serving.strict_max_tokens,
+        max_tokens=MaxTokens.of_chat(serving, body.max_output_tokens, "max_output_tokens"),
         stream=bool(body.stream),
     )
     ignored = IgnoredFields.of(unknown + sorted(tools_left_out.names) + left_out.names)

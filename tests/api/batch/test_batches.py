@@ -17,10 +17,9 @@ from typing import Any
 import openai
 import pytest
 
-from pypto_serving.api.batch import batches, lines, store
-from pypto_serving.api.batch.lines import BatchRequest, Limits
+from pypto_serving.api.batch import batches, running, store
 from pypto_serving.api.batch.multipart import read_form
-from pypto_serving.api.batch.running import AnswerFile, Direct
+from pypto_serving.api.batch.running import AnswerFile, BatchRequest, Direct, Limits
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ConfigError, RequestError
 from tests.api.batch.asking import answers, create, line, store_of, upload, wait
@@ -108,7 +107,7 @@ def test_lines_are_read_beside_the_event_loop(start: Start, tmp_path: Path, monk
     readers: list[threading.Thread] = []
 
     def read(path: Path, limits: Limits) -> Iterator[BatchRequest]:
-        for request in lines.read(path, limits):
+        for request in running.read(path, limits):
             readers.append(threading.current_thread())
             yield request
 

@@ -9,9 +9,9 @@ from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.generation.request import (
     MAX_CHOICES,
     GenerationRequest,
+    MaxTokens,
     check_num_choices,
     engine_requests,
-    fit_max_tokens,
     fit_params,
     fit_prompt,
 )
@@ -35,14 +35,14 @@ PROMPTER = Prompter.load(CONFIG, ServingConfig(model_dir="", served_model_names=
 def test_max_tokens_is_what_was_asked_else_the_default_else_what_fits(
     asked: int | None, default: int | None, limit: int
 ) -> None:
-    assert fit_max_tokens(60, asked, default, 100) == limit
-    assert asked == 41 or fit_max_tokens(60, asked, default, 100, strict=True) == limit
+    assert MaxTokens(asked, default=default).fit(60, 100) == limit
+    assert asked == 41 or MaxTokens(asked, default=default, strict=True).fit(60, 100) == limit
 
 
 @pytest.mark.parametrize(("num_prompt", "asked", "strict"), [(60, 41, True), (100, None, False), (100, 1, False)])
 def test_what_does_not_fit_is_refused(num_prompt: int, asked: int | None, strict: bool) -> None:
     with pytest.raises(ContextLengthError, match="100 tokens"):
-        fit_max_tokens(num_prompt, asked, 16, 100, strict=strict)
+        MaxTokens(asked, default=16, strict=strict).fit(num_prompt, 100)
 
 
 def test_a_parser_sees_special_tokens_where_they_are_marks() -> None:
@@ -76,7 +76,7 @@ def test_seeds_are_given_or_drawn_and_always_64_unsigned_bits() -> None:
 
 def test_choices_are_numbered_prompt_by_prompt_and_share_seed_and_tokens() -> None:
     params = SamplingParams(max_tokens=5, n=2)
-    prompts = [fit_prompt([1, 2], 5, CONFIG), fit_prompt([3], 5, CONFIG)]
+    prompts = [fit_prompt([1, 2], MaxTokens(5), CONFIG), fit_prompt([3], MaxTokens(5), CONFIG)]
     request = GenerationRequest("id", prompts, params, priority=3, cache_salt="s")
     made = engine_requests(request, SeedSource(0), (9,), 1.5)
     assert request.num_choices == len(made) == 4
@@ -100,7 +100,7 @@ def packed(request: GenerationRequest) -> tuple[list[EngineRequest], list[bytes]
 
 def test_the_core_is_sent_each_prompt_once_and_parameters_once_and_no_stop_strings() -> None:
     params = SamplingParams(n=4, stop=("s" * 1000,), stop_token_ids=tuple(range(70, 90)), max_tokens=None)
-    prompts = [fit_prompt([7] * length, None, CONFIG, default_max_tokens=5) for length in [50] * 100 + [509, 509, 510]]
+    prompts = [fit_prompt([7] * length, MaxTokens(default=5), CONFIG) for length in [50] * 100 + [509, 509, 510]]
     made, messages = packed(GenerationRequest("id", prompts, params, 3, "c" * 1000))
     assert len(messages) == 3, "one for each max_tokens"
     ids = sum(len(prompt.packed_ids) for prompt in prompts)
@@ -110,7 +110,7 @@ def test_the_core_is_sent_each_prompt_once_and_parameters_once_and_no_stop_strin
 
 
 def test_unpacked_requests_share_tokens_and_parameters() -> None:
-    prompt = fit_prompt([1] * 90, 5, CONFIG)
+    prompt = fit_prompt([1] * 90, MaxTokens(5), CONFIG)
     _, (message,) = packed(GenerationRequest("id", [prompt], SamplingParams(n=128, max_tokens=5)))
     requests = msgspec.msgpack.decode(message, type=AddRequests).unpack()
     assert len(requests) == 128
@@ -130,7 +130,7 @@ def test_requests_with_nothing_in_common_arrive_as_they_are() -> None:
 def test_min_tokens_beyond_what_fits_is_refused() -> None:
     params = SamplingParams(min_tokens=600, max_tokens=None)
     with pytest.raises(RequestError, match="min_tokens is 600"):
-        packed(GenerationRequest("id", [fit_prompt([1], None, CONFIG)], params))
+        packed(GenerationRequest("id", [fit_prompt([1], MaxTokens(), CONFIG)], params))
 
 
 def test_a_request_makes_a_bounded_number_of_choices() -> None:

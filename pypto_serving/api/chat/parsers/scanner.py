@@ -202,10 +202,11 @@ class OutputParser:
         """Tell whether a call was given out whose arguments are not whole."""
         return self._scanner.broken
 
-    def push(self, text: str) -> list[OutputPart]:
-        """Add text; return the parts that became certain."""
+    def push(self, text: str, ends: bool = False) -> list[OutputPart]:
+        """Add text; return the parts that became certain, and those held back if the output `ends`."""
         self._scanner.text += text
-        return self._run()
+        parts = self._run()
+        return parts + self.finish() if ends else parts
 
     def finish(self) -> list[OutputPart]:
         """End the output; return the parts held back."""
