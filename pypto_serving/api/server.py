@@ -56,7 +56,7 @@ def create_app(engine: EngineClient, serving: ServingConfig, memory: MemoryPlan 
     app.state.clients = Clients(service.keys, salt)
     app.add_middleware(FaultHandler)
     if service.keys:
-        app.add_middleware(ApiKeyGuard, keys=service.keys, is_public=_is_public)
+        app.add_middleware(ApiKeyGuard, keys=service.keys, is_public=lambda path: path in PROBES or is_page(path))
     else:
         app.add_middleware(OriginGuard, allowed=serving.allowed_origins)
     if serving.allowed_origins:
@@ -76,11 +76,6 @@ def create_app(engine: EngineClient, serving: ServingConfig, memory: MemoryPlan 
         tracing=service.tracing,
     )
     return app
-
-
-def _is_public(path: str) -> bool:
-    """Return whether a request needs no API key."""
-    return path in PROBES or is_page(path)
 
 
 async def _answer_lost(request: Request, error: HTTPException) -> Response:

@@ -103,7 +103,8 @@ def plot_run(trace: Trace, outcome: Outcome, path: Path) -> None:
     arrivals_s = np.array([request.arrival_s for request in trace.requests])
     prompts = np.array([request.input_len for request in trace.requests])
     good = np.array([not record.error for record in outcome.records])
-    windows = np.arange(len(prompts)) * _num_windows(len(prompts)) // len(prompts)
+    num_windows = max(1, min(60, len(prompts) // 10))  # ten requests each, at most 60 windows
+    windows = np.arange(len(prompts)) * num_windows // len(prompts)
     starts_s = arrivals_s[np.flatnonzero(np.diff(windows, prepend=-1))]
     series = _cached(outcome.records)
     shares = [_share(windows, cached * good, prompts * good) for cached in series.values()]
@@ -116,11 +117,6 @@ def plot_run(trace: Trace, outcome: Outcome, path: Path) -> None:
     _log_seconds(ttfts)
     ttfts.set_xlabel("arrival (s)")
     save_figure(figure, path)
-
-
-def _num_windows(num_requests: int) -> int:
-    """Return the number of windows: ten requests each, at most 60 windows."""
-    return max(1, min(60, num_requests // 10))
 
 
 def _log_seconds(axes: Any) -> None:

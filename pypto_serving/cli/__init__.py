@@ -34,7 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     reset_inherited()
     _open_streams()
     try:
-        code = _run(argv)
+        from pypto_serving.cli.app import app
+
+        found = typer.main.get_command(app).main(argv, prog_name=_program_name(), standalone_mode=False)
+        code = found if isinstance(found, int) else EXIT_OK
     except typer.TyperException as error:
         code = _fail(_VALIDATOR.sub(r"\1", _message(error)), EXIT_USAGE)
     except PyptoError as error:
@@ -51,13 +54,6 @@ def _open_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
-
-
-def _run(argv: Sequence[str] | None) -> int:
-    from pypto_serving.cli.app import app
-
-    code = typer.main.get_command(app).main(argv, prog_name=_program_name(), standalone_mode=False)
-    return code if isinstance(code, int) else EXIT_OK
 
 
 def _message(error: typer.TyperException) -> str:

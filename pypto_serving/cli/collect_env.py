@@ -42,6 +42,7 @@ def collect_env(json: Annotated[bool, typer.Option("--json", help="Print one JSO
 def read_environment(root: Path = Path("/"), variables: Mapping[str, str] = os.environ) -> Sections:
     """Return facts by section and name; `root` and `variables` are for tests."""
     host = read_host_facts(root, cards=True)
+    distribution = _field(root / "etc/os-release", "PRETTY_NAME", "=").strip('"') or "unknown distribution"
     return {
         "Installation": {
             "pypto-serving": _version(DISTRIBUTION),
@@ -50,7 +51,7 @@ def read_environment(root: Path = Path("/"), variables: Mapping[str, str] = os.e
             "cache": host.cache_dir or "none",
         },
         "Machine": {
-            "system": f"{_distribution(root)}, {platform.system()} {platform.release()}, {platform.machine()}",
+            "system": f"{distribution}, {platform.system()} {platform.release()}, {platform.machine()}",
             "libc": " ".join(platform.libc_ver()) or "unknown",
             "processor": _field(root / "proc/cpuinfo", "model name") or platform.processor() or "unknown",
             "CPUs": f"{host.num_cpus} may be used, on {counted(len(host.nodes), 'NUMA node')}",
@@ -62,10 +63,6 @@ def read_environment(root: Path = Path("/"), variables: Mapping[str, str] = os.e
         "Packages": _packages(),
         "Variables": {name: _shown(name, variables[name]) for name in sorted(variables) if _SHOWN.fullmatch(name)},
     }
-
-
-def _distribution(root: Path) -> str:
-    return _field(root / "etc/os-release", "PRETTY_NAME", "=").strip('"') or "unknown distribution"
 
 
 def _packages() -> dict[str, str]:

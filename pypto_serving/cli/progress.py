@@ -49,7 +49,8 @@ class LoadProgress:
             self._phase = phase
             self._task = self._bar.add_task(_SHOWN.get(phase, phase), total=total, amount="") if self._bar else None
         if self._bar and self._task is not None:
-            self._bar.update(self._task, completed=done, total=total, amount=_amount(phase, done, total))
+            amount = f"{format_size(done)} of {format_size(total)}" if phase in _IN_BYTES else f"{done} of {total}"
+            self._bar.update(self._task, completed=done, total=total, amount=amount)
         if done >= total:
             self._finish_phase()
 
@@ -73,11 +74,6 @@ class LoadProgress:
                 with suppress(OSError):  # a full disk must not prevent the start
                     print(f"{shown}: {took_s:.2f} s", file=sys.stderr, flush=True)
         self._phase, self._since_s = "", now_s
-
-
-def _amount(phase: str, done: int, total: int) -> str:
-    """Return the completed part of a phase as text."""
-    return f"{format_size(done)} of {format_size(total)}" if phase in _IN_BYTES else f"{done} of {total}"
 
 
 def _start_bar() -> Progress:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import msgspec
 
 from pypto_serving.backend.defaults import BackendDefaults
@@ -176,7 +178,9 @@ def choose_events(settings: Settings, num_replicas: int) -> tuple[str, str]:
         if not replay:
             beside = options.label("kv_events_replay", beside="kv_events")
             raise ConfigError(f"{options.label('kv_events')} is {endpoint}, so give {beside} as well")
-    elif replay and _clash_of_replicas(replay, endpoint, num_replicas):
+    elif replay and any(
+        _clash(endpoint_of(replay, i), endpoint_of(endpoint, j)) for i, j in product(range(num_replicas), repeat=2)
+    ):
         problem = f"is {replay}, where {options.label('kv_events')} listens too; give another"
         raise options.refusal("kv_events_replay", problem)
     settings.record("kv_events_replay", replay or False, reason)
@@ -200,12 +204,6 @@ def check_ports(options: Options, engine: EngineConfig, server: ServerConfig) ->
         if _clash(getattr(engine.cache, name), http):
             where = f"is {getattr(engine.cache, name)}, where {options.label('port')} listens too"
             raise options.refusal(name, f"{where}; give another")
-
-
-def _clash_of_replicas(one: str, other: str, count: int) -> bool:
-    """Return whether endpoints of `count` replicas collide, given the first replica's `one` and `other`."""
-    indices = range(count)
-    return any(_clash(endpoint_of(one, i), endpoint_of(other, j)) for i in indices for j in indices)
 
 
 def _clash(one: str, other: str) -> bool:

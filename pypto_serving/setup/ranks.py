@@ -129,22 +129,16 @@ def _size(
     label = options.label(option)
     if obstacle or parts is None:
         raise ConfigError(f"{label} is {size}, but {obstacle}; drop it")
-    largest, what = _largest(dimension, parts)
+    largest, what = {
+        "tensor": (parts.num_heads, "query head"),
+        "pipeline": (parts.num_layers, "layer"),
+        "expert": (parts.num_experts, "expert"),
+    }[dimension]
     if not largest:
         raise ConfigError(f"{label} is {size}, but the model has no {what}s; drop it")
     if size > largest:
         raise ConfigError(f"{label} is {size}, but the model has {counted(largest, what)}; give at most {largest}")
     return size
-
-
-def _largest(dimension: str, parts: ModelParts) -> tuple[int, str]:
-    """Return the largest size that the model allows, and the name of the counted parts."""
-    sizes = {
-        "tensor": (parts.num_heads, "query head"),
-        "pipeline": (parts.num_layers, "layer"),
-        "expert": (parts.num_experts, "expert"),
-    }
-    return sizes[dimension]
 
 
 def _uneven_groups(

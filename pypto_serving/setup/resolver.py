@@ -125,8 +125,7 @@ def resolve(
     engines = replicate(engine, num_replicas, placements)
     server = _server(settings, model)
     if serves:
-        _check_server(settings, engines, server)
-        _check_traces(options, host)
+        _check_server(settings, engines, server, host)
     return Resolved(
         engines=engines,
         server=server,
@@ -280,15 +279,12 @@ def _server(settings: Settings, model: ModelSpec) -> ServerConfig:
     )
 
 
-def _check_traces(options: Options, host: HostFacts) -> None:
+def _check_server(settings: Settings, engines: Sequence[EngineConfig], server: ServerConfig, host: HostFacts) -> None:
+    """Refuse ports that are used twice and traces without their package; warn of a server open to other machines."""
+    options = settings.options
     if options.otlp_traces_endpoint is not None and not host.otel:
         problem = f"but OpenTelemetry is not installed; drop it, or {install_extra('otel')}"
         raise options.refusal("otlp_traces_endpoint", f"is {options.otlp_traces_endpoint}, {problem}")
-
-
-def _check_server(settings: Settings, engines: Sequence[EngineConfig], server: ServerConfig) -> None:
-    """Refuse ports that are used twice, and warn of a server that is open to other machines."""
-    options = settings.options
     for engine in engines:
         if not server.uds:
             check_ports(options, engine, server)

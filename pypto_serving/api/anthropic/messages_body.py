@@ -178,11 +178,12 @@ def read_messages(prompter: Prompter, serving: ServingConfig, raw: bytes | bytea
     check_max_tokens(body.max_tokens)
     given = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     check_stops(body.stop_sequences or (), "stop_sequences")
+    field, form = "output_config", _output_config(body).get("format")
     params = SamplingParams(
         **{**serving.default_sampling.given(), **given},
         stop=tuple(body.stop_sequences or ()),
         max_tokens=body.max_tokens,
-        structured_outputs=_structure(body),
+        structured_outputs=None if form is None else StructuredOutputsParams.read({"json": form["schema"]}, field),
     )
     chat, left_out = _chat(prompter, body, params)
     if chat.thinking_budget is not None and chat.thinking_budget >= body.max_tokens:
@@ -305,8 +306,3 @@ def _output_config(body: CountTokensBody) -> Mapping[str, Any]:
             allowed = "{'type': 'json_schema', 'schema': {...}}"
             refuse(field, f"is {brief(form)}, but must be {allowed}")
     return {**config, "format": form}
-
-
-def _structure(body: MessagesBody) -> StructuredOutputsParams | None:
-    form = _output_config(body).get("format")
-    return None if form is None else StructuredOutputsParams.read({"json": form["schema"]}, "output_config")

@@ -75,12 +75,9 @@ def chat_logprobs(entries: list[TokenEntry] | None) -> dict[str, Any] | None:
     """
     if entries is None:
         return None
-    content = [msgspec.Raw(msgspec.json.encode(_chat_position(entry))) for entry in entries if not entry.ends]
-    return {"content": content, "refusal": None}
-
-
-def _chat_position(entry: TokenEntry) -> dict[str, Any]:
-    return _chat_entry(entry.chosen) | {"top_logprobs": list(map(_chat_entry, entry.top))}
+    shown = (entry for entry in entries if not entry.ends)
+    positions = (_chat_entry(each.chosen) | {"top_logprobs": list(map(_chat_entry, each.top))} for each in shown)
+    return {"content": [msgspec.Raw(msgspec.json.encode(position)) for position in positions], "refusal": None}
 
 
 def _chat_entry(token: ScoredToken) -> dict[str, Any]:

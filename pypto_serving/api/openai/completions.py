@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, overload
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -39,7 +39,7 @@ class CompletionFormat(EventFormat):
         self._unbegun = set(range(self.num_choices)) if self.shown.token_ids else set[int]()
 
     def rare_event(self, delta: Delta) -> bytes:
-        logprobs = completion_logprobs(delta.logprobs)
+        logprobs = None if delta.logprobs is None else completion_logprobs(delta.logprobs)
         return self.text_event(delta.index, delta.text, logprobs, delta.finish_reason, self.details(delta))
 
     def text_event(
@@ -57,11 +57,11 @@ class CompletionFormat(EventFormat):
         return super().response(outputs, usage)
 
     def whole_choice(self, output: ChoiceOutput) -> dict[str, Any]:
-        index = output.index
+        index, entries = output.index, None if self.shown.logprobs is None else output.logprobs
         return {
             "index": index,
             "text": output.text,
-            "logprobs": None if self.shown.logprobs is None else completion_logprobs(output.logprobs),
+            "logprobs": None if entries is None else completion_logprobs(entries),
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
             "token_ids": output.token_ids if self.shown.token_ids else None,
@@ -70,21 +70,11 @@ class CompletionFormat(EventFormat):
         }
 
 
-@overload
-def completion_logprobs(entries: Iterable[TokenEntry], shift: int = 0) -> dict[str, list[Any]]: ...
-
-
-@overload
-def completion_logprobs(entries: None, shift: int = 0) -> None: ...
-
-
-def completion_logprobs(entries: Iterable[TokenEntry] | None, shift: int = 0) -> dict[str, list[Any]] | None:
+def completion_logprobs(entries: Iterable[TokenEntry], shift: int = 0) -> dict[str, list[Any]]:
     """Write parallel lists with one entry per token; `top_logprobs` includes the chosen token.
 
     `shift` is added to the offsets.
     """
-    if entries is None:
-        return None
     found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for entry in entries:
         found["tokens"].append(entry.chosen.shown_text)
@@ -130,7 +120,8 @@ class EchoFormat(CompletionFormat):
         if index not in self._echoed:
             self._echoed.add(index)
             first = self.text_event(index, self._text(place), self._prompt_logprobs(place), None)
-        logprobs = completion_logprobs(delta.logprobs, len(self._text(place)))
+        shift, entries = len(self._text(place)), delta.logprobs
+        logprobs = None if entries is None else completion_logprobs(entries, shift)
         return first + self.text_event(index, delta.text, logprobs, delta.finish_reason, self.details(delta))
 
     def whole_choice(self, output: ChoiceOutput) -> dict[str, Any]:

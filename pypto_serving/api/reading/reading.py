@@ -105,7 +105,8 @@ class Reading:
         raw = await read_body(request, self._serving.max_body_bytes)
         if prepare is not None:
             raw = prepare(raw)
-        if self._is_read_here(endpoint, raw):
+        repeats_input = endpoint == "decisions"
+        if is_small(raw) and not repeats_input and not self._may_bring_template(raw):
             try:
                 with steps_limited():
                     return READERS[endpoint](self._prompter, self._serving, raw)
@@ -113,12 +114,6 @@ class Reading:
                 logger.debug("a chat template takes many steps; the reader runs it")
         self._require_admission(1)
         return await until_disconnect(request.receive, self._read_apart(endpoint, raw, host_of(request)))
-
-    def _is_read_here(self, endpoint: Endpoint, raw: bytes | bytearray) -> bool:
-        """Return whether a body takes little time to read: it is small and contains no template."""
-        if not is_small(raw) or endpoint == "decisions":  # decisions may repeat their input many times
-            return False
-        return not self._may_bring_template(raw)
 
     def _may_bring_template(self, raw: bytes | bytearray) -> bool:
         return self._serving.trust_request_chat_template and _MAY_BRING_TEMPLATE.search(raw) is not None
