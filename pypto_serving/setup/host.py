@@ -267,12 +267,15 @@ def _read(path: Path) -> str:
         return ""
 
 
+def _keyed(path: Path, key: str) -> str:
+    """Return the first word after a key at the beginning of a line, or ""."""
+    lines = map(str.split, _read(path).splitlines())
+    return next((words[1] for words in lines if len(words) > 1 and words[0] == key), "")
+
+
 def _keyed_int(path: Path, key: str) -> int | None:
-    for line in _read(path).splitlines():
-        fields = line.split()
-        if len(fields) >= 2 and fields[0] == key and fields[1].isdigit():
-            return int(fields[1])
-    return None
+    text = _keyed(path, key)
+    return int(text) if text.isdigit() else None
 
 
 NODES = "sys/devices/system/node"
@@ -287,7 +290,9 @@ def read_nodes(allowed: Collection[int], root: Path = Path("/")) -> tuple[NumaNo
     """
     folder = root / NODES
     online = list(_ids(_read(folder / "online")))
-    usable = _intersection(online, _read(folder / "has_memory"), _allowed_memory(root))
+    allowed_nodes = (_read(folder / "has_memory"), _keyed(root / "proc/self/status", "Mems_allowed_list:"))
+    lists = [set(_ids(text)) for text in allowed_nodes if text.strip()]  # a missing list contains all nodes
+    usable = [node for node in online if all(node in nodes for nodes in lists)]
     cpus: dict[int, list[int]] = {node: [] for node in usable}
     for place, node in enumerate(online):
         home = node if node in cpus else _nearest(folder, online, place, usable)
@@ -295,20 +300,6 @@ def read_nodes(allowed: Collection[int], root: Path = Path("/")) -> tuple[NumaNo
             cpus[home] += [cpu for cpu in _ids(_read(folder / f"node{node}/cpulist")) if cpu in allowed]
     nodes = tuple(NumaNode(node, tuple(sorted(own))) for node, own in cpus.items() if own)
     return nodes or (NumaNode(0, tuple(sorted(allowed))),)
-
-
-def _intersection(nodes: Sequence[int], *lists: str) -> list[int]:
-    """Return the nodes that are in all lists; a missing list contains all nodes."""
-    return [node for node in nodes if all(not text.strip() or node in set(_ids(text)) for text in lists)]
-
-
-def _allowed_memory(root: Path) -> str:
-    """Return the list of nodes whose memory the process's cpuset allows."""
-    for line in _read(root / "proc/self/status").splitlines():
-        name, _, value = line.partition(":")
-        if name == "Mems_allowed_list":
-            return value
-    return ""
 
 
 def _nearest(folder: Path, online: Sequence[int], place: int, usable: Collection[int]) -> int | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pypto_serving.api.http.allowance import ALLOWANCE, Allowance
+from pypto_serving.api.http.allowance import ALLOWANCE
 from pypto_serving.api.http.errors import ANTHROPIC_PATH, describe, internal_error
 from pypto_serving.api.http.keys import ApiKeys, sent_key
 from pypto_serving.api.http.tracing import Tracing
@@ -197,24 +197,19 @@ class ApiKeyGuard:
             return
         key = sent_key(scope["headers"])
         allowance = None if key is None else self._keys.find(key)
-        if allowance is not None:
-            ALLOWANCE.set(allowance)
-            await self.app(scope, receive, _with_headers(allowance, send))
+        if allowance is None:
+            message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            error = RequestError(message, code="invalid_api_key", status=401)
+            await describe(error).response(scope)(scope, receive, send)
             return
-        message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
-        error = RequestError(message, code="invalid_api_key", status=401)
-        await describe(error).response(scope)(scope, receive, send)
 
+        async def send_with_limits(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *allowance.headers()]
+            await send(message)
 
-def _with_headers(allowance: Allowance, send: Send) -> Send:
-    """Return a `send` that adds the headers about limits."""
-
-    async def send_with_limits(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", ()), *allowance.headers()]
-        await send(message)
-
-    return send_with_limits
+        ALLOWANCE.set(allowance)
+        await self.app(scope, receive, send_with_limits)
 
 
 def _log_access(scope: Scope, status: int, elapsed_s: float) -> None:
