@@ -41,7 +41,7 @@ SaveResult = Annotated[bool, result("--save-result", help="Write the result as J
 SaveDetailed = Annotated[bool, result("--save-detailed", help="Add the times of each request.")]
 ResultDir = Annotated[Path, result(help="Folder of the result file.")]
 ResultFilename = Annotated[str | None, result(help="Name of the result file.")]
-OutputJson = Annotated[Path | None, result(help="Also write the result as JSON into this file.")]
+OutputJson = Annotated[Path | None, typer.Option(help="Also write the result as JSON into this file.")]
 
 
 def is_given(context: typer.Context, name: str) -> bool:

@@ -119,7 +119,8 @@ def list_of(items: Schema, min_items: int = 0, max_items: int | None = None) -> 
 
 def object_of(required: Schema, **optional: Schema) -> Schema:
     """Describe an object by its properties."""
-    return {"type": "object", "properties": required | optional, "required": list(required)}
+    needed = {"required": list(required)} if required else {}
+    return {"type": "object", "properties": required | optional, **needed}
 
 
 def typed(kind: str, required: Schema | None = None, **optional: Schema) -> Schema:
