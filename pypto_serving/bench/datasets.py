@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from pypto_serving.bench.options import require_int
+from pypto_serving.bench.options import read_rows, require_int
 from pypto_serving.errors import ConfigError
-from pypto_serving.util import decode_json
 
 _PROMPT_STREAM, _PREFIX_STREAM = 0, 1
 
@@ -166,21 +165,12 @@ class FileData:
 
     def rows(self) -> list[Prompt]:
         """Return all rows in file order. Raises ConfigError that names the first bad line."""
-        try:
-            lines = self.path.read_bytes().splitlines()
-        except OSError as error:
-            raise ConfigError(f"--dataset-path {self.path}: {error.strerror}; name a readable JSONL file") from None
-        rows = [self._row(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        rows = [self._prompt(where, row) for where, row in read_rows("--dataset-path", self.path, _DatasetRow)]
         if not rows:
             raise ConfigError(f"--dataset-path {self.path} is empty; it needs at least one row with a prompt")
         return rows
 
-    def _row(self, number: int, line: bytes) -> Prompt:
-        where = f"--dataset-path {self.path}, line {number}"
-        try:
-            row = decode_json(line, _DatasetRow)
-        except ValueError as error:
-            raise ConfigError(f"{where}: {error}") from None
+    def _prompt(self, where: str, row: _DatasetRow) -> Prompt:
         contents = [c for c in (row.prompt, row.messages, row.prompt_token_ids) if c]
         if len(contents) != 1:
             raise ConfigError(f"{where}: needs exactly one non-empty prompt, messages or prompt_token_ids")

@@ -6,15 +6,17 @@ Every check raises ConfigError that names the command line option, its value, an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.types.config import ServerConfig, default_of
 from pypto_serving.types.server_url import ServerUrl, parse_server_url
 from pypto_serving.util import brief, decode_json
 
+T = TypeVar("T")
 Backend = Literal["openai", "openai-chat"]
 Metric = Literal["ttft", "tpot", "itl", "e2el"]
 RampStrategy = Literal["linear", "exponential"]
@@ -39,6 +41,22 @@ def require_positive(option: str, value: float, *, infinite: bool = False) -> No
     if not value > 0 or (math.isinf(value) and not infinite):
         wanted = "a number above 0 or inf" if infinite else "a finite number above 0"
         raise ConfigError(f"{option} must be {wanted}, got {value}")
+
+
+def read_rows(label: str, path: Path, kind: type[T]) -> Iterator[tuple[str, T]]:
+    """Yield the rows of a JSONL file, each after its place. Raises ConfigError that names the first bad line."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"{label} {path}: {error.strerror}; name a readable JSONL file") from None
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            where = f"{label} {path}, line {number}"
+            try:
+                row = decode_json(line, kind)
+            except ValueError as error:
+                raise ConfigError(f"{where}: {error}") from None
+            yield where, row
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,10 +17,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.bench.options import require_int, require_positive
+from pypto_serving.bench.options import read_rows, require_int, require_positive
 from pypto_serving.errors import ConfigError
 from pypto_serving.types.arrays import Int32Array
-from pypto_serving.util import ceil_div, decode_json
+from pypto_serving.util import ceil_div
 
 TRACE_BLOCK = 512
 """Prompt tokens per hash id in a file."""
@@ -130,20 +130,14 @@ def parse_scale(text: str) -> Fraction:
 
 def load_trace(path: Path) -> Trace:
     """Load all requests of a file in Mooncake's format. Raises ConfigError that names the first bad line."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(f"trace {path}: {error.strerror}; name a readable JSONL file") from None
     requests: list[TraceRequest] = []
     start_ms = last_ms = 0.0
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        parsed = _parse(f"trace {path}, line {number}", line)
+    for where, parsed in read_rows("trace", path, _TraceLine):
+        _check(where, parsed)
         if not requests:
             start_ms = last_ms = parsed.timestamp
         if parsed.timestamp < last_ms:
-            raise ConfigError(f"trace {path}, line {number}: timestamp {parsed.timestamp:g} is before that of the last")
+            raise ConfigError(f"{where}: timestamp {parsed.timestamp:g} is before that of the last")
         last_ms = parsed.timestamp
         arrival_s = (last_ms - start_ms) / 1e3
         output_len = max(1, parsed.output_length)
@@ -153,11 +147,8 @@ def load_trace(path: Path) -> Trace:
     return Trace(requests=tuple(requests))
 
 
-def _parse(where: str, line: bytes) -> _TraceLine:
-    try:
-        parsed = decode_json(line, _TraceLine)
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from None
+def _check(where: str, parsed: _TraceLine) -> None:
+    """Raise ConfigError unless lengths and hash ids fit each other."""
     require_int(f"{where}: input_length", parsed.input_length, 1)
     require_int(f"{where}: output_length", parsed.output_length, 0)
     wanted = ceil_div(parsed.input_length, TRACE_BLOCK)
@@ -168,7 +159,6 @@ def _parse(where: str, line: bytes) -> _TraceLine:
         )
     if not 0 <= min(parsed.hash_ids) <= max(parsed.hash_ids) < 1 << 63 - _MAX_BLOCK_BITS:
         raise ConfigError(f"{where}: hash_ids must lie in [0, 2^{63 - _MAX_BLOCK_BITS})")
-    return parsed
 
 
 def lru_hits(trace: Trace, capacity: float, block_size: int = 1) -> list[int]:

@@ -12,6 +12,8 @@ Status = Literal["in_progress", "completed", "incomplete", "failed"]
 class Item(Answer, tag_field="type"):
     """Base of the items of a response."""
 
+    id: str
+
 
 class OutputText(Answer, tag_field="type", tag="output_text"):
     text: str
@@ -24,21 +26,18 @@ class ReasoningText(Answer, tag_field="type", tag="reasoning_text"):
 
 
 class OutputMessage(Item, tag="message"):
-    id: str
     status: Status
     role: Literal["assistant"]
     content: list[OutputText]
 
 
 class ReasoningItem(Item, tag="reasoning"):
-    id: str
     status: Status
     summary: list[Any]
     content: list[ReasoningText]
 
 
 class FunctionCallItem(Item, tag="function_call"):
-    id: str
     status: Status
     call_id: str
     name: str
@@ -47,7 +46,6 @@ class FunctionCallItem(Item, tag="function_call"):
 
 
 class CustomToolCallItem(Item, tag="custom_tool_call"):
-    id: str
     call_id: str
     name: str
     input: str
