@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, Union
+
+import msgspec
 
 from pypto_serving.api.common.described import Answer, ResponseUsage, TokenLogprob
 
@@ -123,63 +127,6 @@ class Event(Answer, tag_field="type"):
     sequence_number: int
 
 
-class WholeEvent(Event):
-    """Base of events that contain the whole response."""
-
-    response: ResponseObject
-
-
-class ResponseCreated(WholeEvent, tag="response.created"):
-    pass
-
-
-class ResponseInProgress(WholeEvent, tag="response.in_progress"):
-    pass
-
-
-class ResponseCompleted(WholeEvent, tag="response.completed"):
-    pass
-
-
-class ResponseIncomplete(WholeEvent, tag="response.incomplete"):
-    pass
-
-
-class ResponseFailed(WholeEvent, tag="response.failed"):
-    pass
-
-
-class OutputItemAdded(Event, tag="response.output_item.added"):
-    output_index: int
-    item: OutputItem
-
-
-class OutputItemDone(Event, tag="response.output_item.done"):
-    output_index: int
-    item: OutputItem
-
-
-class ItemEvent(Event):
-    """Base of events within an item."""
-
-    item_id: str
-    output_index: int
-
-
-class PartEvent(ItemEvent):
-    """Base of events within a part of an item's content."""
-
-    content_index: int
-
-
-class ContentPartAdded(PartEvent, tag="response.content_part.added"):
-    part: OutputText | ReasoningText
-
-
-class ContentPartDone(PartEvent, tag="response.content_part.done"):
-    part: OutputText | ReasoningText
-
-
 class TextLogprob(Answer):
     token: str
     logprob: float
@@ -191,56 +138,38 @@ class TextLogprobs(TextLogprob):
     top_logprobs: list[TextLogprob]
 
 
-class OutputTextDelta(PartEvent, tag="response.output_text.delta"):
-    delta: str
-    logprobs: list[TextLogprobs]
+_ITEM = {"item_id": str, "output_index": int}
+_PART = _ITEM | {"content_index": int}
+_FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "response.created": {"response": ResponseObject},
+    "response.in_progress": {"response": ResponseObject},
+    "response.completed": {"response": ResponseObject},
+    "response.incomplete": {"response": ResponseObject},
+    "response.failed": {"response": ResponseObject},
+    "response.output_item.added": {"output_index": int, "item": OutputItem},
+    "response.output_item.done": {"output_index": int, "item": OutputItem},
+    "response.content_part.added": {**_PART, "part": OutputText | ReasoningText},
+    "response.content_part.done": {**_PART, "part": OutputText | ReasoningText},
+    "response.output_text.delta": {**_PART, "delta": str, "logprobs": list[TextLogprobs]},
+    "response.output_text.done": {**_PART, "text": str, "logprobs": list[TextLogprobs]},
+    "response.reasoning_text.delta": {**_PART, "delta": str},
+    "response.reasoning_text.done": {**_PART, "text": str},
+    "response.function_call_arguments.delta": {**_ITEM, "delta": str},
+    "response.function_call_arguments.done": {**_ITEM, "arguments": str},
+    "response.custom_tool_call_input.delta": {**_ITEM, "delta": str},
+    "response.custom_tool_call_input.done": {**_ITEM, "input": str},
+}
+"""The fields of each type of event, after its number: those of an item, and of a part of its content, first."""
 
 
-class OutputTextDone(PartEvent, tag="response.output_text.done"):
-    text: str
-    logprobs: list[TextLogprobs]
+def _name(kind: str) -> str:
+    """Return the name of a type of event in /openapi.json: OutputTextDelta for response.output_text.delta."""
+    within = kind.removeprefix("response.")
+    return "".join(map(str.capitalize, re.split("[._]", within if "." in within else kind)))
 
 
-class ReasoningTextDelta(PartEvent, tag="response.reasoning_text.delta"):
-    delta: str
-
-
-class ReasoningTextDone(PartEvent, tag="response.reasoning_text.done"):
-    text: str
-
-
-class FunctionCallArgumentsDelta(ItemEvent, tag="response.function_call_arguments.delta"):
-    delta: str
-
-
-class FunctionCallArgumentsDone(ItemEvent, tag="response.function_call_arguments.done"):
-    arguments: str
-
-
-class CustomToolCallInputDelta(ItemEvent, tag="response.custom_tool_call_input.delta"):
-    delta: str
-
-
-class CustomToolCallInputDone(ItemEvent, tag="response.custom_tool_call_input.done"):
-    input: str
-
-
-ResponseEvent = (
-    ResponseCreated
-    | ResponseInProgress
-    | ResponseCompleted
-    | ResponseIncomplete
-    | ResponseFailed
-    | OutputItemAdded
-    | OutputItemDone
-    | ContentPartAdded
-    | ContentPartDone
-    | OutputTextDelta
-    | OutputTextDone
-    | ReasoningTextDelta
-    | ReasoningTextDone
-    | FunctionCallArgumentsDelta
-    | FunctionCallArgumentsDone
-    | CustomToolCallInputDelta
-    | CustomToolCallInputDone
-)
+EVENTS: Mapping[str, type[Event]] = {
+    kind: msgspec.defstruct(_name(kind), [*fields.items()], bases=(Event,), tag=kind)
+    for kind, fields in _FIELDS.items()
+}
+ResponseEvent: Any = Union[tuple(EVENTS.values())]  # noqa: UP007

@@ -22,7 +22,6 @@ from pypto_serving.api.responses import answers
 from pypto_serving.api.responses.history import Called, callable_tools, input_of
 
 Done = Callable[[answers.ResponseObject], None]
-_ENDS = {"completed": answers.ResponseCompleted, "incomplete": answers.ResponseIncomplete}
 
 
 class ResponseFormat(AnswerFormat):
@@ -72,21 +71,21 @@ class ResponseFormat(AnswerFormat):
             return b""
         self._opened = True
         begun = self._object(None)
-        written = self._event(answers.ResponseCreated(self._number, begun))
-        return written + self._event(answers.ResponseInProgress(self._number, begun))
+        written = self._event("response.created", begun)
+        return written + self._event("response.in_progress", begun)
 
     def closing(self, usage: TokenUsage) -> bytes:
         opening = self._open()
         whole = self._object(usage)
         self._on_done(whole)
-        return opening + self._event(_ENDS[self._status](self._number, whole))
+        return opening + self._event(f"response.{self._status}", whole)
 
     def failure(self, error: ApiError) -> bytes:
         opening = self._open()
         self._status = "failed"
         failed = self._object(None)
         failed.error = answers.ResponseFailure("server_error", error.message)
-        return opening + self._event(answers.ResponseFailed(self._number, failed))
+        return opening + self._event("response.failed", failed)
 
     def event(self, delta: Delta) -> bytes:
         ends = delta.finish_reason is not None
@@ -110,11 +109,11 @@ class ResponseFormat(AnswerFormat):
         item = self._new_item(part)
         self._output.append(item)
         self._texts, self._logprobs, self._open_kind = [], [], _kind(part)
-        written = self._event(answers.OutputItemAdded(self._number, self._index, item))
+        written = self._event("response.output_item.added", self._index, item)
         if isinstance(item, answers.OutputMessage):
-            written += self._event(answers.ContentPartAdded(*self._place, 0, answers.OutputText("", [], [])))
+            written += self._event("response.content_part.added", *self._place, 0, answers.OutputText("", [], []))
         elif isinstance(item, answers.ReasoningItem):
-            written += self._event(answers.ContentPartAdded(*self._place, 0, answers.ReasoningText("")))
+            written += self._event("response.content_part.added", *self._place, 0, answers.ReasoningText(""))
         return written
 
     def _new_item(self, part: OutputPart) -> answers.OutputItem:
@@ -137,11 +136,11 @@ class ResponseFormat(AnswerFormat):
             case answers.OutputMessage():
                 scored = (chat_logprobs(entries) or {"content": []})["content"]
                 self._logprobs += scored
-                return self._event(answers.OutputTextDelta(*self._place, 0, text, _without_bytes(scored)))
+                return self._event("response.output_text.delta", *self._place, 0, text, _without_bytes(scored))
             case answers.ReasoningItem():
-                return self._event(answers.ReasoningTextDelta(*self._place, 0, text))
+                return self._event("response.reasoning_text.delta", *self._place, 0, text)
             case answers.FunctionCallItem():
-                return self._event(answers.FunctionCallArgumentsDelta(*self._place, text))
+                return self._event("response.function_call_arguments.delta", *self._place, text)
             case answers.CustomToolCallItem():
                 return b""
 
@@ -155,31 +154,33 @@ class ResponseFormat(AnswerFormat):
             case answers.OutputMessage():
                 item.status, item.content = status, [answers.OutputText(text, [], [*self._logprobs])]
                 told = _without_bytes(self._logprobs)
-                written = self._event(answers.OutputTextDone(*self._place, 0, text, told))
-                written += self._event(answers.ContentPartDone(*self._place, 0, item.content[0]))
+                written = self._event("response.output_text.done", *self._place, 0, text, told)
+                written += self._event("response.content_part.done", *self._place, 0, item.content[0])
             case answers.ReasoningItem():
                 item.status, item.content = status, [answers.ReasoningText(text)]
-                written = self._event(answers.ReasoningTextDone(*self._place, 0, text))
-                written += self._event(answers.ContentPartDone(*self._place, 0, item.content[0]))
+                written = self._event("response.reasoning_text.done", *self._place, 0, text)
+                written += self._event("response.content_part.done", *self._place, 0, item.content[0])
             case answers.FunctionCallItem():
                 item.status, item.arguments = status, text or "{}"
-                written = self._event(answers.FunctionCallArgumentsDone(*self._place, item.arguments))
+                written = self._event("response.function_call_arguments.done", *self._place, item.arguments)
             case answers.CustomToolCallItem():
                 item.input = input_of(text)
-                written = self._event(answers.CustomToolCallInputDelta(*self._place, item.input))
-                written += self._event(answers.CustomToolCallInputDone(*self._place, item.input))
-        return written + self._event(answers.OutputItemDone(self._number, self._index, item))
+                written = self._event("response.custom_tool_call_input.delta", *self._place, item.input)
+                written += self._event("response.custom_tool_call_input.done", *self._place, item.input)
+        return written + self._event("response.output_item.done", self._index, item)
 
     @property
     def _index(self) -> int:
         return len(self._output) - 1
 
     @property
-    def _place(self) -> tuple[int, str, int]:
+    def _place(self) -> tuple[str, int]:
         """Return the first fields of an event within the last item."""
-        return self._number, self._output[-1].id, self._index
+        return self._output[-1].id, self._index
 
-    def _event(self, event: answers.Event) -> bytes:
+    def _event(self, kind: str, *fields: Any) -> bytes:
+        """Write the next event, of a type in EVENTS."""
+        event = answers.EVENTS[kind](self._number, *fields)
         self._number += 1
         return named(event)
 
