@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Union
 
-from pypto_serving.api.common.described import Answer
+from pypto_serving.api.common.described import Answer, tagged
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
@@ -78,66 +78,31 @@ class TokenCount(Answer):
     input_tokens: int
 
 
-class TextDelta(Tagged, tag="text_delta"):
-    text: str
-
-
-class ThinkingDelta(Tagged, tag="thinking_delta"):
-    thinking: str
-
-
-class SignatureDelta(Tagged, tag="signature_delta"):
-    signature: str
-
-
-class InputJsonDelta(Tagged, tag="input_json_delta"):
-    partial_json: str
-
-
 class MessageEnd(Answer):
     stop_reason: StopReason
     stop_sequence: str | None
 
 
-class MessageStart(Tagged, tag="message_start"):
-    message: Message
-
-
-class ContentBlockStart(Tagged, tag="content_block_start"):
-    index: int
-    content_block: ContentBlock
-
-
-class ContentBlockDelta(Tagged, tag="content_block_delta"):
-    index: int
-    delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
-
-
-class ContentBlockStop(Tagged, tag="content_block_stop"):
-    index: int
-
-
-class MessageDelta(Tagged, tag="message_delta"):
-    delta: MessageEnd
-    usage: MessageUsage
-
-
-class MessageStop(Tagged, tag="message_stop"):
-    pass
-
-
-class Ping(Tagged, tag="ping"):
-    pass
-
-
-MessageEvent = (
-    MessageStart
-    | ContentBlockStart
-    | ContentBlockDelta
-    | ContentBlockStop
-    | MessageDelta
-    | MessageStop
-    | Ping
-    | MessageError
+DELTAS = tagged(
+    Tagged,
+    {
+        "text_delta": {"text": str},
+        "thinking_delta": {"thinking": str},
+        "signature_delta": {"signature": str},
+        "input_json_delta": {"partial_json": str},
+    },
 )
+EVENTS = tagged(
+    Tagged,
+    {
+        "message_start": {"message": Message},
+        "content_block_start": {"index": int, "content_block": ContentBlock},
+        "content_block_delta": {"index": int, "delta": Union[tuple(DELTAS.values())]},  # noqa: UP007
+        "content_block_stop": {"index": int},
+        "message_delta": {"delta": MessageEnd, "usage": MessageUsage},
+        "message_stop": {},
+        "ping": {},
+    },
+)
+MessageEvent: Any = Union[(*EVENTS.values(), MessageError)]
 """One event of POST /v1/messages with `stream`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -82,16 +84,16 @@ class MessageFormat(AnswerFormat):
         if self._opened:
             return b""
         self._opened = True
-        return named(answers.MessageStart(self._message([], usage)))
+        return _event("message_start", self._message([], usage))
 
     def ping(self, usage: TokenUsage) -> bytes:
         """Write `ping`; before the first one, `message_start`, with which every stream must begin."""
-        return self.opening(usage) + named(answers.Ping())
+        return self.opening(usage) + _event("ping")
 
     def closing(self, usage: TokenUsage) -> bytes:
         assert self._stop_reason is not None
         end = answers.MessageEnd(self._stop_reason, self._stop_sequence)
-        return named(answers.MessageDelta(end, usage_object(usage))) + named(answers.MessageStop())
+        return _event("message_delta", end, usage_object(usage)) + _event("message_stop")
 
     def failure(self, error: ApiError) -> bytes:
         return b"event: error\ndata: " + one_line(error.anthropic_payload(self._request_id)) + b"\n\n"
@@ -109,7 +111,7 @@ class MessageFormat(AnswerFormat):
         if self._begins(part):
             change = self._close()
             block = self._begin(part)
-            change += named(answers.ContentBlockStart(self._index, block))
+            change += _event("content_block_start", self._index, block)
         if isinstance(part, ToolCallStart):
             return change
         return change + self._delta(_FIELDS.get(self._kind, _CALL_FIELDS), part.text)
@@ -140,7 +142,7 @@ class MessageFormat(AnswerFormat):
         if self._index < 0:
             return b""
         signed = self._delta(b'"signature_delta","signature"', self._id) if self._kind == "thinking" else b""
-        return signed + named(answers.ContentBlockStop(self._index))
+        return signed + _event("content_block_stop", self._index)
 
     def _finish(self, reason: str | None, stopped_by: str | int | None) -> None:
         """Record why the output ended; `stopped_by` is the stop string, or the id of the stop token."""
@@ -161,6 +163,10 @@ class MessageFormat(AnswerFormat):
             stop_sequence=self._stop_sequence,
             usage=usage_object(usage),
         )
+
+
+def _event(kind: str, *fields: Any) -> bytes:
+    return named(answers.EVENTS[kind](*fields))
 
 
 def usage_object(usage: TokenUsage) -> answers.MessageUsage:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+import re
+from collections.abc import Mapping
+from typing import Any, Self, TypeVar
 
 import msgspec
 from pydantic import WithJsonSchema
@@ -14,6 +16,22 @@ from pypto_serving.types.sampling import INT32_MAX
 
 class Answer(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """Base of all answers. Fields without a description are refused."""
+
+
+AnswerT = TypeVar("AnswerT", bound=Answer)
+
+
+def tagged(base: type[AnswerT], fields: Mapping[str, Mapping[str, Any]], prefix: str = "") -> dict[str, type[AnswerT]]:
+    """Return types of answers by their tag, from the fields that each adds to those of `base`.
+
+    In /openapi.json, `text_delta` is TextDelta. A `prefix` that ends with a dot is left out of names with more dots.
+    """
+
+    def name_of(tag: str) -> str:
+        within = tag.removeprefix(prefix)
+        return "".join(map(str.capitalize, re.split("[._]", within if "." in within else tag)))
+
+    return {tag: msgspec.defstruct(name_of(tag), [*own.items()], bases=(base,), tag=tag) for tag, own in fields.items()}
 
 
 class TopLogprob(Answer):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, Literal, Union
 
-import msgspec
-
-from pypto_serving.api.common.described import Answer, ResponseUsage, TokenLogprob
+from pypto_serving.api.common.described import Answer, ResponseUsage, TokenLogprob, tagged
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
@@ -162,14 +159,5 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
 """The fields of each type of event, after its number: those of an item, and of a part of its content, first."""
 
 
-def _name(kind: str) -> str:
-    """Return the name of a type of event in /openapi.json: OutputTextDelta for response.output_text.delta."""
-    within = kind.removeprefix("response.")
-    return "".join(map(str.capitalize, re.split("[._]", within if "." in within else kind)))
-
-
-EVENTS: Mapping[str, type[Event]] = {
-    kind: msgspec.defstruct(_name(kind), [*fields.items()], bases=(Event,), tag=kind)
-    for kind, fields in _FIELDS.items()
-}
+EVENTS = tagged(Event, _FIELDS, "response.")
 ResponseEvent: Any = Union[tuple(EVENTS.values())]  # noqa: UP007

@@ -187,8 +187,9 @@ def _with_kept(store: ResponseStore, client: str, raw: bytearray) -> bytearray:
             )
         return with_earlier(raw, b"", None)
     name, items = _references(raw) if _GIVEN.search(raw) or _HAS_ID.search(raw) else (None, [])
-    continues = isinstance(name, str) and len(name) <= MAX_ID_CHARS
-    earlier = store.get(client, name, _FIELD).history if continues else b""
+    earlier = b""
+    if isinstance(name, str) and len(name) <= MAX_ID_CHARS:
+        earlier = store.get(client, name, _FIELD).history
     return with_earlier(raw, earlier, _referred(store, client, items) if len(items) <= MAX_MESSAGES else {})
 
 
