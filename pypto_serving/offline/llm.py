@@ -178,11 +178,15 @@ class _OfflineEngine:
         """Put the text parts of the only choice; return what it took. Raises RequestError unless n is 1."""
         if job.params.n != 1:
             raise RequestError(f"n is {job.params.n}, but a stream is one answer; set n to 1", param="n")
-        parser = (job.new_parser or OutputFormat())()
+        parser = None if job.new_parser is None else job.new_parser()
 
         def take(deltas: list[Delta]) -> None:
             for delta in deltas:
-                for part in parser.push(delta.text, delta.finish_reason is not None):
+                if parser is not None:
+                    parts = parser.push(delta.text, delta.finish_reason is not None)
+                else:
+                    parts = [TextPart("content", delta.text)] if delta.text else []
+                for part in parts:
                     if isinstance(part, TextPart):
                         put(part)
 
