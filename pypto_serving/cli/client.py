@@ -73,7 +73,11 @@ class ChatClient:
                     raise ChatServerError(_error_message(event, "the server gave up on the answer"))
                 usage = _usage(event.get("usage")) or usage
                 for choice in event["choices"]:
-                    yield from _parts(choice["delta"] if "delta" in choice else {"content": choice["text"]})
+                    delta = choice["delta"] if "delta" in choice else {"content": choice["text"]}
+                    if thought := delta.get("reasoning_content"):
+                        yield TextPart("reasoning", thought)
+                    if text := delta.get("content"):
+                        yield TextPart("content", text)
         except _MALFORMED:
             raise ChatServerError("the server streams something other than OpenAI's events") from None
         except (http.client.HTTPException, OSError) as error:
@@ -115,13 +119,6 @@ class ChatClient:
             asked = self._url.origin + self._url.target(path)
             return f"{asked} was not found there; --url should end in /v1, or be the server's root"
         return message
-
-
-def _parts(delta: Mapping[str, Any]) -> Iterator[TextPart]:
-    if thought := delta.get("reasoning_content"):
-        yield TextPart("reasoning", thought)
-    if text := delta.get("content"):
-        yield TextPart("content", text)
 
 
 def _usage(sent: Any) -> TokenUsage | None:
