@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -31,7 +31,8 @@ def tagged(base: type[AnswerT], fields: Mapping[str, Mapping[str, Any]], prefix:
         within = tag.removeprefix(prefix)
         return "".join(map(str.capitalize, re.split("[._]", within if "." in within else tag)))
 
-    return {tag: msgspec.defstruct(name_of(tag), [*own.items()], bases=(base,), tag=tag) for tag, own in fields.items()}
+    define: Callable[..., Any] = msgspec.defstruct
+    return {tag: define(name_of(tag), [*own.items()], bases=(base,), tag=tag) for tag, own in fields.items()}
 
 
 class TopLogprob(Answer):
