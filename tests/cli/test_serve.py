@@ -90,7 +90,7 @@ def test_a_full_disk_below_the_log_stops_nothing() -> None:
     ("newest", "number"),
     [
         ("serve", signal.SIGINT),
-        ("pypto_serving.engine", signal.SIGTERM),
+        pytest.param("pypto_serving.engine", signal.SIGTERM, marks=pytest.mark.soak),
         ("pypto_serving.worker", signal.SIGINT),
     ],
 )

@@ -64,7 +64,7 @@ def stopped(process: subprocess.Popen[str]) -> str:
     return said
 
 
-@pytest.mark.parametrize("is_abstract", [False, True])
+@pytest.mark.parametrize("is_abstract", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_the_service_manager_is_told(tmp_path: Path, is_abstract: bool) -> None:
     path = tmp_path / "notify"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager, socket.create_server(("127.0.0.1", 0)) as free:

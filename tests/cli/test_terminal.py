@@ -162,7 +162,7 @@ def hostile() -> Iterator[str]:
         thread.join()
 
 
-@pytest.mark.parametrize("command", ["chat", "complete"])
+@pytest.mark.parametrize("command", ["chat", pytest.param("complete", marks=pytest.mark.soak)])
 def test_a_terminal_shows_control_sequences_and_a_pipe_gets_them(hostile: str, command: str) -> None:
     asked = [sys.executable, "-m", "pypto_serving", command, "--url", hostile]
     shown = on_terminal(*asked, typed="hello\n")
@@ -185,7 +185,7 @@ def test_generate_writes_what_the_model_said_unchanged_to_pipes_only(tmp_path: P
     """A model of random weights writes any bytes."""
     model = str(make_checkpoint(tmp_path / "model", dtype="bfloat16"))
     asked = [sys.executable, "-m", "pypto_serving", "generate", "--model", model, "--max-model-len", "256"]
-    asked += ["--max-tokens", "200", "--temperature", "2", "--seed", "1", "Hello"]
+    asked += ["--max-tokens", "60", "--temperature", "2", "--seed", "1", "Hello"]
     said = json.loads(subprocess.run([*asked, "--json"], capture_output=True, check=True).stdout)["text"]
     assert terminal.shown(said) != said
     assert subprocess.run(asked, capture_output=True, check=True).stdout.decode() == said + "\n"

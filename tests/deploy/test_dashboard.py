@@ -59,7 +59,11 @@ def test_it_has_the_types_of_grafana(types: Path, dashboard: dict[str, Any]) -> 
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"gridpos": {}}, "gridpos"), ({"type": 1}, "number"), ({"options": {"colorMode": "red"}}, '"red"')],
+    [
+        ({"gridpos": {}}, "gridpos"),
+        pytest.param({"type": 1}, "number", marks=pytest.mark.soak),
+        ({"options": {"colorMode": "red"}}, '"red"'),
+    ],
 )
 def test_what_is_wrong_is_found(types: Path, dashboard: dict[str, Any], change: dict[str, Any], words: str) -> None:
     stat = next(panel for panel in dashboard["panels"] if panel["type"] == "stat")

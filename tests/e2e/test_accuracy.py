@@ -77,6 +77,7 @@ def mean_error(found: list[TopLogprobs], exact: torch.Tensor) -> float:
     return float(np.mean(errors))
 
 
+@pytest.mark.soak  # tests/model compares each program with float32
 @pytest.mark.parametrize(
     "kind", ["qwen3_moe", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("qwen3", "0.6b"))]
 )

@@ -60,6 +60,7 @@ def test_startup(tmp_path: Path) -> None:
     assert len(found) == 2 and all(0 < times["ready_s"] < times["answered_s"] for times in found)
 
 
+@pytest.mark.soak
 def test_a_model_without_chats_starts_too(tmp_path: Path) -> None:
     folder = shutil.copytree(BUNDLED, tmp_path / "base")
     tokenizer = json.loads((folder / "tokenizer_config.json").read_text())

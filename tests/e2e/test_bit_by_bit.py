@@ -163,7 +163,8 @@ def test_all_at_once(case: Case, server: Server, wanted: list[Choice]) -> None:
     assert together(case, server) == wanted
 
 
-@pytest.mark.parametrize("threads", ["2", pytest.param("3", marks=pytest.mark.soak)])
+@pytest.mark.soak  # short steps have neither a cache, on two threads
+@pytest.mark.parametrize("threads", ["2", "3"])
 def test_without_a_cache_on_some_threads(case: Case, wanted: list[Choice], threads: str) -> None:
     with case.server("--num-threads", threads, "--no-prefix-caching") as server:
         assert together(case, server) == wanted

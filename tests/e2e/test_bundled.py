@@ -20,8 +20,8 @@ def server(bundled_server: Server) -> Server:
 
 
 def test_sums_and_differences(server: Server) -> None:
-    assert share_correct(server, [], 100) >= 0.95
-    assert server.metric("vllm:request_success_total") >= 100
+    assert share_correct(server, [], 50) >= 0.95
+    assert server.metric("vllm:request_success_total") >= 50
 
 
 def libraries(server: Server) -> set[str]:
@@ -39,7 +39,7 @@ def test_the_kernels_serve_it_without_torch(server: Server) -> None:
 def test_torch_serves_it_as_well() -> None:
     with Server("--kernels", "torch") as slower:
         assert any("torch" in name for name in libraries(slower))
-        assert share_correct(slower, [], 20) >= 0.95
+        assert share_correct(slower, [], 5) >= 0.95
 
 
 def test_answers_hold_after_a_thousand_tokens_of_chat(server: Server) -> None:
@@ -50,7 +50,7 @@ def test_answers_hold_after_a_thousand_tokens_of_chat(server: Server) -> None:
     usage = server.http.post("/v1/chat/completions", json={"messages": [*earlier, user("Hi")], "max_tokens": 1}).json()
     assert usage["usage"]["prompt_tokens"] > 1000
     hits = server.metric("vllm:prefix_cache_hits_total")
-    assert share_correct(server, earlier, 40) >= 0.95
+    assert share_correct(server, earlier, 20) >= 0.95
     assert server.metric("vllm:prefix_cache_hits_total") > hits
 
 

@@ -71,7 +71,7 @@ def test_sums_and_differences(llm: LLM, count: int) -> None:
 
 def test_sums_and_differences_in_any_phrasing(llm: LLM) -> None:
     rng = random.Random(0)
-    assert len(ask_for(llm, {ask(rng, p): p.reply for p in rng.sample(PROBLEMS, 300)}).wrong) <= ANY_PHRASING
+    assert len(ask_for(llm, {ask(rng, p): p.reply for p in rng.sample(PROBLEMS, 150)}).wrong) <= ANY_PHRASING
 
 
 def long_chat(rng: random.Random, encoder: Encoder) -> list[int]:
@@ -85,6 +85,7 @@ def long_chat(rng: random.Random, encoder: Encoder) -> list[int]:
     return ids
 
 
+@pytest.mark.soak  # test_bundled.py has a long chat
 def test_sums_and_differences_behind_a_long_chat(llm: LLM) -> None:
     rng = random.Random(0)
     encoder = Encoder(Tokenizer.from_file(str(BUNDLED / "tokenizer.json")))

@@ -79,8 +79,8 @@ SITUATIONS: dict[str, tuple[tuple[str, ...], Callable[[Server], None] | None]] =
 }
 
 
-SOAKED = {"all at once", "stages, of which the last dies"}
-"""The others hold the first one's promise; stages that die are in test_hosts.py too."""
+SOAKED = {"all at once", "a worker dies", "stages, of which the last dies"}
+"""The others hold the first one's promise; processes that die are in test_hosts.py too."""
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 SOAKED = {*APART[1:5], *APART[6:], "compressed-tensors", "compressed-tensors experts", "bf16 head int8, kv int8"}
-SOAKED |= {"llama", "qwen2", "mistral", "phi3 gptq", "deepseek_v4 base", "deepseek_v4 w8a8", "deepseek_v4 released"}
+SOAKED |= {"bf16", *DECODERS, "phi3 gptq", "deepseek_v4 base", "deepseek_v4 w8a8", "deepseek_v4 released"}
 """Formats of which another case has a near relative, or the same one with other parts."""
 
 

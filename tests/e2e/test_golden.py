@@ -15,6 +15,7 @@ from tests.checkpoints import make_checkpoint
 from tests.deepseek_v4 import check_greedy
 from tests.e2e.engines import GREEDY, QUICK_FAULTS, Killer, answers, engine_config, run_engine
 from tests.model.sequences import Sequences, load_program
+from tests.thinning import some
 
 pytestmark = [pytest.mark.golden, pytest.mark.e2e]
 
@@ -28,6 +29,8 @@ SOME = pytest.mark.parametrize(
     scope="module",
 )
 """What the scheduler does is the same for both Qwen3."""
+DENSE = pytest.mark.parametrize("reference", some(CASES, "qwen3"), indirect=True, scope="module")
+"""Chunks and preemption of DeepSeek V4 are in test_draft_layer.py too."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,7 @@ def check(reference: Reference, scenario: Any, changes: dict[str, Any] | None = 
     run_engine(engine_config(reference.model, changes, **options), scenario)
 
 
-@pytest.mark.parametrize(
-    "reference",
-    ["qwen3", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("qwen3_moe", "deepseek_v4_fast"))],
-    indirect=True,
-    scope="module",
-)
+@pytest.mark.soak  # every request is alone in test_bit_by_bit.py
 def test_one_request_at_a_time(reference: Reference) -> None:
     async def scenario(engine: AsyncEngine) -> None:
         assert await answers(engine, reference.prompts) == reference.answers
@@ -100,7 +98,7 @@ def test_batched_together_and_again_with_prefix_hits(reference: Reference) -> No
     check(reference, scenario)
 
 
-@SOME
+@DENSE
 def test_chunks(reference: Reference) -> None:
     async def scenario(engine: AsyncEngine) -> None:
         assert await answers(engine, reference.prompts) == reference.answers
@@ -109,7 +107,7 @@ def test_chunks(reference: Reference) -> None:
     check(reference, scenario, max_num_batched_tokens=11, prefix_caching=False)
 
 
-@SOME
+@DENSE
 def test_forced_preemption(reference: Reference) -> None:
     async def scenario(engine: AsyncEngine) -> None:
         assert await answers(engine, reference.prompts) == reference.answers

@@ -20,7 +20,7 @@ from tests.needs import needs_kernels
 
 pytestmark = [pytest.mark.e2e, needs_kernels]
 
-QUESTIONS, WRONG = 500, 3
+QUESTIONS, WRONG = 150, 2
 """How many sums and differences are asked, and how many may be wrong. In bfloat16 none is."""
 
 

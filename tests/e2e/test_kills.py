@@ -62,6 +62,7 @@ def test_streams_survive_kills(tmp_path: Path) -> None:
     survive(make_checkpoint(tmp_path / "model", dtype="bfloat16"), kills=3, max_tokens=40, points=points)
 
 
+@pytest.mark.soak  # nothing of it depends on the program
 def test_streams_survive_a_kill_in_torch(tmp_path: Path) -> None:
     survive(make_checkpoint(tmp_path / "model"), kills=1, max_tokens=16, points={})
 

@@ -20,6 +20,7 @@ from pypto_serving.types.sampling import SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.e2e.engines import QUICK_FAULTS, Killer, answers, engine_config, run_engine
 from tests.e2e.server import Server
+from tests.thinning import some
 
 pytestmark = [pytest.mark.golden, pytest.mark.e2e]
 
@@ -90,7 +91,7 @@ def test_the_bundled_model() -> None:
     assert greedy == [True, True, False, False] * 4, "the model knows its sums"
 
 
-@pytest.mark.parametrize("dtype", WITHIN)
+@pytest.mark.parametrize("dtype", some(WITHIN, "bfloat16"))
 def test_prompts_of_all_lengths(dtype: str, tmp_path: Path) -> None:
     """Over several steps, and from one token of context."""
     model, rng = make_checkpoint(tmp_path / "model", dtype=dtype), random.Random(5)
@@ -126,7 +127,7 @@ def test_a_prompt_says_what_each_of_its_positions_says(kind: str, tmp_path: Path
     assert (ids, values) == (b"".join(pair[0] for pair in wanted), b"".join(pair[1] for pair in wanted))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some(KINDS, "deepseek_v4_fast"))
 def test_they_survive_deaths_of_the_worker(kind: str, tmp_path: Path) -> None:
     """Each comes once, and with the same bits as when nothing happens."""
     model, rng = small_model(kind, tmp_path), random.Random(3)

@@ -119,7 +119,7 @@ def test_each_replica_counts_its_own_requests() -> None:
     options = ("--backend", "null", "--max-model-len", "512", "--dp", "2", "--log-level", "warning")
     with Server(BUNDLED, *options, "--kv-memory", "8MiB") as server:
         with ThreadPoolExecutor(8) as threads:
-            list(threads.map(lambda i: complete(server, prompt=[i] * 50, max_tokens=100, n=2), range(16)))
+            list(threads.map(lambda i: complete(server, prompt=[i] * 50, max_tokens=30, n=2), range(16)))
         counts: dict[str, dict[str, float]] = {}
         for family in text_string_to_metric_families(server.http.get("/metrics").text):
             for sample in family.samples:

@@ -12,6 +12,7 @@ import pytest
 from tests.e2e.ranks import followers
 from tests.e2e.server import Server
 from tests.needs import needs_kernels
+from tests.thinning import some
 
 pytestmark = pytest.mark.e2e
 
@@ -43,7 +44,7 @@ def answer(server: Server) -> str:
 
 
 @needs_kernels
-@pytest.mark.parametrize("parent", PARENTS)
+@pytest.mark.parametrize("parent", some(PARENTS, "blocks, limits and closes"))
 def test_whatever_a_parent_left_grammars_work_dead_ranks_are_noticed_and_the_server_ends(parent: str) -> None:
     with Server("--max-model-len", "256", "--tp", "2", program=[*PARENTS[parent], *PYPTO]) as server:
         said = answer(server)

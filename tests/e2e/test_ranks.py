@@ -109,6 +109,7 @@ def test_stages_answer_as_one_does(model: Path, wanted: list[Reply]) -> None:
     assert hits(stats, "host") > 0 and hits(stats, "disk") > 0
 
 
+@pytest.mark.soak  # test_draft_layer.py has such ranks, too
 @pytest.mark.parametrize("kind", [pytest.param("qwen3_moe", marks=pytest.mark.soak), "deepseek_v4_fast"])
 def test_ranks_that_share_rows_answer_as_one_does(tmp_path: Path, kind: str) -> None:
     """In chunks, preempted, from all tiers, and after the deaths of ranks; KV events tell of the same blocks."""
@@ -187,7 +188,7 @@ def test_a_rank_that_is_stopped_while_it_starts(model: Path) -> None:
         try:
             starting: list[psutil.Process] = []
             while not starting:
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.01)
                 starting = [process for process in psutil.Process().children(recursive=True) if is_stopped(process)]
             await asyncio.wait_for(engine.wait_ready(), RANK_PATIENCE_S)
             assert engine.stats.num_respawns == 1
@@ -205,7 +206,7 @@ def test_ranks_end_with_a_leader_that_is_killed_while_all_load(model: Path) -> N
         try:
             core = psutil.Process()
             while not (loading := [p for child in core.children(recursive=True) for p in followers(child.pid)]):
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.01)
             leader = loading[0].parent()
             assert leader is not None
             leader.kill()

@@ -60,7 +60,7 @@ def texts(target: Path) -> dict[str, str]:
 
 
 def test_a_run_that_was_killed_goes_on(tmp_path: Path) -> None:
-    source = write_requests(tmp_path / "in.jsonl", 40, max_tokens=200, ignore_eos=True)
+    source = write_requests(tmp_path / "in.jsonl", 24, max_tokens=200, ignore_eos=True)
     target, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
     process = start(source, target, "--max-num-seqs", "2")
     family = [psutil.Process(process.pid)]
@@ -73,20 +73,20 @@ def test_a_run_that_was_killed_goes_on(tmp_path: Path) -> None:
     process.communicate()
     psutil.wait_procs(family, WAIT_S)
     before = target.read_bytes()
-    assert before.endswith(b"\n") and before.count(b"\n") < 40
+    assert before.endswith(b"\n") and before.count(b"\n") < 24
     target.write_bytes(before + b'{"id":"batch_req_torn","custom_id":"request 3')
     code, said = finish(source, target)
     assert code == 0, said
     after = target.read_bytes()
     assert after.startswith(before)
-    left = 40 - before.count(b"\n")
-    assert said == f"answered {left} requests, 0 of 40 with an error\n"
+    left = 24 - before.count(b"\n")
+    assert said == f"answered {left} requests, 0 of 24 with an error\n"
     assert finish(source, whole)[0] == 0
     assert texts(target) == texts(whole)
 
 
 def test_a_batch_outlives_its_server(tmp_path: Path) -> None:
-    source = write_requests(tmp_path / "in.jsonl", 40, max_tokens=200, ignore_eos=True)
+    source = write_requests(tmp_path / "in.jsonl", 24, max_tokens=200, ignore_eos=True)
     options = ("--batch-dir", tmp_path / "kept", "--max-num-seqs", "4")
     with Server(*options) as first:
         client = openai.OpenAI(base_url=f"{first.url}/v1", api_key="none", max_retries=0)
@@ -95,7 +95,7 @@ def test_a_batch_outlives_its_server(tmp_path: Path) -> None:
         batch = client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h")
         while (counts := client.batches.retrieve(batch.id).request_counts) is None or counts.completed < 3:
             time.sleep(0.01)
-        assert counts.completed < 40
+        assert counts.completed < 24
         first.stop(signal.SIGKILL)
     begun = [path.read_bytes() for path in (tmp_path / "kept").glob("*/file-*.jsonl") if file.id not in path.name]
     before = begun[0].rpartition(b"\n")[0]
@@ -105,11 +105,11 @@ def test_a_batch_outlives_its_server(tmp_path: Path) -> None:
         while (found := client.batches.retrieve(batch.id)).status != "completed":
             time.sleep(0.01)
         assert found.output_file_id is not None and found.request_counts is not None
-        assert (found.request_counts.completed, found.request_counts.failed) == (40, 0)
+        assert (found.request_counts.completed, found.request_counts.failed) == (24, 0)
         answered = client.files.content(found.output_file_id).content
     target = tmp_path / "out.jsonl"
     target.write_bytes(answered)
-    assert answered.startswith(before) and len(texts(target)) == 40
+    assert answered.startswith(before) and len(texts(target)) == 24
 
 
 def test_files_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -186,7 +186,7 @@ def assert_same_perplexity(llm: LLM, model: Any) -> None:
 
 
 def test_greedy_tokens(llm: LLM, reference: Any) -> None:
-    assert_greedy(llm, reference, 48)
+    assert_greedy(llm, reference, 32)
 
 
 def test_perplexity(llm: LLM, reference: Any) -> None:

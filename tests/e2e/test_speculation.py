@@ -23,7 +23,7 @@ SCHEMA = {
     "required": ["left", "right"],
     "additionalProperties": False,
 }
-LONG: dict[str, Any] = {"prompt": REPEATING, "max_tokens": 150, "ignore_eos": True}
+LONG: dict[str, Any] = {"prompt": REPEATING, "max_tokens": 90, "ignore_eos": True}
 BODIES: tuple[dict[str, Any], ...] = (
     LONG | {"temperature": 0, "logprobs": 3},
     LONG | {"temperature": 0.7, "seed": 3, "n": 3},

@@ -61,6 +61,7 @@ def group_of(engine: AsyncEngine) -> list[psutil.Process]:
     return [psutil.Process(engine.ready.worker_pid), *followers(engine.ready.worker_pid)]
 
 
+@pytest.mark.soak  # tests/model/test_torch_ranks.py compares these programs
 def test_ranks_answer_as_one_does(
     model: Path, wanted: list[Reply], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

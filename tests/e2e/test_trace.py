@@ -30,6 +30,7 @@ def replay(tmp_path, server, turns):
     return json.loads((tmp_path / "r.json").read_text())
 
 
+@pytest.mark.soak
 def test_hits_of_a_replay_are_those_of_the_trace(tmp_path):
     """The server's blocks are the trace's, scaled by 1/16."""
     with Server("--block-size", "32") as server:

@@ -61,7 +61,7 @@ def test_check_generate_and_convert(tmp_path: Path) -> None:
     assert "82" in run("generate", "--model", target, "--chat", "What is 37+45?").stdout
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v4_fast"])
+@pytest.mark.parametrize("kind", [pytest.param("qwen3_moe", marks=pytest.mark.soak), "deepseek_v4_fast"])
 def test_other_families(kind: str, tmp_path: Path) -> None:
     """Stored in float32 they are refused, by name of the option with which the kernels serve them."""
     sizes = {"o_lora_rank": 32} if kind == "deepseek_v4_fast" else {}

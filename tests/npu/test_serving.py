@@ -32,7 +32,7 @@ from tests.npu.installed import EACH_REVISION, with_double
 
 pytestmark = pytest.mark.e2e
 
-PARAMS = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 FEW = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 NEVER_S = 200.0
 
@@ -90,7 +90,7 @@ def test_answers_are_those_of_the_cpu(model: Path, revision: str, monkeypatch: p
     for name, value in with_double(revision, revision).items():
         monkeypatch.setenv(name, value)
     prompts = prompts_of(1, 20)
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2)
     expected = run_engine(engine_config(model), lambda engine: replies(engine, prompts, params))
     config = npu_config(model, max_num_batched_tokens=96)
     found = run_engine(config, lambda engine: replies(engine, prompts, params))
@@ -153,19 +153,23 @@ def test_batch_chunks_and_hits_change_nothing(model: Path) -> None:
     assert run_engine(npu_config(model, max_num_batched_tokens=64), twice) == [expected, expected]
 
 
-def test_preemption_and_tiers_change_nothing(model: Path, tmp_path: Path) -> None:
-    """Five pages for sequences that need up to three each: blocks go to host memory and disk."""
+def test_preemption_tiers_and_kills_change_nothing(model: Path, tmp_path: Path) -> None:
+    """Five pages for sequences that need up to three each: blocks go to host memory and disk, and workers die."""
 
     async def scenario(engine: AsyncEngine) -> list[list[list[int]]]:
-        found = [await answers(engine, disturbed_prompts(), PARAMS) for _ in range(2)]
+        first = await answers(engine, disturbed_prompts(), PARAMS)
         assert engine.stats.num_preemptions
-        return found
+        killer = Killer(engine, 1, seed=1)
+        second = await answers(engine, disturbed_prompts(), PARAMS, killer)
+        assert engine.stats.num_respawns == killer.killed == 1
+        return [first, second]
 
-    changes = {"num_blocks": (6,)}
+    changes = {"num_blocks": (6,), "faults": QUICK_FAULTS}
     config = npu_config(model, changes, kv_host_memory="2MiB", kv_disk=str(tmp_path / "kv"), max_model_len=512)
     assert run_engine(config, scenario) == [undisturbed(model)] * 2
 
 
+@pytest.mark.soak
 def test_streams_survive_kills_of_the_worker(model: Path) -> None:
     async def scenario(engine: AsyncEngine) -> list[list[int]]:
         killer = Killer(engine, 2, seed=1)
@@ -179,8 +183,7 @@ def test_streams_survive_kills_of_the_worker(model: Path) -> None:
 @pytest.mark.parametrize(
     "faults",
     [
-        ("fail 9", "init 0"),  # one behind the other
-        ("hang 9",),
+        ("fail 9", "init 0", "hang 9"),  # one behind the other
         pytest.param(("die 9",), marks=pytest.mark.soak),
     ],
     ids=" ".join,
@@ -211,7 +214,7 @@ def test_what_goes_wrong_on_a_chip(
 
 
 def test_the_host_samples_with_seeds(model: Path) -> None:
-    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=20, ignore_eos=True) for i in range(4)]
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=8, ignore_eos=True) for i in range(4)]
     prompts = prompts_of(8, 4)
 
     async def scenario(engine: AsyncEngine) -> None:
@@ -228,7 +231,7 @@ def test_the_bundled_model_over_http() -> None:
     def ask(*arguments: str) -> list[str]:
         with Server(*arguments) as server:
             bodies = [{"messages": [{"role": "user", "content": text}], "temperature": 0} for text in questions]
-            found = [server.http.post("/v1/chat/completions", json=body | {"max_tokens": 40}) for body in bodies]
+            found = [server.http.post("/v1/chat/completions", json=body | {"max_tokens": 16}) for body in bodies]
             scored = {"prompt": "Hello", "prompt_logprobs": 1, "max_tokens": 1}
             refused = server.http.post("/v1/completions", json=scored)
             assert refused.status_code == (400 if arguments else 200), refused.text
