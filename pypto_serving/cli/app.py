@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import pkgutil
 import re
 from collections import UserDict
@@ -12,6 +13,9 @@ from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from pypto_serving.errors import ConfigError
+from pypto_serving.util import parse_json
 
 COMMANDS = {
     "serve": ("Serve", "pypto_serving.cli.serve:serve"),
@@ -84,7 +88,9 @@ def root(
 
 
 class HelpCommand(TyperCommand):
-    """A command that reads options as vLLM does: with underscores, and several values after one that may repeat.
+    """A command that reads options as vLLM does.
+
+    They may have underscores, several values after one that may repeat, and keys of an object (`--hf-overrides.a.b 1`).
 
     Its help lists both names of a switch in one column, to leave room for long names.
     """
@@ -96,8 +102,9 @@ class HelpCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments."""
         known = {name for each in self.params for name in (*each.opts, *each.secondary_opts)}
-        dashed = [re.sub("^--[^=]*", lambda name: name[0].replace("_", "-"), arg) for arg in args]
-        args = [new if new.partition("=")[0] in known else arg for arg, new in zip(args, dashed, strict=True)]
+        dashed = [re.sub("^--[^=.]*", lambda name: name[0].replace("_", "-"), arg) for arg in args]
+        args = [new if re.split("[=.]", new)[0] in known else arg for arg, new in zip(args, dashed, strict=True)]
+        args = _joined_keys(args, known)
         values, rest, _ = self.make_parser(ctx).parse_args(args=list(args))
         if rest or (values.get("model") and values.get("model_argument")):
             args = _repeated(args, {name for each in self.params if each.multiple for name in each.opts})
@@ -122,6 +129,40 @@ def _convert(convert: Callable[[Any, Any], Any], is_text: bool, ctx: Any, value:
     if value is None or value == ():
         return None
     return value if is_text and isinstance(value, str) else convert(ctx, value)
+
+
+def _joined_keys(args: Sequence[str], known: Container[str]) -> list[str]:
+    """Write `--name.key value` of a `known` option as `--name JSON`; `key+` has a list, of values between commas.
+
+    A value that is no JSON is text. Raises ConfigError for one that is missing, or has no room beside others.
+    """
+    objects: dict[str, dict[str, Any]] = {}
+    kept, rest = [], iter(args)
+    for arg in rest:
+        head, equals, value = arg.partition("=")
+        name, *keys = head.split(".")
+        if not keys or name not in known:
+            kept.append(arg)
+            continue
+        text = value if equals else next(rest, "--")
+        inner: Any = objects.setdefault(name, {})
+        for key in keys[:-1]:
+            inner = inner.setdefault(key, {}) if isinstance(inner, dict) else None
+        last, is_list = keys[-1].removesuffix("+"), keys[-1].endswith("+")
+        held: Any = inner.get(last, [] if is_list else None) if isinstance(inner, dict) else ""
+        if (not equals and text.startswith("--")) or not isinstance(held, list if is_list else type(None)):
+            raise ConfigError(f"{head} must have one value, and be no part of another value")
+        inner[last] = [*held, *map(_value_of, text.split(","))] if is_list else _value_of(text)
+    if twice := next((name for name in objects if name in kept), None):
+        raise ConfigError(f"{twice} is given whole and by its keys; choose one way")
+    return [*kept, *(f"{name}={json.dumps(value)}" for name, value in objects.items())]
+
+
+def _value_of(text: str) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError:
+        return text
 
 
 def _repeated(args: Iterable[str], names: Container[str]) -> list[str]:

@@ -70,6 +70,40 @@ def test_the_older_form_with_model_as_an_option(capsys: pytest.CaptureFixture[st
     assert (code, settings["served-model-name"]) == (0, "a, b"), err
 
 
+DOTTED = """
+    --hf_overrides.rope_parameters.factor 2 --hf-overrides.rope_parameters.rope_type=yarn
+    --hf-overrides.eos_token_id+ 1,2 --hf-overrides.eos_token_id+=3 --hf-overrides.use_cache false
+    --override-generation-config.temperature 0.5 -cc.mode 3
+"""
+
+
+def test_keys_of_objects(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    code, settings, err = check(capsys, "bundled", *DOTTED.split())
+    assert code == 0, err
+    assert json.loads(settings["hf-overrides"]) == {
+        "rope_parameters": {"factor": 2, "rope_type": "yarn"},
+        "eos_token_id": [1, 2, 3],
+        "use_cache": False,
+    }
+    assert json.loads(settings["override-generation-config"]) == {"temperature": 0.5}
+    assert "compilation-config (no effect)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--hf-overrides.a", "--hf-overrides.a must have one value"),
+        ("--hf-overrides.a 1 --hf-overrides.a 2", "--hf-overrides.a must have one value"),
+        ("--hf-overrides.a 1 --hf-overrides.a.b 2", "--hf-overrides.a.b must have one value"),
+        ("--hf-overrides.a 1 --hf-overrides {}", "--hf-overrides is given whole and by its keys"),
+        ("--hf-overridez.a 1", "No such option: --hf-overridez.a"),
+    ],
+)
+def test_keys_of_objects_that_are_wrong(capsys: pytest.CaptureFixture[str], flags: str, words: str) -> None:
+    code, _, err = check(capsys, "bundled", *flags.split())
+    assert code == 2 and words in err and err.count("\n") == 1
+
+
 def test_model_may_follow_a_name(capsys: pytest.CaptureFixture[str]) -> None:
     code, settings, err = check(capsys, "--served-model-name", "a", "bundled")
     assert (code, settings["served-model-name"], settings["model"].split("/")[-1]) == (0, "a", "bundled"), err
