@@ -46,7 +46,7 @@ class RemoteFile:
     def fetch(self, blobs: Path, headers: Mapping[str, str]) -> None:
         """Download into the folder `blobs` what is not there yet. Of several processes, one does.
 
-        Raises ModelError if the hash is wrong, and the errors of the hub's client.
+        Raises ModelError if size or hash are not those that the hub lists, and the errors of the hub's client.
         """
         from huggingface_hub.file_download import http_get
 
@@ -61,15 +61,12 @@ class RemoteFile:
                 return
             if file.tell() > self.size:
                 file.truncate(0)
-            http_get(
-                self.url,
-                file,
-                resume_size=file.seek(0, os.SEEK_END),
-                headers=dict(headers),
-                expected_size=self.size,
-                displayed_filename=self.path,
-            )
+            if (at := file.seek(0, os.SEEK_END)) < self.size:
+                http_get(self.url, file, resume_size=at, headers=dict(headers), displayed_filename=self.path)
             file.flush()
+            if (size := file.tell()) != self.size:
+                file.truncate(0)
+                raise ModelError(f"{self.path} has {size} bytes, but the hub lists {self.size}; try again, or later")
             if (found := self._hash_of(part)) != self.hash:
                 file.truncate(0)
                 raise ModelError(f"{self.path} was damaged on its way: its hash is {found}, not {self.hash}; try again")

