@@ -34,8 +34,10 @@ def check(
         resolved = prepare(options, model)
         serving = serving_config(resolved.server, model)
         resolved, sampling = with_chat(resolved, serving), serving.default_sampling
+        tokenizer = "none"
         if has_tokenizer(serving.tokenizer_dir):
-            Tokenizer.load(serving.tokenizer_dir)
+            loaded = Tokenizer.load(serving.tokenizer_dir)
+            tokenizer = f"{loaded.kind}, {loaded.size} tokens"
     except PyptoError as error:
         if json:
             typer.echo(report.as_json(model, contents, obstacle=str(error)))
@@ -44,11 +46,11 @@ def check(
         raise
     obstacle = contents.obstacle if contents is not None else ""
     if json:
-        typer.echo(report.as_json(model, contents, resolved, sampling.given(), obstacle))
+        typer.echo(report.as_json(model, contents, resolved, sampling.given(), obstacle, tokenizer))
     else:
         if contents is not None:
             report.show_files(model, contents)
-        report.show(resolved, model)
+        report.show(resolved, model, contents, tokenizer)
         typer.echo(sampling.describe())
     if obstacle:
         raise ModelError(obstacle)

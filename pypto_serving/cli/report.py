@@ -50,9 +50,17 @@ def summarize(resolved: Resolved, model: ModelSpec) -> None:
     echo(columns(rows), indent=2, err=True)
 
 
-def show(resolved: Resolved, model: ModelSpec) -> None:
-    """Print model, settings with their reasons and memory plan to stdout."""
-    _print("Model", [_facts(model)])
+def show(resolved: Resolved, model: ModelSpec, contents: Contents | None, tokenizer: str) -> None:
+    """Print what was recognised of the model, settings with their reasons and memory plan to stdout."""
+    values = {setting.name: str(setting.value) for setting in resolved.settings}
+    known = [
+        ("weights", " + ".join(form.name for form in contents.forms) if contents is not None else "none"),
+        ("vocabulary", tokenizer),
+        ("chats", values["chat-template"]),
+        ("tool calls", values["tool-call-parser"]),
+        ("reasoning", values["reasoning-parser"]),
+    ]
+    _print("Model", [_facts(model), *columns(known)])
     _print("Settings", columns([(s.name, _value(s.value), s.reason) for s in resolved.settings]))
     _print(f"Memory plan{each_of(len(resolved.engines))}", _memory_lines(resolved))
     if resolved.ranks:
@@ -91,6 +99,7 @@ def as_json(
     resolved: Resolved | None = None,
     sampling: dict[str, Any] | None = None,
     obstacle: str = "",
+    tokenizer: str = "",
 ) -> str:
     """Return everything as one JSON object. Without `resolved`, `obstacle` says why the model cannot be served.
 
@@ -98,7 +107,8 @@ def as_json(
     """
     drafts = contents.num_parameters_with_drafts if contents is not None else model.num_parameters
     content = {
-        "model": {name: getattr(model, name) for name in _MODEL_FACTS} | {"num_parameters_with_drafts": drafts},
+        "model": {name: getattr(model, name) for name in _MODEL_FACTS}
+        | {"num_parameters_with_drafts": drafts, "tokenizer": tokenizer},
         "obstacle": obstacle,
         "tensors": contents.tensors if contents is not None else [],
         "weights": _weights(model, contents),

@@ -50,3 +50,18 @@ def test_an_error_of_check_comes_alone(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["check", "--kv-memory", "1KiB"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: --kv-memory is 1 KiB, too little")
+
+
+def test_check_says_what_it_recognised(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "bundled"]) == 0
+    out = capsys.readouterr().out
+    lines = [
+        line.strip().split("  ", 1) for line in out[out.index("Model\n") : out.index("Settings\n")].splitlines()[2:]
+    ]
+    assert {name: value.strip() for name, value in lines} == {
+        "weights": "bf16",
+        "vocabulary": "byte-level BPE, 640 tokens",
+        "chats": "tokenizer_config.json",
+        "tool calls": "hermes",
+        "reasoning": "none",
+    }

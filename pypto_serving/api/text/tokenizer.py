@@ -81,6 +81,12 @@ class Tokenizer:
         return token_id if token_id in self.special_ids else None
 
     @property
+    def kind(self) -> str:
+        """Name the kind of tokenizer, for people."""
+        name = type(self.raw.model).__name__
+        return f"{'byte-level' if self._joins_bytes else 'SentencePiece'} BPE" if name == "BPE" else name
+
+    @property
     def size(self) -> int:
         """Number of tokens, added ones included."""
         return self.raw.get_vocab_size()
