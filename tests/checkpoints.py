@@ -94,7 +94,7 @@ PHI3: dict[str, Any] = QWEN3 | {
     "rms_norm_eps": 1e-5,
     "pad_token_id": 0,
 }
-SMOLLM3: dict[str, Any] = QWEN3 | {"no_rope_layer_interval": 2, "pad_token_id": 0}
+SMOLLM3: dict[str, Any] = QWEN3 | {"no_rope_layer_interval": 2, "mlp_bias": True, "pad_token_id": 0}
 SEED_OSS: dict[str, Any] = QWEN3 | {"tie_word_embeddings": False, "attention_bias": True, "pad_token_id": 0}
 DEEPSEEK_V4 = {"deepseek_v4": deepseek_v4.TINY, "deepseek_v4_fast": deepseek_v4.FAST}
 DECODERS: dict[str, tuple[dict[str, Any], Any, Any]] = {

@@ -323,7 +323,7 @@ def quantise(
     def of(name: str) -> Quantise | None:
         if head and name == "lm_head.weight":
             return formats[0].quantise
-        layer = re.fullmatch(r"model\.layers\.(\d+)\..*_proj\.weight", name)
+        layer = re.fullmatch(r"model\.layers\.(\d+)\..*(?:_proj|w[123])\.weight", name)
         return formats[int(layer[1]) % len(formats)].quantise if layer else None
 
     ignore = tuple(name for name in ignore if not (head and name == "lm_head"))

@@ -55,7 +55,7 @@ UNFINISHED_FILE = "unfinished-conversion.json"
 _MAX_HEADER_BYTES = 100_000_000
 _LONGEST_NAME = 255
 """Limit of bytes of file names, and of characters of tensor names."""
-_MAX_DIMS, _MAX_SIZE = 8, 1 << 48
+_MAX_DIMS, _MAX_SIZE, _FUSED_DIMS = 8, 1 << 48, 3
 _NOT_PARTS = ("adapter_", "consolidated")
 """Beginnings of names of files that hold something else, or the same in another form."""
 _MAX_PARTS = 10_000
@@ -66,7 +66,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The location of a tensor: bytes [begin, end) of `file`."""
+    """The location of a tensor: bytes [begin, end) of `file`.
+
+    width: 0, or the tensor [n, k] lies there as n columns of a matrix with rows of `width` elements.
+    """
 
     name: str
     file: Path
@@ -74,10 +77,11 @@ class StoredTensor:
     shape: tuple[int, ...]
     begin: int
     end: int
+    width: int = 0
 
     @property
     def num_bytes(self) -> int:
-        return self.end - self.begin
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype] if self.width else self.end - self.begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +167,8 @@ class Checkpoint:
             )
 
     def _hint(self, name: str) -> str:
-        """Return what is there in place of the missing `name`: codes without their scheme, experts in columns."""
+        """Return what is there in place of the missing `name`: codes without their scheme."""
         module = name.removesuffix(".weight")
-        fused = f"{module.rpartition('.experts.')[0]}.experts.gate_up_proj"
-        if fused in self.tensors:
-            return f"; {fused} has the outputs of experts as columns; save_pretrained of transformers mends that"
         codes = next((f"{module}.{end}" for end in CODES if f"{module}.{end}" in self.tensors), "")
         return codes and f"; {codes} is there, but config.json has no quantization_config that says how it is stored"
 
@@ -176,35 +177,44 @@ def _with_experts(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor
     """Return the tensors, with each expert's matrices in place of those that hold all experts of a layer.
 
     [experts, 2 x width, hidden] has gate and up of an expert one after the other, [experts, hidden, width] its down.
+    Transformers 4 has some models' the other way round: [experts, hidden, 2 x width] and [experts, width, hidden].
     """
     whole: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
         fused = EXPERTS.fullmatch(name)
-        down = tensors.get(f"{fused[1]}down_proj") or tensors.get(f"{fused[1]}down_proj.weight") if fused else None
-        if fused is None or down is None or not _in_rows(tensor, down):
+        if fused is None or (across := _lie_across(tensors, fused[1], fused[3] or "")) is None:
             whole[name] = tensor
             continue
         parts = ("gate_proj", "up_proj") if fused[2] == "gate_up_proj" else ("down_proj",)
-        whole |= {part.name: part for part in _slices(fused[1], parts, tensor)}
+        whole |= {part.name: part for part in _slices(fused[1], parts, tensor, across)}
     return whole
 
 
-def _in_rows(tensor: StoredTensor, down: StoredTensor) -> bool:
-    """Return whether each expert's outputs are rows of `tensor`, as those of `down` are."""
-    if len(tensor.shape) != 3 or len(down.shape) != 3:
+def _lie_across(tensors: Mapping[str, StoredTensor], prefix: str, ending: str) -> bool | None:
+    """Return whether the outputs of experts are columns, not rows; None if they are in neither form."""
+    both = [tensors.get(f"{prefix}{part}{ending}") for part in ("gate_up_proj", "down_proj")]
+    shapes = [tensor.shape for tensor in both if tensor is not None and len(tensor.shape) == _FUSED_DIMS]
+    if len(shapes) < len(both):
+        return None
+    (_, rows, columns), (_, down_rows, down_columns) = shapes
+    if (rows, columns) == (2 * down_columns, down_rows):
         return False
-    experts, hidden, width = down.shape
-    return tensor is down or tensor.shape == (experts, 2 * width, hidden)
+    floats = all(tensor is not None and tensor.dtype in FLOATS for tensor in both)
+    return True if floats and (rows, columns) == (down_columns, 2 * down_rows) else None
 
 
-def _slices(prefix: str, parts: tuple[str, ...], tensor: StoredTensor) -> Iterator[StoredTensor]:
-    experts, rows, inputs = tensor.shape
+def _slices(prefix: str, parts: tuple[str, ...], tensor: StoredTensor, across: bool) -> Iterator[StoredTensor]:
+    experts, rows, columns = tensor.shape
+    n, k = (columns if across else rows) // len(parts), rows if across else columns
     size = tensor.num_bytes // (experts * len(parts))
     for index in range(experts * len(parts)):
         expert, part = divmod(index, len(parts))
-        begin = tensor.begin + index * size
+        begin, end = tensor.begin + index * size, tensor.begin + (index + 1) * size
+        if across:
+            begin = tensor.begin + (expert * rows * columns + part * n) * ITEM_BYTES[tensor.dtype]
+            end = begin + ((k - 1) * columns + n) * ITEM_BYTES[tensor.dtype]
         name = f"{prefix}{expert}.{parts[part]}.weight"
-        yield replace(tensor, name=name, shape=(rows // len(parts), inputs), begin=begin, end=begin + size)
+        yield replace(tensor, name=name, shape=(n, k), begin=begin, end=end, width=columns if across else 0)
 
 
 def same_shape(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
@@ -403,17 +413,24 @@ class StoredTensors:
         if tensor.dtype in BLOCKS:
             stored = np.frombuffer(self.map(tensor), np.uint8, tensor.num_bytes, tensor.begin)
             return stored.reshape(*tensor.shape[:-1], -1)
-        stored = np.frombuffer(self.map(tensor), _NUMPY[tensor.dtype], math.prod(tensor.shape), tensor.begin)
+        dtype = _NUMPY[tensor.dtype]
+        stored = np.frombuffer(self.map(tensor), dtype, (tensor.end - tensor.begin) // dtype.itemsize, tensor.begin)
+        if tensor.width:
+            strides = dtype.itemsize, tensor.width * dtype.itemsize
+            return np.lib.stride_tricks.as_strided(stored, tensor.shape, strides)
         return stored.reshape(tensor.shape)
 
     def read(self, tensor: StoredTensor, begin: int, end: int) -> NDArray[np.float32]:
-        """Copy elements [begin, end) of a flat `tensor` in float32; of blocks, whole ones."""
+        """Copy elements [begin, end) of a flat `tensor` in float32; of blocks and columns, whole ones."""
         if block := BLOCKS.get(tensor.dtype):
             first, last = (at // block.weights * block.bytes for at in (begin, end))
             return block.dequantize(self.view(tensor).reshape(1, -1)[:, first:last]).reshape(-1)
-        dtype = _NUMPY[tensor.dtype]
-        offset = tensor.begin + begin * dtype.itemsize
-        stored = np.frombuffer(self.map(tensor), dtype, end - begin, offset)
+        if tensor.width:
+            k = tensor.shape[1]
+            stored = self.view(tensor)[begin // k : ceil_div(end, k)].reshape(-1)
+        else:
+            dtype = _NUMPY[tensor.dtype]
+            stored = np.frombuffer(self.map(tensor), dtype, end - begin, tensor.begin + begin * dtype.itemsize)
         return (stored.astype("<u4") << 16).view("<f4") if tensor.dtype == "BF16" else stored.astype("<f4")
 
     def read_bfloat16(self, tensor: StoredTensor, begin: int, end: int) -> NDArray[np.uint16]:

@@ -8,12 +8,14 @@ from pathlib import Path
 
 from pypto_serving.errors import ModelError
 from pypto_serving.model.checkpoint import (
+    SINGLE_FILE,
     Checkpoint,
     StoredTensor,
     read_index,
     same_shape,
     weight_files,
 )
+from pypto_serving.model.folder import what_it_is
 from pypto_serving.model.inventory import Inventory, StoredBytes
 from pypto_serving.model.stored_names import names_in_index
 from pypto_serving.types.model import Contents, IndexFacts, Source, StoredForm, TensorTotals
@@ -54,7 +56,7 @@ def read_contents(
         num_parameters_with_drafts=inventory.num_parameters(bool(drafts)),
         index=index,
         verdicts=tuple(verdicts),
-        obstacle=error or (_obstacle(Path(model_dir), headers, inventory) if headers else ""),
+        obstacle=error or _obstacle(Path(model_dir), headers, inventory),
     )
 
 
@@ -96,7 +98,13 @@ def _differences(
 
 
 def _obstacle(directory: Path, headers: Mapping[str, StoredTensor], inventory: Inventory) -> str:
-    """Return the error that loading these files would raise before reading any weight, or ""."""
+    """Return the error that loading these files would raise before reading any weight, or "".
+
+    Without files there is none, unless the folder holds something else.
+    """
+    if not headers:
+        hint = "" if read_index(directory) else what_it_is(directory)
+        return hint and f"{directory} is not a complete checkpoint: it has no {SINGLE_FILE}; {hint}"
     try:
         Checkpoint(directory, weight_files(directory), headers).require(inventory.expected(), inventory.ignores)
     except ModelError as error:

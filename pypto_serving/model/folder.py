@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Container, Mapping
 from pathlib import Path
+from typing import Any
 
 from pypto_serving.util import parse_json, read_regular
 
@@ -22,6 +25,35 @@ _FORMS = (
     ("*/config.json", "give the folder {} in it"),
     ("snapshots/*/config.json", "give the folder {} in it"),
 )
+_POOLING = ("1_Pooling", "modules.json")
+"""What sentence-transformers writes beside a model whose outputs are pooled to a vector."""
+_KINDS = (
+    (r"For(Sequence|Token)Classification|ForReward|RewardModel|Rerank", "a classifier, reranker or reward model"),
+    (r"(?i:bert|electra|mpnet)|ForMaskedLM|ForQuestionAnswering|ForMultipleChoice", "an encoder"),
+    (r"Whisper|Wav2Vec|Hubert|ForSpeech|ForCTC|ForAudio|ForTextTo|TTS", "a model of sounds"),
+    (r"CLIP|Siglip|ViT|Dinov|UNet|Transformer2D|AutoencoderKL|ForImage|ForObject|ForDepth", "a model of images"),
+    (r"ForConditionalGeneration|ForVision2Seq|VL|Vision|Llava", "a model of more than text"),
+    (r"(?<!LMHead)Model$", "a model without an output layer, such as one of embeddings"),
+)
+"""Kinds of models that do not make text out of text, by parts of the names of their architectures."""
+_INPUTS = {"vision_config": "images", "audio_config": "sounds", "thinker_config": "images and sounds"}
+
+
+def other_kind(folder: Path, raw: Mapping[str, Any], name: str, served: Container[str], of_text: str) -> str:
+    """Return what a checkpoint of the architecture `name` is instead of a model that makes text; "" if it may be one.
+
+    `raw`: its config.json. `of_text`: the architecture of a model of text with these values, "" if none is served.
+    """
+    if any((folder / name).exists() for name in _POOLING):
+        return "an embedding model (it has the files of sentence-transformers)"
+    if name in served:
+        return ""
+    if inputs := " and ".join(says for key, says in _INPUTS.items() if raw.get(key)):
+        hint = f"""; hf-overrides '{{"architectures": ["{of_text}"]}}' serves its part for text alone"""
+        return f"a model of text with {inputs}{hint if of_text else ''}"
+    if raw.get("is_encoder_decoder"):
+        return "an encoder-decoder model"
+    return next((kind for pattern, kind in _KINDS if re.search(pattern, name)), "")
 
 
 def what_it_is(folder: Path) -> str:

@@ -86,7 +86,8 @@ class TorchWeights:
         dtype = _STORED[tensor.dtype]
         count = (tensor.end - tensor.begin) // dtype.itemsize
         data = self._tensors.map(tensor)
-        return torch.frombuffer(data, dtype=dtype, count=count, offset=tensor.begin).view(tensor.shape)
+        stored = torch.frombuffer(data, dtype=dtype, count=count, offset=tensor.begin)
+        return stored.as_strided(tensor.shape, (1, tensor.width)) if tensor.width else stored.view(tensor.shape)
 
 
 def _joined_shape(tensors: Sequence[Tensor]) -> tuple[int, ...]:

@@ -151,8 +151,8 @@ def _pack_elements(
 ) -> None:
     """Pack stored elements without conversion."""
     n, tensor = len(part.outputs), part.tensors[0]
-    begin = tensor.begin + part.outputs.start * part.k * of.bytes
-    source = np.frombuffer(part.stored.map(tensor), np.uint8, n * part.k * of.bytes, begin)
+    mine = part.stored.view(tensor)[part.outputs.start : part.outputs.stop]
+    source = np.ascontiguousarray(mine).reshape(-1).view(np.uint8)
     engine.pack(room.words, source, of, n, part.k, offset, room.compensation, half)
 
 
@@ -264,27 +264,36 @@ class PackedWeights:
         return [self._matrices("rounded", [part], len(part.outputs), 1, lambda room: self._pack(part, room))]
 
     def gate_up(
-        self, gates: Sequence[str], ups: Sequence[str], outputs: Outputs = None, up_outputs: Outputs = None
+        self,
+        gates: Sequence[str],
+        ups: Sequence[str],
+        outputs: Outputs = None,
+        up_outputs: Outputs = None,
+        bias: bool = False,
     ) -> list[Gated]:
         """Pack gate and up matrices [n, k] of experts; matrices of equal forms are concatenated.
 
-        `up_outputs`: the outputs of ups, if they differ from those of gates.
+        `up_outputs`: the outputs of ups, if they differ from those of gates. `bias`: as in `matrix`, of a single pair.
         """
         parts = [*zip(self._parts(gates, outputs), self._parts(ups, up_outputs or outputs), strict=True)]
         forms = [(gate.form, up.form) for gate, up in parts]
-        return [self._gated(pairs, places) for places, pairs in _sets(parts, forms)]
+        return [self._gated(pairs, places, bias) for places, pairs in _sets(parts, forms)]
 
-    def _gated(self, pairs: Sequence[tuple[MatrixPart, MatrixPart]], places: Int32Array | None) -> Gated:
+    def _gated(self, pairs: Sequence[tuple[MatrixPart, MatrixPart]], places: Int32Array | None, bias: bool) -> Gated:
         """Interleave gate and up by half panels, or pack them separately if their forms differ."""
+        n = len(pairs[0][0].outputs)
+        biases = [self._bias([part], n) if bias else None for part in pairs[0]]
         if pairs[0][0].form != pairs[0][1].form:
-            return [self._stacked([pair[half] for pair in pairs], places) for half in (0, 1)]
+            halves = [self._stacked([pair[half] for pair in pairs], places) for half in (0, 1)]
+            return [replace(half, bias=own) for half, own in zip(halves, biases, strict=True)]
         parts = [part for pair in pairs for part in pair]
+        both = _interleaved([own for own in biases if own is not None], n) if bias else None
 
         def fill(room: Matrix) -> None:
             for i, part in enumerate(parts):
                 self._pack(part, _nth(room, i // 2, len(pairs)), half=i % 2)
 
-        return [replace(self._matrices("gated", parts, 2 * len(parts[0].outputs), len(pairs), fill), places=places)]
+        return [replace(self._matrices("gated", parts, 2 * n, len(pairs), fill, both), places=places)]
 
     def several(self, names: Sequence[str], outputs: Outputs = None) -> list[Matrix]:
         """Pack matrices [n, k] of experts; matrices of equal form are concatenated."""
@@ -390,6 +399,12 @@ def _sets(experts: Sequence[_Item], forms: Sequence[object]) -> Iterator[tuple[I
             places = np.full(len(experts), -1, np.int32)
             places[members] = np.arange(len(members))
         yield places, [experts[expert] for expert in members]
+
+
+def _interleaved(biases: Sequence[NDArray[np.float32]], n: int) -> NDArray[np.float32]:
+    """Return the biases of gate and up with `n` outputs each in the order of a matrix that interleaves both."""
+    halves = [own.reshape(-1, GATE_HALF)[: ceil_div(n, GATE_HALF)] for own in biases]
+    return np.stack(halves, axis=1).ravel()
 
 
 def _cut(outputs: Sequence[range]) -> str:

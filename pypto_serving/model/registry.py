@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,10 @@ from pypto_serving.errors import ModelError
 from pypto_serving.model.checkpoint import StoredTensor
 from pypto_serving.model.contents import read_contents, read_headers
 from pypto_serving.model.fields import Fields
+from pypto_serving.model.folder import other_kind
 from pypto_serving.model.formats.quantization import SECTION
 from pypto_serving.model.inventory import STORED_DTYPES, Inventory
-from pypto_serving.model.raw_config import CONFIG_FILE, dtype_of, read_raw_config
+from pypto_serving.model.raw_config import CONFIG_FILE, dtype_of, flattened, overridden, read_raw_config
 from pypto_serving.types.kv import DEFAULT_BLOCK_SIZE, KVCacheGroupSpec
 from pypto_serving.types.model import SERVING_DTYPES, Contents, ModelSpec
 from pypto_serving.util import brief, one_of
@@ -45,6 +46,8 @@ class Serving:
 
 
 DEFAULT_SERVING = Serving()
+_READ_APART = ("architectures", "model_type", "dtype", "eos_token_id")
+"""Keys of config.json that are read here, not by a family."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +130,7 @@ def model_family(architecture: str) -> ModelFamily:
 class CheckpointConfig:
     """The config.json of a checkpoint folder, read once: its object, and the family's configuration made from it.
 
-    `raw` is what `read_raw_config` made of it.
+    `raw` is what `read_raw_config` made of it, with the values of `overrides`.
 
     Methods raise ModelError for values that are not supported.
     """
@@ -137,6 +140,7 @@ class CheckpointConfig:
     family: ModelFamily
     model: Any
     raw: Mapping[str, Any]
+    overrides: Mapping[str, Any]
 
     def stored_dtype(self) -> str:
         """Return the dtype of weights that are not quantised: bfloat16, float16 or float32."""
@@ -163,12 +167,25 @@ class CheckpointConfig:
             logger.warning(
                 "%s: the type of RoPE does not read %s", Path(self.directory) / CONFIG_FILE, ", ".join(unread)
             )
+        if useless := [".".join(path) for path in _leaves(flattened(self.overrides)) if not self._reads(path)]:
+            logger.warning("hf-overrides: nothing reads %s", ", ".join(useless))
         serving = replace(serving, dtype=self.serving_dtype(serving.dtype))
         headers = {} if self.raw.get(SECTION) is None else read_headers(Path(self.directory))[0]
         spec = self.family.spec(self.served_model(serving.drafts), serving, headers)
         fields = Fields(self.raw, str(Path(self.directory) / CONFIG_FILE))
         names = {"path": self.directory, "architecture": self.architecture}
         return msgspec.structs.replace(spec, **names, eos_token_ids=fields.int_list("eos_token_id"))
+
+    def _reads(self, path: Sequence[str]) -> bool:
+        """Return whether the value at `path` of config.json matters: whether nonsense there is refused, or noticed."""
+        nonsense: Any = "nonsense"
+        for key in reversed(path):
+            nonsense = {key: nonsense}
+        try:
+            changed = self.family.parse(overridden(self.raw, nonsense), self.directory)
+        except ModelError:
+            return True
+        return path[0] in _READ_APART or bool(changed != self.model)
 
     def served_model(self, drafts: bool) -> Any:
         """Return the model, with its draft layers if `drafts`."""
@@ -194,19 +211,35 @@ def read_config(model_dir: str | Path, overrides: Mapping[str, Any] | None = Non
     raw = read_raw_config(Path(model_dir), overrides or {})
     path = f"{Path(model_dir) / CONFIG_FILE}{' with hf-overrides' if overrides else ''}"
     name = _architecture(raw, path)
+    if kind := other_kind(Path(model_dir), raw, name, FAMILIES, next(iter(_of_type(raw)), "")):
+        raise ModelError(f"{model_dir} is {kind}, which is not served: {name}")
     family = model_family(name)
-    return CheckpointConfig(str(model_dir), name, family, family.parse(raw, path), raw)
+    return CheckpointConfig(str(model_dir), name, family, family.parse(raw, path), raw, overrides or {})
+
+
+def _leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield the path of each value in an object of objects."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from ((key, *rest) for rest in _leaves(value))
+        else:
+            yield (key,)
 
 
 def _architecture(raw: Mapping[str, Any], path: str) -> str:
     """Return the name of the architecture; if it is absent, that of the causal model of `model_type`."""
     names = raw.get("architectures")
     if names is None:
-        kind = str(raw.get("model_type")).replace("_", "")
-        names = [name for name in FAMILIES if name.removesuffix("ForCausalLM").lower() == kind]
+        names = _of_type(raw)
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ModelError(f"{path}: architectures is {brief(raw.get('architectures'))}, but must name one")
     return names[0]
+
+
+def _of_type(raw: Mapping[str, Any]) -> list[str]:
+    """Return the architecture that is served for `model_type`; empty if there is none."""
+    kind = str(raw.get("model_type")).replace("_", "")
+    return [name for name in FAMILIES if name.removesuffix("ForCausalLM").lower() == kind]
 
 
 def load_spec(model_dir: str | Path, serving: Serving = DEFAULT_SERVING) -> ModelSpec:

@@ -28,6 +28,7 @@ _PIECE = 4096
 _MOST_FACTOR = 1 << 20
 """Limit of the extension factor of a context."""
 _TRAINED, _GROWTH = "original_max_position_embeddings", "llama_4_scaling_beta"
+_PART = "partial_rotary_factor"
 _READ: dict[RopeKind, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -41,7 +42,7 @@ _READ: dict[RopeKind, tuple[str, ...]] = {
 }
 """The keys that a kind of RoPE reads, beside `_READ_BY_ALL`."""
 _READ_BY_ALL = (
-    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "max_position_embeddings"),
+    *("rope_type", "type", "rope_theta", _PART, "max_position_embeddings"),
     *("mrope_section", "mrope_interleaved"),
 )
 """Keys that every kind reads; those of mrope change nothing in text, where all sections have the same positions."""
@@ -76,13 +77,20 @@ class Rope:
     unread: tuple[str, ...] = ()
 
     @classmethod
-    def from_config(cls, config: Fields, head_dim: int, max_position_embeddings: int) -> Self:
-        """Read `rope_scaling`, else `rope_parameters`; a missing `rope_theta` is beside them. Raises ModelError."""
+    def from_config(cls, config: Fields, head_dim: int, max_position_embeddings: int, in_part: bool = False) -> Self:
+        """Read `rope_scaling`, else `rope_parameters`; a missing `rope_theta` is beside them. Raises ModelError.
+
+        `in_part`: whether the architecture may rotate a part of each head. Of others, `transformers` ignores
+        `partial_rotary_factor` where the type is default, and fails with the other types.
+        """
         scaling = config.section("rope_scaling" if config.get("rope_scaling") else "rope_parameters")
         given = scaling.get("rope_type", "type") or "default"
         kind = cast(RopeKind, "default" if given == "mrope" else given)
         scaling.require(kind in [*_READ], "rope_type", kind, f"one of {', '.join(_READ)}")
-        dim = _rotated_dims(scaling, config, head_dim)
+        dim, ignored = _rotated_dims(scaling, config, head_dim), tuple[str, ...]()
+        if dim < head_dim and not in_part:
+            scaling.require(kind == "default", _PART, dim / head_dim, "1: this architecture rotates whole heads")
+            dim, ignored = head_dim, (f"{_PART} {dim / head_dim}",)
         theta = scaling.positive_float("rope_theta", default=config.positive_float("rope_theta", default=10000.0))
         scaling.require(theta > 1, "rope_theta", theta, "a number above 1")
         max_len, read = max_position_embeddings, _READ[kind]
@@ -119,7 +127,7 @@ class Rope:
             theta=theta,
             trained_len=trained,
             factor=factor,
-            unread=_unread(scaling, kind),
+            unread=ignored + _unread(scaling, kind),
             **values,
         )
 
@@ -214,11 +222,10 @@ class Rope:
 
 def _rotated_dims(scaling: Fields, config: Fields, head_dim: int) -> int:
     """Read how many dimensions of a head are rotated; absent means all."""
-    key = "partial_rotary_factor"
-    source = config if scaling.get(key) is None else scaling
-    part = source.positive_float(key, default=1.0)
+    source = config if scaling.get(_PART) is None else scaling
+    part = source.positive_float(_PART, default=1.0)
     dim = int(head_dim * part)
-    source.require(2 <= dim <= head_dim and dim % 2 == 0, key, part, f"an even part of head_dim, {head_dim}")
+    source.require(2 <= dim <= head_dim and dim % 2 == 0, _PART, part, f"an even part of head_dim, {head_dim}")
     return dim
 
 

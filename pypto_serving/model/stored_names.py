@@ -7,12 +7,12 @@ parts, wrappers of trainers and bare decoders put other words in front of them, 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 PREFIX = "model."
 _FIRST_LAYER = re.compile(r"(.*?)layers\.0\.(?:self_attn|linear_attn|input_layernorm)\.")
 _HEAD = re.compile(r"(?:.*\.)?(lm_head\.[^.]+)")
-EXPERTS = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)(?:\.weight)?")
+EXPERTS = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)(\.weight)?")
 """A tensor of all experts of a layer: gate and up of each one after the other, or its down."""
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 OTHER_PARTS = re.compile(
@@ -20,6 +20,38 @@ OTHER_PARTS = re.compile(
     r"connector|image_newline|talker|token2wav|code2wav)\..*"
 )
 """Parts of a model that do not make text out of text: encoders of images and sounds, and draft layers."""
+_MODULE = re.compile(r"(?:\w+\.)*?(?:(lm_head)$|(?=layers\.[0-9]+\.|embed_tokens$))")
+_MIXTRAL = "block_sparse_moe"
+_RELEASED = {_MIXTRAL: "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+"""Words in the names of Mixtral's experts, and those of other families."""
+_WRAPPER = "language_model"
+
+
+def own_module(name: str) -> str:
+    """Return the name here of a module of the decoder, however it is wrapped; other names stay."""
+    found = None if OTHER_PARTS.fullmatch(name) else _MODULE.match(name)
+    if found is not None:
+        name = found[1] or PREFIX + name[found.end() :]
+    return _reworded(name, _RELEASED) if _MIXTRAL in name else name
+
+
+def released_name(name: str) -> str:
+    """Return the name in Mixtral's releases."""
+    return _reworded(name, {own: released for released, own in _RELEASED.items()})
+
+
+def _reworded(name: str, words: Mapping[str, str]) -> str:
+    return ".".join(words.get(word, word) for word in name.split("."))
+
+
+def spelled_for(pattern: str, module: str) -> tuple[str, ...]:
+    """Return the names of a module here that `pattern` may mean: with the wrappers and words that it has itself."""
+    if _MIXTRAL in pattern or re.search(r"\bw[123\[]", pattern):
+        module = released_name(module)
+    bare = module.removeprefix(PREFIX)
+    if _WRAPPER in pattern:
+        return f"{PREFIX}{_WRAPPER}.{bare}", f"{_WRAPPER}.{module}", f"{_WRAPPER}.{bare}"
+    return (module,) if "model" in pattern else (module, bare)
 
 
 def own_names(names: Collection[str]) -> dict[str, str]:
@@ -38,7 +70,10 @@ def own_names(names: Collection[str]) -> dict[str, str]:
 def _own(name: str, prefix: str) -> str:
     if head := _HEAD.fullmatch(name):
         return head[1]
-    return PREFIX + name.removeprefix(prefix) if name.startswith(prefix) and not OTHER_PARTS.fullmatch(name) else name
+    if not name.startswith(prefix) or OTHER_PARTS.fullmatch(name):
+        return name
+    own = PREFIX + name.removeprefix(prefix)
+    return _reworded(own, _RELEASED) if _MIXTRAL in own else own
 
 
 def names_in_index(names: Collection[str], stored: Collection[str]) -> set[str]:

@@ -44,7 +44,7 @@ def plain(path: Path, kind: str = "qwen3", layers: int = 2) -> Path:
 def by_layer(path: Path, kind: str) -> None:
     """A layer in each format of compressed-tensors."""
     plain(path, kind, len(COMPRESSED))
-    quantise_parts(path, {rf"model\.layers\.{i}\..*_proj": format for i, format in enumerate(COMPRESSED)})
+    quantise_parts(path, {rf"model\.layers\.{i}\..*(_proj|w[123])": format for i, format in enumerate(COMPRESSED)})
 
 
 def whole(path: Path, formats: tuple[str, ...], kind: str = "qwen3") -> None:

@@ -364,7 +364,7 @@ def test_the_memory_of_a_few_tensors(checkpoint: MakeCheckpoint, tmp_path: Path,
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["BertModel"]}, "LlamaForCausalLM"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "LlamaForCausalLM"),
         ({"hidden_size": 128}, "config.json makes it"),
     ],
 )

@@ -86,6 +86,7 @@ def test_a_long_sequence(checkpoint: MakeCheckpoint, theta: float) -> None:
     [
         ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False, "head_dim": 16}),
         ("mistral", {"hidden_act": "swish", "num_key_value_heads": 1}),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
         ("qwen2", {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": False}),
         ("mistral", {"sliding_window": 512, "head_dim": 48}),
         ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3}),

@@ -15,6 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from pypto_serving.cli import main
 from pypto_serving.errors import ModelError
 from pypto_serving.kernels import runnable
 from pypto_serving.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
@@ -28,9 +29,9 @@ Edit = Callable[[Tensors, dict[str, Any]], object]
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def logits(path: Path, dtype: str = "float32") -> Array:
+def logits(path: Path, dtype: str = "float32", kernels: str = "torch") -> Array:
     """Logits of 24 tokens."""
-    sequences = Sequences(load_program(path, dtype, threads=1, num_blocks=8, max_model_len=64))
+    sequences = Sequences(load_program(path, dtype, threads=1, num_blocks=8, max_model_len=64, kernels=kernels))
     sequence = sequences.add(np.arange(24) * 7 % 256)
     sequences.run(sequence, [1] * 24)
     return np.stack([sequence.logits[i] for i in range(24)])
@@ -188,9 +189,9 @@ def test_the_text_part_of_mistral3(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert np.mean(differences) < 0.03 * np.abs(wanted).mean()
 
 
-def fuse(tensors: Tensors, _: object, across: bool = False) -> None:
+def fuse(tensors: Tensors, _: object, across: bool = False, layers: tuple[int, ...] = (0, 2)) -> None:
     """Put all experts of a layer into two tensors, as transformers has them in memory."""
-    for layer in (0, 2):
+    for layer in layers:
         prefix = f"model.layers.{layer}.mlp.experts."
         parts = {
             part: torch.stack([tensors.pop(f"{prefix}{expert}.{part}_proj.weight") for expert in range(8)])
@@ -201,19 +202,34 @@ def fuse(tensors: Tensors, _: object, across: bool = False) -> None:
         tensors[f"{prefix}down_proj"] = parts["down"].transpose(1, 2) if across else parts["down"]
 
 
-def test_fused_experts(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+@pytest.mark.parametrize("across", [False, True])
+def test_fused_experts(checkpoint: MakeCheckpoint, tmp_path: Path, across: bool) -> None:
     source = checkpoint("qwen3_moe")
-    path = edited(source, tmp_path / "fused", fuse)
+    path = edited(source, tmp_path / "fused", lambda *both: fuse(*both, across=across))
+    for kernels in ("torch", *runnable()[:1]):
+        dtype = "float32" if kernels == "torch" else "bfloat16"
+        np.testing.assert_array_equal(logits(path, dtype, kernels), logits(source, dtype, kernels))
     np.testing.assert_array_equal(logits(path), logits(source))
     index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(path / SINGLE_FILE), SINGLE_FILE)}
     (path / INDEX_FILE).write_text(json.dumps(index))
     assert not any("missing" in line or "not part" in line for line in read_config(path).contents().verdicts)
 
 
-def test_experts_whose_outputs_are_columns_are_refused_in_words(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
-    path = edited(checkpoint("qwen3_moe"), tmp_path / "fused", lambda *both: fuse(*both, across=True))
-    with pytest.raises(ModelError, match=r"experts\.0\.gate_proj\.weight is missing; .*gate_up_proj has the outputs"):
-        logits(path)
+@pytest.mark.parametrize("across", [False, True])
+def test_mixtral_as_transformers_has_it_in_memory(checkpoint: MakeCheckpoint, tmp_path: Path, across: bool) -> None:
+    def edit(tensors: Tensors, _: object) -> None:
+        rename(released_names_replaced)(tensors, _)
+        fuse(tensors, _, across, layers=(0, 1, 2))
+
+    source = checkpoint("mixtral")
+    path = edited(source, tmp_path / "fused", edit)
+    np.testing.assert_array_equal(logits(path), logits(source))
+
+
+def released_names_replaced(name: str) -> str:
+    for old, new in {"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.items():
+        name = name.replace(f".{old}.", f".{new}.")
+    return name
 
 
 def test_a_head_of_its_own_is_not_tied(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
@@ -300,3 +316,82 @@ def test_folders_that_hold_something_else(tmp_path: Path, name: str, configured:
         with pytest.raises(ModelError) as caught:
             Checkpoint.open(tmp_path)
         assert str(caught.value) == f"{tmp_path} is not a complete checkpoint: it has no {SINGLE_FILE}; {says}"
+
+
+QWEN = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+SEEING = {"architectures": ["SeeingForConditionalGeneration"], "vision_config": {"depth": 2}}
+KINDS: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
+    "embeddings": (QWEN, ("modules.json",), "an embedding model (it has the files of sentence-transformers)"),
+    "pooled": (QWEN, ("1_Pooling/config.json",), "an embedding model (it has the files of sentence-transformers)"),
+    "no head": ({"architectures": ["Qwen3Model"]}, (), "a model without an output layer, such as one of embeddings"),
+    "bert": ({"architectures": ["BertModel"]}, (), "an encoder"),
+    "modern bert": ({"architectures": ["ModernBertForMaskedLM"]}, (), "an encoder"),
+    "e5": ({"architectures": ["XLMRobertaModel"]}, (), "an encoder"),
+    "reranker": (
+        {"architectures": ["Qwen3ForSequenceClassification"]},
+        (),
+        "a classifier, reranker or reward model",
+    ),
+    "bert reranker": (
+        {"architectures": ["XLMRobertaForSequenceClassification"]},
+        (),
+        "a classifier, reranker or reward model",
+    ),
+    "t5": (
+        {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
+        (),
+        "an encoder-decoder model",
+    ),
+    "whisper": ({"architectures": ["WhisperModel"]}, (), "a model of sounds"),
+    "audio": (
+        {"architectures": ["Qwen2AudioForConditionalGeneration"], "audio_config": {"num_mel_bins": 128}},
+        (),
+        "a model of text with sounds",
+    ),
+    "siglip": ({"architectures": ["SiglipModel"]}, (), "a model of images"),
+    "eyes": (SEEING | {"text_config": {"model_type": "other"}}, (), "a model of text with images"),
+    "eyes and ears": (SEEING | {"audio_config": {"depth": 1}}, (), "a model of text with images and sounds"),
+    "eyes of a known model": (
+        SEEING | {"model_type": "seeing", "text_config": {"model_type": "mistral"}},
+        (),
+        "a model of text with images; "
+        """hf-overrides '{"architectures": ["MistralForCausalLM"]}' serves its part for text alone""",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_models_that_make_no_text_say_what_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    config, files, says = KINDS[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("[]")
+    assert main(["check", str(tmp_path)]) == 3
+    told = f"error: {tmp_path} is {says}, which is not served: {config['architectures'][0]}\n"
+    assert capsys.readouterr().err == told
+
+
+def test_the_text_of_a_model_with_eyes(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """As the refusal says: under the name of the architecture of its text."""
+
+    def edit(tensors: Tensors, config: dict[str, Any]) -> None:
+        nest(tensors, config)
+        config["architectures"] = ["SeeingForConditionalGeneration"]
+
+    path, source = edited(checkpoint("qwen3"), tmp_path / "edited", edit), checkpoint("qwen3")
+    with pytest.raises(ModelError, match="Qwen3ForCausalLM"):
+        read_config(path)
+    assert read_config(path, {"architectures": ["Qwen3ForCausalLM"]}).model == read_config(source).model
+
+
+def test_an_adapter_with_the_configuration_of_its_model(
+    checkpoint: MakeCheckpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(checkpoint("qwen3") / "config.json", tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_text("")
+    assert main(["check", str(tmp_path)]) == 3
+    assert "it holds an adapter (LoRA)" in capsys.readouterr().err

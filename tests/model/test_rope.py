@@ -112,7 +112,7 @@ def test_random_parameters(kind: str) -> None:
 
 
 def _read(**scaling: Any) -> Rope:
-    return Rope.from_config(Fields({"rope_scaling": scaling}, "config.json"), 64, 4096)
+    return Rope.from_config(Fields({"rope_scaling": scaling}, "config.json"), 64, 4096, in_part=True)
 
 
 def test_attn_factor_multiplies_the_usual_factor() -> None:

@@ -35,24 +35,32 @@ def old_gptq(section: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in section.items() if key != "quant_method"} | {"damp_percent": 0.01}
 
 
+def old_awq(section: dict[str, Any]) -> dict[str, Any]:
+    """As AutoAWQ wrote it before transformers read its method."""
+    return {key: value for key, value in section.items() if key != "quant_method"}
+
+
 def modelopt(section: dict[str, Any]) -> dict[str, Any]:
     names = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}
     return {"producer": {"name": "modelopt"}, "quantization": names | {"exclude_modules": section["ignore"]}}
 
 
-BESIDE = {
-    "gptq": ("quantize_config.json", old_gptq),
-    "gptq_v2": ("quantize_config.json", dict),
-    "awq": ("quantize_config.json", dict),
-    "modelopt": ("hf_quant_config.json", modelopt),
-}
+BESIDE = [
+    ("gptq", "quantize_config.json", old_gptq),
+    ("gptq_v2", "quantize_config.json", dict),
+    ("awq", "quantize_config.json", dict),
+    ("awq", "quantize_config.json", old_awq),
+    ("awq", "quant_config.json", old_awq),
+    ("modelopt", "hf_quant_config.json", modelopt),
+]
 
 
-@pytest.mark.parametrize("format", BESIDE)
-def test_a_section_beside_the_config(tmp_path: Path, format: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("format", "name", "written"), BESIDE)
+def test_a_section_beside_the_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], format: str, name: str, written: Any
+) -> None:
     whole, path = tmp_path / "whole", tmp_path / "apart"
     quantise(make_checkpoint(whole, **WIDE), format)
-    name, written = BESIDE[format]
     (path / name).write_text(json.dumps(written(without_section(path, format))))
     assert read_config(path).model == read_config(whole).model
     assert load_spec(path).quantization == load_spec(whole).quantization != ""

@@ -188,7 +188,8 @@ def test_longest_sequence(tmp_path: Path, scaling: Any, longest: int) -> None:
         ({"rope_theta": -1}, ["rope_theta", "-1"]),
         ({"torch_dtype": "int8"}, ["dtype", "int8"]),
         ({"architectures": []}, ["architectures"]),
-        ({"architectures": ["BertModel"]}, ["BertModel", "DeepseekV4ForCausalLM, LlamaForCausalLM"]),
+        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "DeepseekV4ForCausalLM, LlamaForCausalLM"]),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2, "partial_rotary_factor": 0.5}}, ["partial_r", "whole"]),
     ],
 )
 def test_errors_name_key_and_value(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:

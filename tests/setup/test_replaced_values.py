@@ -62,6 +62,25 @@ def test_a_section_of_another_kind_is_left_to_the_reader() -> None:
     assert overridden(raw, {"rope_theta": 7.0, "rope_scaling": "yarn"})["rope_parameters"] == "yarn"
 
 
+@pytest.mark.parametrize(
+    ("given", "unread"),
+    [
+        ({"rope_scaling": YARN, "rms_norm_eps": 1e-5, "eos_token_id": 3, "head_dim": None}, ""),
+        ({"text_config": {"dtype": "float32", "tie_word_embeddings": None}}, ""),
+        ({"num_layers": 3, "rms_norm_eps": 1e-5}, "num_layers"),
+        ({"a": {"b": 1, "c": {"d": None}}, "rope_parameters": {"rope_theta": 7.0}}, "a.b, a.c.d"),
+        ({"text_config": {"n_ctx": 9}}, "n_ctx"),
+    ],
+)
+def test_a_key_that_nothing_reads_is_named(
+    path: Path, caplog: pytest.LogCaptureFixture, given: dict[str, Any], unread: str
+) -> None:
+    read_config(path, given).spec()
+    assert [line for line in caplog.messages if "hf-overrides" in line] == (
+        [f"hf-overrides: nothing reads {unread}"] if unread else []
+    )
+
+
 def test_a_bad_override_is_one_line(path: Path) -> None:
     with pytest.raises(ModelError, match=r"config.json with hf-overrides: num_hidden_layers is -1, but must be"):
         resolved(path, hf_overrides={"num_hidden_layers": -1})

@@ -17,6 +17,7 @@ from pypto_serving.model.decoder.inventory import EMBEDDING, DecoderInventory
 from pypto_serving.model.decoder.recipe import DecoderConfig
 from pypto_serving.model.formats.quantization import SECTION
 from pypto_serving.model.formats.schemes import PLAIN
+from pypto_serving.model.stored_names import released_name
 
 _HEAD = "lm_head"
 
@@ -38,7 +39,10 @@ def plan_conversion(model: DecoderConfig, headers: Mapping[str, StoredTensor], e
         linear = (module in inventory.schemes or module == _HEAD) and not module.endswith(router)
         encoded = linear and (whole or module != _HEAD)
         scheme = inventory.schemes.get(source.removesuffix(".weight"), PLAIN)
-        weights[name] = Weight(source, shapes[source], scheme, encoding if encoded else None, "BF16")
+        target = released_name(name) if model.names.mixtral and ".mlp." in name else name
+        weights[target] = Weight(source, shapes[source], scheme, encoding if encoded else None, "BF16")
+    if model.names.mixtral:
+        router = released_name(router)
     ignore = ([] if whole else [_HEAD]) + ([f"re:.*{re.escape(router)}$"] if model.experts else [])
     config: dict[str, Any] = {SECTION: section(encoding, ignore)}
     if whole:

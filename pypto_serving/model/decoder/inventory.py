@@ -35,13 +35,10 @@ class DecoderInventory(Inventory):
         "gate_proj": "columns",
         "up_proj": "columns",
         "down_proj": "columns",
-        "w1": "columns",
-        "w3": "columns",
-        "w2": "columns",
         "embed_tokens": "columns",
         "lm_head": "columns",
     }
-    units: ClassVar[Mapping[str, int]] = dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "w1", "w3"), GATE_HALF)
+    units: ClassVar[Mapping[str, int]] = dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), GATE_HALF)
     endings = (".weight", ".bias")
 
     def __init__(self, config: DecoderConfig, headers: Mapping[str, StoredTensor] | None = None) -> None:

@@ -176,9 +176,9 @@ class NativeDecoder:
             return
         gate, up = self.model.gate_up(index, recipe.width)
         mine = self._rank.columns(recipe.width, GATE_HALF)
-        gate_up = self._weights.gate_up([gate.module], [up.module], [gate.rows(mine)], [up.rows(mine)])
+        gate_up = self._weights.gate_up([gate.module], [up.module], [gate.rows(mine)], [up.rows(mine)], recipe.bias)
         self._products.swiglu(normed, gate_up, StripColumns(b.gated, recipe.width, mine.start))
-        self._add_to(b.x, self._rank, self._peers, b.gated, prefix + self.model.names.down)
+        self._add_to(b.x, self._rank, self._peers, b.gated, prefix + self.model.names.down, recipe.bias)
 
     def _record_experts(self, normed: Feed, prefix: str, experts: ExpertsRecipe) -> None:
         b, rank, count, hidden, names = (

@@ -79,19 +79,18 @@ class TensorNames:
     """The names of a layer's modules that differ between architectures.
 
     qkv, gate_up: matrices of their own, or a single one that holds them one after the other.
-    parts: gate, up and down of an expert.
+    mixtral: whether releases name experts in Mixtral's words; see `stored_names`.
     """
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     router: str = "mlp.gate"
-    experts: str = "mlp.experts"
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    mixtral: bool = False
 
     def expert(self, index: int) -> tuple[str, str, str]:
         """Return the names of an expert's gate, up and down matrices."""
-        gate, up, down = (f"{self.experts}.{index}.{part}" for part in self.parts)
+        gate, up, down = (f"mlp.experts.{index}.{part}_proj" for part in ("gate", "up", "down"))
         return gate, up, down
 
 
@@ -130,14 +129,15 @@ class DecoderConfig:
         mlp_bias: bool = False,
         window: int | None = None,
         rotates: Callable[[int], bool] = lambda layer: True,
+        rotates_in_part: bool = False,
         experts: Callable[[int], ExpertsRecipe | None] = lambda layer: None,
         names: TensorNames | None = None,
     ) -> Self:
         """Read the keys that all architectures share. Raises ModelError naming an unsupported key and value.
 
         `window`: positions that a query of some layer sees. The model then serves sequences up to this length, in which
-        every query sees all positions. `rotates` says whether a layer has RoPE; `experts` returns the experts of a
-        layer, None for a dense layer.
+        every query sees all positions. `rotates` says whether a layer has RoPE, `rotates_in_part` whether it may
+        rotate a part of each head; `experts` returns the experts of a layer, None for a dense layer.
         """
         activation = config.get("hidden_act") or "silu"
         config.require(activation in ("silu", "swish"), "hidden_act", activation, '"silu"')
@@ -147,7 +147,7 @@ class DecoderConfig:
         head_dim = config.positive_int("head_dim", default=max(1, hidden // heads))
         config.require(head_dim % 2 == 0, "head_dim", head_dim, "even")
         max_len = config.positive_int("max_position_embeddings")
-        rope = Rope.from_config(config, head_dim, max_len)
+        rope = Rope.from_config(config, head_dim, max_len, rotates_in_part)
         attention = AttentionRecipe(
             num_heads=heads,
             num_kv_heads=kv_heads,

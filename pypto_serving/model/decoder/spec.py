@@ -89,8 +89,6 @@ def _needs_torch(inventory: DecoderInventory) -> str:
     config: DecoderConfig = inventory.config
     experts, quantized = config.experts, config.quantization is not None
     widths = [*config.mlp_widths, *([experts.width] if experts else [])]
-    if any(isinstance(layer.mlp, MlpRecipe) and layer.mlp.bias for layer in config.layers):
-        return "the kernels have no biases in an MLP (mlp_bias)"
     if config.head_dim % 32 or config.head_dim > MAX_DIM:
         return f"the kernels need a head_dim of 32, 64, ... {MAX_DIM}, not {config.head_dim}"
     if config.attention.rope.dim % 32:

@@ -8,10 +8,6 @@ from pypto_serving.model.decoder.recipe import DecoderConfig, ExpertsRecipe, Ten
 from pypto_serving.model.decoder.spec import decoder_family
 from pypto_serving.model.fields import MOST_EXPERTS, MOST_LAYERS, Fields
 
-_MIXTRAL_NAMES = TensorNames(
-    router="block_sparse_moe.gate", experts="block_sparse_moe.experts", parts=("w1", "w3", "w2")
-)
-
 # What transformers takes for keys that are absent, where other families take something else. null is no absent key.
 _DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}
 _MINISTRAL3_DEFAULTS = {
@@ -58,7 +54,7 @@ def parse_mixtral(raw: dict[str, Any], source: str) -> DecoderConfig:
     width = config.positive_int("intermediate_size")
     experts = ExpertsRecipe(count=count, per_token=per_token, width=width, normalize=True)
     window = sliding_window(config, True)
-    return DecoderConfig.from_fields(config, window=window, experts=lambda _: experts, names=_MIXTRAL_NAMES)
+    return DecoderConfig.from_fields(config, window=window, experts=lambda _: experts, names=TensorNames(mixtral=True))
 
 
 FAMILY = decoder_family(parse)

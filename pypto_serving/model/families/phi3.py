@@ -21,7 +21,8 @@ def parse(raw: dict[str, Any], source: str) -> DecoderConfig:
     if scaling.get("rope_type", "type") in _OLD_KINDS:
         renamed = {**scaling.values, "rope_type": "longrope"}
         config = Fields({**config.values, **dict.fromkeys(_SCALING, renamed)}, source)
-    return DecoderConfig.from_fields(config, window=sliding_window(config, True), names=_NAMES)
+    window = sliding_window(config, True)
+    return DecoderConfig.from_fields(config, window=window, names=_NAMES, rotates_in_part=True)
 
 
 FAMILY = decoder_family(parse)

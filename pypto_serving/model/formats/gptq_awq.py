@@ -45,7 +45,7 @@ _CENTRE = 8
 """The zero point of symmetric weights."""
 _ONES = np.uint32(0x11111111)
 """GPTQModel adds this to the words of version 1, in which a zero point of 0 was written as 15, with a borrow."""
-_ROUTER = "mlp.gate"
+_ROUTER = "gate"
 _VERSIONS = {None: 1, "gptq": 1, "gptq_v2": 2}
 _PACKINGS = ("auto_round:auto_gptq", "auto_round:auto_awq")
 _GPTQ_KEYS = ("bits", "group_size", "sym")

@@ -16,14 +16,15 @@ from typing import Any
 from pypto_serving.errors import ModelError
 from pypto_serving.model.fields import Fields
 from pypto_serving.model.formats.schemes import PLAIN, Scheme
+from pypto_serving.model.stored_names import own_module, spelled_for
 from pypto_serving.util import brief, one_of
 
 _parser: Any = importlib.import_module("re._parser")  # what `re` itself parses with; it has no public one
-_LONGEST = 48
-"""Characters of a module's name: model.layers.47.mlp.experts.127.gate_proj has 41."""
-_MOST_WAYS = 10**6
-_CALL = 256
-"""Number of ways whose time equals that of a call of `match` itself."""
+_LONGEST = 64
+"""Characters of a module's name: language_model.model.layers.47.block_sparse_moe.experts.127.w1 has 62."""
+_MOST_WAYS = 3 * 10**6
+_CALL = 3 * 256
+"""Number of ways whose time equals that of the calls of `match` for a module, which may have three names."""
 _MANY = (_LONGEST, 1)
 """More repeats than any pattern may have."""
 
@@ -102,16 +103,24 @@ CLASS = "Linear"
 
 @dataclass(frozen=True, slots=True)
 class Modules:
-    """A set of modules: those in `names`, those with a run of components in `parts`, and matches of `patterns`."""
+    """A set of modules: those in `names`, those with a run of components in `parts`, and matches of `patterns`.
+
+    Names and parts are those of `own_module`.
+    """
 
     names: frozenset[str] = frozenset()
     parts: frozenset[str] = frozenset()
     patterns: tuple[re.Pattern[str], ...] = ()
 
     def __contains__(self, module: str) -> bool:
-        if module in self.names or any(pattern.match(module) for pattern in self.patterns):
+        own = own_module(module)
+        if own in self.names or any(_matches(pattern, module) for pattern in self.patterns):
             return True
-        return bool(self.parts) and not self.parts.isdisjoint(_runs(module))
+        return bool(self.parts) and not self.parts.isdisjoint(_runs(own))
+
+
+def _matches(pattern: re.Pattern[str], module: str) -> bool:
+    return any(pattern.match(name) for name in spelled_for(pattern.pattern, module))
 
 
 EVERY = Modules(patterns=(re.compile(""),))
@@ -119,13 +128,13 @@ EVERY = Modules(patterns=(re.compile(""),))
 
 def by_part(entries: Iterable[str]) -> Modules:
     """Return the modules whose names contain an entry, such as `mlp.gate`, as consecutive components."""
-    return Modules(parts=frozenset(entry.strip(".") for entry in entries))
+    return Modules(parts=frozenset(own_module(entry.strip(".")) for entry in entries))
 
 
 def by_name_or_pattern(entries: Sequence[str], key: str) -> Modules:
     """Return the modules that entries of compressed-tensors match: names, patterns after `re:`, or the class."""
     patterns = [pattern(entry[3:], key, entry) for entry in entries if entry.startswith("re:")]
-    names = frozenset(entry for entry in entries if not entry.startswith("re:"))
+    names = frozenset(own_module(entry) for entry in entries if not entry.startswith("re:"))
     return EVERY if CLASS in names else Modules(names, patterns=tuple(patterns))
 
 

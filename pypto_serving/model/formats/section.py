@@ -80,8 +80,9 @@ _METHODS: dict[str, Callable[[Fields], Quantization]] = {
     "gguf": lambda _: Quantization(()),
 }
 
-MODELOPT_FILE, GPTQ_FILE = SECTION_FILES = ("hf_quant_config.json", "quantize_config.json")
-"""Files of modelopt and AutoGPTQ with only the section; old versions omit it from config.json."""
+MODELOPT_FILE, *_ = SECTION_FILES = ("hf_quant_config.json", "quant_config.json", "quantize_config.json")
+"""Files of modelopt, AutoAWQ and AutoGPTQ with only the section; old versions omit it from config.json."""
+_ONLY_AWQ = ("w_bit", "zero_point")
 
 
 def section_file(directory: Path) -> Path | None:
@@ -92,10 +93,10 @@ def section_file(directory: Path) -> Path | None:
 def read_section_file(path: Path) -> dict[str, Any]:
     """Return the `quantization_config` in `path`. Raises ModelError naming `path` if it cannot be read."""
     fields = Fields(read_json_file(path), str(path))
-    if path.name == GPTQ_FILE:
-        section = {"quant_method": "gptq", **fields.values}
-    else:
+    if path.name == MODELOPT_FILE:
         section = {"quant_method": "modelopt", **fields.section("quantization").values}
+    else:
+        section = {"quant_method": "gptq" if fields.get(*_ONLY_AWQ) is None else "awq", **fields.values}
     read_quantization(Fields({SECTION: section}, str(path)))
     return section
 

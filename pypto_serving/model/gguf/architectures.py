@@ -30,6 +30,15 @@ _ARCHITECTURES = {
     "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
 }
 """`architectures` and `model_type` of config.json by `general.architecture`."""
+_OTHER_KINDS = {
+    **dict.fromkeys(("clip", "mmproj"), "a vision encoder, no model"),
+    **dict.fromkeys(("bert", "embedding"), "an encoder, which makes no text"),
+    "t5": "an encoder-decoder model",
+    **dict.fromkeys(("wav", "whisper"), "a model of sounds"),
+}
+"""What files hold that are no decoders, by parts of `general.architecture`."""
+_RANKS = 4
+"""The `pooling_type` of rerankers; those of embedding models are other numbers above 0."""
 _MIXTRAL = ("MixtralForCausalLM", "mixtral")
 _INTERLEAVED = ("llama", "mistral3", "smollm3")
 """Architectures whose rows of queries and keys lie in the order of interleaved pairs."""
@@ -53,7 +62,6 @@ _OWN_NAMES = {
 }
 """Names that only one architecture has."""
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-_MIXTRAL_PARTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _FREQUENCIES, _SHORT, _LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 _ATTENTION_FACTOR, _GROWTH = "rope.scaling.attn_factor", "attention.temperature_scale"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -72,10 +80,16 @@ class GgufModel:
         self.name = gguf.metadata.get("general.architecture")
         if not isinstance(self.name, str) or self.name not in _ARCHITECTURES:
             known = ", ".join(_ARCHITECTURES)
-            kind = "a vision encoder, no model" if self.name == "clip" else f"of the architecture {brief(self.name)}"
+            kinds = (kind for part, kind in _OTHER_KINDS.items() if part in str(self.name)[:99])
+            kind = next((f"{kind} ({self.name})" for kind in kinds), f"of the architecture {brief(self.name)}")
             raise ModelError(f"{gguf.path} is {kind}; GGUF files of {known} can be served")
         prefix = f"{self.name}."
         own = {key.removeprefix(prefix): value for key, value in gguf.metadata.items() if key.startswith(prefix)}
+        if gguf.metadata.get("general.type") == "adapter" or "adapter.type" in gguf.metadata:
+            raise ModelError(f"{gguf.path} is an adapter (LoRA) of a {self.name} model; merge it into that model")
+        if pooling := own.get("pooling_type"):
+            kind = "a reranker" if pooling == _RANKS else "an embedding model"
+            raise ModelError(f"{gguf.path} is {kind} (pooling_type {brief(pooling)}), which is not served")
         self._keys = Fields(own, str(gguf.path))
         self._experts = self._keys.natural("expert_count", default=0)
         mixtral = self.name in _INTERLEAVED and self._experts > 0
@@ -118,6 +132,7 @@ class GgufModel:
             "rope_theta": keys.positive_float("rope.freq_base", default=10000.0),
             "tie_word_embeddings": "output.weight" not in tensors,
             "attention_bias": "blk.0.attn_q.bias" in tensors,
+            "mlp_bias": "blk.0.ffn_up.bias" in tensors,
             "sliding_window": keys.get("attention.sliding_window") or None,
         }
         if rotated < self.head_dim:
@@ -160,8 +175,6 @@ class GgufModel:
         if module not in names:
             raise ModelError(f"{self._gguf.path}: tensor {name} is not part of a {self.name} model")
         target = names[module]
-        if target == "mlp.gate" and self._architecture == _MIXTRAL[0]:
-            target = "block_sparse_moe.gate"
         rows: Rows = tensor.blocks
         if self.name in _INTERLEAVED and module in ("attn_q", "attn_k"):
             heads = self.heads if module == "attn_q" else self.kv_heads
@@ -174,14 +187,12 @@ class GgufModel:
         count, n, k = tensor.shape if len(tensor.shape) == 3 else (0, 0, 0)
         if count != self._experts:
             raise ModelError(f"{self._gguf.path}: tensor {tensor.name} is not of {self._experts} experts")
-        mixtral = self._architecture == _MIXTRAL[0]
-        folder, part = ("block_sparse_moe", _MIXTRAL_PARTS[part]) if mixtral else ("mlp", part)
         for expert in range(count):
 
             def rows(first: int, last: int, start: int = expert * n) -> NDArray[np.uint8]:
                 return tensor.blocks(start + first, start + last)
 
-            yield f"model.layers.{layer}.{folder}.experts.{expert}.{part}.weight", (n, k), tensor.type, rows
+            yield f"model.layers.{layer}.mlp.experts.{expert}.{part}.weight", (n, k), tensor.type, rows
 
     def _rope_scaling(self, config: dict[str, Any]) -> dict[str, Any] | None:
         """Return `rope_scaling` of config.json; the divisors of Llama 3's frequencies must be those of its formula."""

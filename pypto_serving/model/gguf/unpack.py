@@ -48,7 +48,7 @@ def unpack(path: Path, cache: Path, progress: Progress, sampling: Mapping[str, f
     target = path
     try:
         identity = _identity(path, sampling)
-        name = os.fsencode(path.stem).decode(errors="replace")
+        name = os.fsencode(path.stem).decode(errors="replace").strip(".") or "model"
         target = cache / "gguf" / f"{name}-{identity[:12]}" / name
         if target.exists():
             return target

@@ -56,7 +56,7 @@ LLAMA3 = {
     ("kind", "overrides"),
     [
         *((kind, SIZES.get(kind, {})) for kind in ARCHITECTURES),
-        ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": False}),
+        ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": False, "mlp_bias": True}),
     ],
 )
 def test_logits(tmp_path: Path, kind: str, overrides: dict[str, Any]) -> None:
@@ -198,6 +198,13 @@ def test_a_folder_is_unpacked_once(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"general.architecture": ("clip", Value.STRING)}, "vision encoder"),
+        ({"general.architecture": ("nomic-bert", Value.STRING)}, r"is an encoder, which makes no text \(nomic-bert\)"),
+        ({"general.architecture": ("gemma-embedding", Value.STRING)}, "is an encoder, which makes no text"),
+        ({"general.architecture": ("t5", Value.STRING)}, "is an encoder-decoder model"),
+        ({"general.type": ("adapter", Value.STRING)}, r"is an adapter \(LoRA\) of a qwen3 model"),
+        ({"adapter.type": ("lora", Value.STRING)}, r"is an adapter \(LoRA\) of a qwen3 model"),
+        ({"qwen3.pooling_type": (3, Value.UINT32)}, "is an embedding model"),
+        ({"qwen3.pooling_type": (4, Value.UINT32)}, "is a reranker"),
         ({"general.architecture": ("rwkv", Value.STRING)}, "llama, mistral3, phi3, qwen2"),
         ({"tokenizer.ggml.model": ("bert", Value.STRING)}, "gpt2 and llama"),
         ({"tokenizer.ggml.pre": ("elvish", Value.STRING)}, "elvish"),
@@ -288,12 +295,12 @@ def test_files_by_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Links as the hub's client makes them, capitals, and names that only look like those of parts."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     blob = write_model(tmp_path / "0123abcd", "qwen3", random_model("qwen3"))
-    for name in ("a Q8_0.gguf", "b.GGUF", "c-00001-of-00000.gguf"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / name).symlink_to(blob)
-        for given in (tmp_path / name, tmp_path / name / name):
-            assert locate_model(str(given)).name == Path(name).stem
-    monkeypatch.chdir(tmp_path / "b.GGUF")
+    for name in ("a Q8_0.gguf", "b.GGUF", "c-00001-of-00000.gguf", "..gguf", "...gguf"):
+        (tmp_path / f"of {name}").mkdir()
+        (tmp_path / f"of {name}" / name).symlink_to(blob)
+        for given in (tmp_path / f"of {name}", tmp_path / f"of {name}" / name):
+            assert locate_model(str(given)).name == (Path(name).stem.strip(".") or "model")
+    monkeypatch.chdir(tmp_path / "of b.GGUF")
     assert locate_model("b.GGUF").name == "b"
     with pytest.raises(ModelError, match=r"b\.GGUF is a file"):
         locate_model("b.GGUF", revision="main")
