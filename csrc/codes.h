@@ -8,21 +8,6 @@ namespace ISA {
 // Signed bytes as floats.
 INLINE Register load_small(const char* p) { return as_floats(load_bytes(p) << 24 >> 24); }
 
-// Scale and zero points of a group, the `index`-th of its head, for outputs `lane` on.
-INLINE Register load_scale(const char* head, Scale scale, int64_t index, int64_t lane) {
-  const int64_t at = index * kLanes + lane;
-  switch (scale) {
-    case Scale::kBf16: return (Register)(load_shorts(head + at * 2) << 16);
-    case Scale::kF16: return load_halves(head + at * 2);
-    case Scale::kF32: return load_sums(reinterpret_cast<const float*>(head) + at);
-    case Scale::kE8m0: {
-      const PairRegister bits = load_bytes(head + at) << 23;
-      return (Register)(bits | ((bits == 0) & 0x00400000));  // byte 0 is 2^-127
-    }
-    default: return (Register)broadcast(reinterpret_cast<const Pair*>(head)[index]);
-  }
-}
-
 // The scales of a head in float32, or its minimums, for a register of outputs.
 struct Scales {
   alignas(64) float values[16 * kRegisterLanes];
@@ -37,7 +22,23 @@ struct Scales {
     read(head + heads * form.scale_bytes(), form.scale, heads, lane);
   }
   ALWAYS_INLINE void read(const char* head, Scale scale, int64_t heads, int64_t lane) {
-    for (int64_t i = 0; i < heads; i++) store_sums(values + i * kRegisterLanes, load_scale(head, scale, i, lane));
+    const auto store_all = [&](auto load) __attribute__((always_inline)) {
+      for (int64_t i = 0; i < heads; i++) store_sums(values + i * kRegisterLanes, load(i * kLanes + lane));
+    };
+    switch (scale) {
+      case Scale::kBf16: return store_all([&](int64_t at) { return (Register)(load_shorts(head + at * 2) << 16); });
+      case Scale::kF16: return store_all([&](int64_t at) { return load_halves(head + at * 2); });
+      case Scale::kF32:
+        return store_all([&](int64_t at) { return load_sums(reinterpret_cast<const float*>(head) + at); });
+      case Scale::kE8m0:
+        return store_all([&](int64_t at) {
+          const PairRegister bits = load_bytes(head + at) << 23;
+          return (Register)(bits | ((bits == 0) & 0x00400000));  // byte 0 is 2^-127
+        });
+      default:
+        return store_all(
+            [&](int64_t at) { return (Register)broadcast(reinterpret_cast<const Pair*>(head)[at / kLanes]); });
+    }
   }
   ALWAYS_INLINE Register of(int64_t group) const { return load_sums(values + group * kRegisterLanes); }
 };

@@ -42,8 +42,9 @@ INLINE PairRegister dot_codes(PairRegister run, PairRegister a, const Pair* b) {
 
 // Codes or bytes by int8 activations in groups. A row's sum in a group is exact; times the group's scale it is added to
 // the sum of its kScaled inputs, and that, times the activations' scale, to the result. Int16 activations have kParts = 2
-// quads, and rows are M of the strip's `t.rows`.
-template <int M, typename Table, bool kMinimums, int kParts>
+// quads, and rows are M of the strip's `t.rows`. With kSpan, groups are whole and of so many inputs, and all rows are M:
+// then a group of one row is straight code.
+template <int M, typename Table, bool kMinimums, int kParts, int kSpan = 0>
 static void multiply_bytes(const HalfTile& t) {
   // As many sums of a row as hide the latency of a dot, and lines to go round them.
   constexpr int kSums = M * kParts, kQuads = Table::kQuads;
@@ -51,8 +52,9 @@ static void multiply_bytes(const HalfTile& t) {
   constexpr int kChains = kRegisterLanes < kLanes || kRunsOfShorts || kSums > 4 ? 1 : kSums > 1 ? 2 : 4;
   constexpr int kLines = kRunsOfShorts ? Table::kRun : kSums > 4 ? 1 : kSums > 1 ? 2 : Table::kRun;
   const Form form = *t.form;
-  const int64_t heads = form.heads(), head_bytes = form.head_bytes(), lines = form.span / (4 * kQuads);
-  const int64_t spans = kScaled / form.span, blocks = (t.k + kScaled - 1) / kScaled, rows = kParts == 1 ? M : t.rows;
+  const int64_t span = kSpan ? kSpan : form.span, lines = span / (4 * kQuads), spans = kScaled / span;
+  const int64_t heads = form.heads(), head_bytes = form.head_bytes(), blocks = (t.k + kScaled - 1) / kScaled;
+  const int64_t rows = kParts == 1 || kSpan ? M : t.rows;
   for (int pass = 0; pass < kHalf; pass++) {
     const int64_t lane = pass * kRegisterLanes;
     Stream<kSums> stream{t.weight, pass == 0 ? t.ahead : nullptr, t.ahead_step};
@@ -83,9 +85,7 @@ static void multiply_bytes(const HalfTile& t) {
         }
         const Pair* group_starts = starts;
         starts += rows;
-        const int64_t mine = min(lines, left);
-        left -= mine;
-        for (int64_t line = 0; line < mine; line += kLines) {
+        const auto add_lines = [&]() __attribute__((always_inline)) {
           PairRegister run[M][kParts][kChains];
 #pragma GCC unroll 12
           for (int m = 0; m < M; m++)
@@ -119,6 +119,15 @@ static void multiply_bytes(const HalfTile& t) {
               for (int chain = 0; chain < kChains; chain++)
                 sums[m][part][chain] =
                     kRuns ? end_run(sums[m][part][chain], run[m][part][chain]) : run[m][part][chain];
+        };
+        if constexpr (kSpan > 0) {
+#pragma GCC unroll 8
+          for (int line = 0; line < kSpan / (4 * kQuads); line += kLines) add_lines();
+          left -= lines;
+        } else {
+          const int64_t mine = min(lines, left);
+          left -= mine;
+          for (int64_t line = 0; line < mine; line += kLines) add_lines();
         }
         const Register scale = scales.of(i);
 #pragma GCC unroll 12
@@ -246,8 +255,21 @@ INLINE void halves(HalfTile t, Multiply multiply) {
   }
 }
 
+constexpr int kCommonSpan = 32, kShortSpan = 16;
+
+template <typename Table, bool kMinimums, int kSpan>
+INLINE void row_bytes(Inputs inputs, const HalfTile& t) {
+  halves(t, inputs == Inputs::kGroups ? multiply_bytes<1, Table, kMinimums, 1, kSpan>
+                                      : multiply_bytes<1, Table, kMinimums, 2, kSpan>);
+}
+
 template <typename Table, bool kMinimums = false>
 INLINE void panel_bytes(int64_t rows, Inputs inputs, HalfTile t) {
+  if (rows == 1 && t.k % t.form->span == 0) {
+    if (t.form->span == kCommonSpan) return row_bytes<Table, kMinimums, kCommonSpan>(inputs, t);
+    if constexpr (kShortSpan / (4 * Table::kQuads) >= Table::kRun)
+      if (t.form->span == kShortSpan) return row_bytes<Table, kMinimums, kShortSpan>(inputs, t);
+  }
   if (inputs == Inputs::kGroups)
     return with_rows(rows, [&](auto count) { halves(t, multiply_bytes<count(), Table, kMinimums, 1>); });
   t.rows = rows;

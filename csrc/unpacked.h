@@ -18,9 +18,11 @@ template <typename Line>
 static void unpack_register(const Form& form, int64_t k, const char* at, int64_t lane, Pair* pairs, float* scales) {
   for (int64_t left = k / (2 * Line::kPairs); left > 0;) {
     const char* head = at;
+    Scales of_head;
+    of_head.read(head, form.scale, form.heads(), lane);
     at += form.head_bytes();
     for (int64_t i = 0; i < form.heads() && left > 0; i++) {
-      store_sums(scales, load_scale(head, form.scale, i, lane));
+      store_sums(scales, of_head.of(i));
       scales += kPanel;
       const PairRegister zeros = Line::kWithZeros ? group_zeros(head, form, i, lane) : PairRegister{};
       const int64_t lines = min(form.span / (2 * Line::kPairs), left);
