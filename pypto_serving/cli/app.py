@@ -8,7 +8,7 @@ import json
 import pkgutil
 import re
 from collections import UserDict
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -152,7 +152,7 @@ def _joined_keys(args: Sequence[str], known: Container[str]) -> list[str]:
         held: Any = inner.get(last, [] if is_list else None) if isinstance(inner, dict) else ""
         if (not equals and text.startswith("--")) or not isinstance(held, list if is_list else type(None)):
             raise ConfigError(f"{head} must have one value, and be no part of another value")
-        inner[last] = [*held, *map(_value_of, text.split(","))] if is_list else _value_of(text)
+        inner[last] = [*(held or ()), *map(_value_of, text.split(","))] if is_list else _value_of(text)
     if twice := next((name for name in objects if name in kept), None):
         raise ConfigError(f"{twice} is given whole and by its keys; choose one way")
     return [*kept, *(f"{name}={json.dumps(value)}" for name, value in objects.items())]

@@ -21,37 +21,22 @@ from pypto_serving.model.checkpoint import Checkpoint, StoredTensors
 from pypto_serving.model.decoder.inventory import DecoderInventory
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.fields import Fields
-from pypto_serving.model.formats.schemes import Coded
 from pypto_serving.model.formats.section import read_quantization
 from pypto_serving.model.formats.values import MatrixTensors, dequantised
 from pypto_serving.model.packed_weights import PackedWeights
 from pypto_serving.model.registry import load_spec, read_config
 from tests.checkpoints import make_checkpoint
+from tests.model.coded import CODED, WIDE, inventory_of, read, schemes
 from tests.model.configs import MOE, write
 from tests.needs import needs_kernels
 from tests.quantised import FORMATS, Tensors, quantise, quantise_deepseek
 
-WIDE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 1, "moe_intermediate_size": 64}
-CODED = sorted(set(FORMATS) - {"w8a8"})
 MODULE = "model.layers.0.mlp.down_proj"
 
 
 def made(path: Path, format: str, kind: str = "qwen3") -> tuple[Path, Tensors]:
     path = make_checkpoint(path / format, kind, **WIDE)
     return path, quantise(path, format)
-
-
-def inventory_of(path: Path) -> tuple[DecoderInventory, StoredTensors]:
-    tensors = StoredTensors(path, lambda *_: None)
-    inventory = DecoderInventory(read_config(path).model, tensors.headers)
-    tensors.require(inventory.expected(), inventory.ignores)
-    return inventory, tensors
-
-
-def read(inventory: DecoderInventory, tensors: StoredTensors, module: str) -> Any:
-    scheme: Coded = inventory.schemes[module]  # type: ignore[assignment]
-    n, k = inventory.weights()[f"{module}.weight"]
-    return scheme.read(MatrixTensors(tensors, module), n, k)
 
 
 @pytest.mark.parametrize("format", CODED)
@@ -404,12 +389,6 @@ def test_values_of_any_type_are_read_or_refused(format: str) -> None:
             assert "\n" not in str(error) and len(str(error)) < 1000, (path, value)
             continue
         assert quantization is not None and quantization.schemes("model.layers.0.mlp.gate_proj")
-
-
-def schemes(path: Path, section: dict[str, Any]) -> dict[str, str]:
-    """Names of schemes by module of a model with experts."""
-    inventory = DecoderInventory(read_config(write(path, MOE, quantization_config=section)).model)
-    return {module: scheme.name for module, scheme in inventory.schemes.items()}
 
 
 def test_groups_of_mixed_precision(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from pypto_serving.model.formats.values import dequantised
 from pypto_serving.model.stored_names import own_module
 from tests.checkpoints import make_checkpoint
-from tests.model.test_formats import CODED, WIDE, inventory_of, read, schemes
+from tests.model.coded import CODED, WIDE, inventory_of, read, schemes
 from tests.quantised import FORMATS, quantise
 
 
