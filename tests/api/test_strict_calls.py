@@ -75,9 +75,10 @@ def compiler() -> Compiler:
 def test_random_texts_have_no_wrong_call(compiler: Compiler, family: str, one: bool) -> None:
     """Texts full of calls with wrong arguments, and beginnings of calls."""
     form, num_calls = FAMILIES[family], 0
-    words = (*BEGINNINGS, *form.starts, call(form, "1"), *wrong_texts(form))
+    right = call(form, "1")
+    words = (*BEGINNINGS, *form.starts, right, f"{form.begin}{right}{form.end}", *wrong_texts(form))
     for grammar in grammars(family, one):
-        for seed in range(40):
+        for seed in range(400):
             text = walk(compiler, grammar, random.Random(seed), words, 500)
             if text is not None:
                 assert not has_wrong_call(family, text, one), text

@@ -155,7 +155,7 @@ class OriginGuard:
             if origin in (b"http://" + host, b"https://" + host) and _is_own_name(name):
                 return ""
             return "web pages of this origin may not call this server; its option allowed-origins names those that may"
-        own_host, _ = scope["server"] or ("", None)
+        own_host, _ = scope.get("server") or ("", None)
         if name in self._hosts or _is_private_name(name) or not is_loopback(own_host):
             return ""
         return (
