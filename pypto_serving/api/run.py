@@ -167,7 +167,7 @@ async def serve(app: Starlette, server: ServerConfig, on_bound: OnBound) -> None
         handlers[signal.SIGHUP] = running.reload
     for number, handler in handlers.items():
         loop.add_signal_handler(number, handler)
-    running.reload()  # a SIGHUP until now had no effect
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, handlers)  # what came during the start comes now
     try:
         await running.run(on_bound)
     finally:

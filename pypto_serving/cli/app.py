@@ -151,9 +151,10 @@ def _joined_keys(args: Sequence[str], known: Container[str]) -> list[str]:
         last, is_list = keys[-1].removesuffix("+"), keys[-1].endswith("+")
         held: Any = inner.get(last, [] if is_list else None) if isinstance(inner, dict) else ""
         if (not equals and text.startswith("--")) or not isinstance(held, list if is_list else type(None)):
-            raise ConfigError(f"{head} must have one value, and be no part of another value")
+            raise ConfigError(f"{head} needs one value; give it once, and not also a key within it or around it")
         inner[last] = [*(held or ()), *map(_value_of, text.split(","))] if is_list else _value_of(text)
-    if twice := next((name for name in objects if name in kept), None):
+    whole = {arg.partition("=")[0] for arg in kept}
+    if twice := next((name for name in objects if name in whole), None):
         raise ConfigError(f"{twice} is given whole and by its keys; choose one way")
     return [*kept, *(f"{name}={json.dumps(value)}" for name, value in objects.items())]
 

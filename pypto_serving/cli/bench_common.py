@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def option(panel: str, **same: Any) -> Callable[..., Any]:
-    """Return what makes options that help lists under the heading `panel`."""
+    """Return a function that makes options; help lists them under `panel`."""
     return functools.partial(typer.Option, rich_help_panel=panel, **same)
 
 

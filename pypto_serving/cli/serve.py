@@ -50,13 +50,14 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def serve(options: Options) -> None:
     """Serve MODEL over an OpenAI-compatible API; without MODEL, the bundled one."""
     before = {number: signal.signal(number, _exit) for number in STOP_SIGNALS}
-    if options.api_key_file or options.ssl_certfile:  # the HTTP server begins with reading them again
-        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    if options.api_key_file or options.ssl_certfile:  # then it waits for the HTTP server, which reads them again
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         _run(options)
     except BaseException:
         for number, handler in before.items():
             signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
         raise
 
 

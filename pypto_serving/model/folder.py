@@ -39,21 +39,25 @@ _KINDS = (
 _INPUTS = {"vision_config": "images", "audio_config": "sounds", "thinker_config": "images and sounds"}
 
 
-def other_kind(folder: Path, raw: Mapping[str, Any], name: str, served: Container[str], of_text: str) -> str:
-    """Return what a checkpoint of the architecture `name` is instead of a model that makes text; "" if it may be one.
+def other_kind(
+    folder: Path, raw: Mapping[str, Any], name: str, served: Container[str], of_text: str
+) -> tuple[str, str]:
+    """Return what a checkpoint of the architecture `name` is instead of a model that makes text, and what may help.
+
+    The first is "" if it may be one.
 
     `raw`: its config.json. `of_text`: the architecture of a model of text with these values, "" if none is served.
     """
     if any((folder / name).exists() for name in _POOLING):
-        return "an embedding model (it has the files of sentence-transformers)"
+        return "an embedding model (it has the files of sentence-transformers)", ""
     if name in served:
-        return ""
+        return "", ""
     if inputs := " and ".join(says for key, says in _INPUTS.items() if raw.get(key)):
         hint = f"""; hf-overrides '{{"architectures": ["{of_text}"]}}' serves its part for text alone"""
-        return f"a model of text with {inputs}{hint if of_text else ''}"
+        return f"a model of text with {inputs}", hint if of_text else ""
     if raw.get("is_encoder_decoder"):
-        return "an encoder-decoder model"
-    return next((kind for pattern, kind in _KINDS if re.search(pattern, name)), "")
+        return "an encoder-decoder model", ""
+    return next((kind for pattern, kind in _KINDS if re.search(pattern, name)), ""), ""
 
 
 def what_it_is(folder: Path) -> str:

@@ -74,7 +74,7 @@ def flattened(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `raw` with the values of `overrides`: objects are joined, and null removes a value.
+    """Return `raw` with the values of `overrides`: objects are joined, and null means what it means there.
 
     What is said about RoPE goes to the section that config.json has, whatever its name.
     """
@@ -92,7 +92,7 @@ def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
 
 
 def _joined(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Join objects, at all depths. null stays, since it is no absent key: some families have defaults for these."""
+    """Join objects, at all depths. null stays: some families have defaults for absent keys."""
     joined = dict(values)
     for key, value in overrides.items():
         inner = values.get(key)

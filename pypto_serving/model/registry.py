@@ -165,7 +165,7 @@ class CheckpointConfig:
         """Describe the checkpoint to the engine, without its weights. Headers of its files say which are quantised."""
         if unread := getattr(self.model, "unread", ()):
             logger.warning(
-                "%s: the type of RoPE does not read %s", Path(self.directory) / CONFIG_FILE, ", ".join(unread)
+                "%s: nothing reads these keys of RoPE: %s", Path(self.directory) / CONFIG_FILE, ", ".join(unread)
             )
         if useless := [".".join(path) for path in _leaves(flattened(self.overrides)) if not self._reads(path)]:
             logger.warning("hf-overrides: nothing reads %s", ", ".join(useless))
@@ -211,8 +211,9 @@ def read_config(model_dir: str | Path, overrides: Mapping[str, Any] | None = Non
     raw = read_raw_config(Path(model_dir), overrides or {})
     path = f"{Path(model_dir) / CONFIG_FILE}{' with hf-overrides' if overrides else ''}"
     name = _architecture(raw, path)
-    if kind := other_kind(Path(model_dir), raw, name, FAMILIES, next(iter(_of_type(raw)), "")):
-        raise ModelError(f"{model_dir} is {kind}, which is not served: {name}")
+    kind, hint = other_kind(Path(model_dir), raw, name, FAMILIES, next(iter(_of_type(raw)), ""))
+    if kind:
+        raise ModelError(f"{model_dir} is {kind}, which is not served: {name}{hint}")
     family = model_family(name)
     return CheckpointConfig(str(model_dir), name, family, family.parse(raw, path), raw, overrides or {})
 

@@ -114,7 +114,7 @@ _MODEL = (
     Option(
         "hf_overrides",
         json_object('{"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}'),
-        "Values in place of those of config.json; objects are joined, and null removes a value.",
+        "Values in place of those of config.json; objects are joined, and null means what it means there.",
         "JSON",
         decided="none",
     ),

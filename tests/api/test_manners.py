@@ -281,6 +281,29 @@ def test_a_template_without_tools_that_shows_calls_shows_them_itself() -> None:
     assert "<tool_call>" not in str(TemplateEncoder(TEXT_ONLY, {}).encode(CALLED, {}).prompt)
 
 
+def test_calls_one_by_one_without_ids_or_with_results_of_others() -> None:
+    nameless = [{key: value for key, value in call.items() if key != "id"} for call in BOTH]
+    results = [said("tool", "c", name="now"), said("tool", "d", name="now"), said("tool", "z", tool_call_id="lost")]
+    first, second = CALL, CALL.replace("{}", '{"a": 1}')
+    for calls, given, order in (
+        (nameless, results, "cdz"),
+        (BOTH, [RESULT_2, results[2], RESULT_2, RESULT_1], "cddz"),
+        (BOTH, [], ""),
+    ):
+        prompt = str(
+            TemplateEncoder(ONE_CALL, {}).encode([said("assistant", "b", tool_calls=calls), *given], {}).prompt
+        )
+        tools = [("tool", text) for text in order.replace("z", "") + "z" * ("z" in order)]
+        expected = turns(("assistant", f"b{first}"), *tools[:1], ("assistant", second), *tools[1:])
+        assert prompt.startswith(expected), prompt
+
+
+def test_calls_that_a_template_drops_are_not_written_in_another_form() -> None:
+    """Values of the form are not in one line, so no text would teach the model what it writes."""
+    encoder = TemplateEncoder(LFM2, {}, tool_parser="qwen3_coder")
+    assert "<function=now>" not in str(encoder.encode(CALLED, {"tools": [NOW_TOOL]}).prompt)
+
+
 def test_tools_in_words_are_in_one_form_only() -> None:
     with pytest.raises(RequestError, match="describes no tools, and the server does so only in the form hermes"):
         TemplateEncoder(GEMMA, {}, tool_parser="pythonic").encode([said("user", "a")], {"tools": [NOW_TOOL]})

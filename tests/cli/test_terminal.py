@@ -99,7 +99,7 @@ def test_lines_break_between_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch
         "from pypto_serving.setup.prepare import model_spec, prepare\n"
         "options = Options(backend='null', model='deepseek_v4')\n"
         "model = model_spec(options)\n"
-        "report.show(prepare(options, model), model)"
+        "report.show(prepare(options, model), model, None, 'none')"
     )
     monkeypatch.setenv("COLUMNS", "1000")
     words = on_terminal(sys.executable, "-c", code).split()

@@ -92,10 +92,11 @@ def test_keys_of_objects(capsys: pytest.CaptureFixture[str], caplog: pytest.LogC
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--hf-overrides.a", "--hf-overrides.a must have one value"),
-        ("--hf-overrides.a 1 --hf-overrides.a 2", "--hf-overrides.a must have one value"),
-        ("--hf-overrides.a 1 --hf-overrides.a.b 2", "--hf-overrides.a.b must have one value"),
+        ("--hf-overrides.a", "--hf-overrides.a needs one value"),
+        ("--hf-overrides.a 1 --hf-overrides.a 2", "--hf-overrides.a needs one value"),
+        ("--hf-overrides.a 1 --hf-overrides.a.b 2", "--hf-overrides.a.b needs one value"),
         ("--hf-overrides.a 1 --hf-overrides {}", "--hf-overrides is given whole and by its keys"),
+        ("--hf-overrides={} --hf-overrides.a 1", "--hf-overrides is given whole and by its keys"),
         ("--hf-overridez.a 1", "No such option: --hf-overridez.a"),
     ],
 )

@@ -53,7 +53,7 @@ def test_overrides_reach_the_model(path: Path, name: str, as_text: bool) -> None
 def test_overrides_are_joined() -> None:
     raw = {"a": {"b": 1, "c": 2}, "rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}, "d": 1}
     found = overridden(raw, {"a": {"b": None, "e": 3}, "rope_theta": 7.0, "d": None})
-    assert found["a"] == {"c": 2, "e": 3} and "d" not in found
+    assert found["a"] == {"b": None, "c": 2, "e": 3} and found["d"] is None
     assert found["rope_parameters"] == {"rope_theta": 7.0, "rope_type": "default"}
 
 

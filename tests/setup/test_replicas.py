@@ -39,11 +39,11 @@ def test_sizes_that_are_given_are_those_of_each() -> None:
 def test_the_plan_says_that_it_is_of_each(capsys: pytest.CaptureFixture[str]) -> None:
     resolved = make_resolved(None, FOUR_CPUS, data_parallel_size=2)
     assert " free for each of 2 replicas" in setting(resolved, "kv-memory")[1]
-    show(resolved, make_model())
+    show(resolved, make_model(), None, "none")
     out = capsys.readouterr().out
     total, free = (format_size(2 * size) for size in (resolved.memory.total_bytes, resolved.memory.available_bytes))
     assert "Memory plan for each of 2 replicas\n" in out and f"  all 2 replicas: {total} of {free} free\n" in out
-    show(make_resolved(None, FOUR_CPUS), make_model())
+    show(make_resolved(None, FOUR_CPUS), make_model(), None, "none")
     assert "replicas" not in capsys.readouterr().out
 
 

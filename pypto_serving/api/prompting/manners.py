@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from itertools import pairwise, takewhile
+from itertools import chain, pairwise, takewhile
 from typing import Any, Literal, get_args
 
 from pypto_serving.api.chat.tools import as_object
@@ -33,13 +34,13 @@ _FUNCTION = {
     "description": "qz_text",
     "parameters": {"type": "object", "properties": {"qz_key": _KEY}, "required": ["qz_key"]},
 }
-Place = Literal["tools", "functions", "system"]
+ToolPlace = Literal["tools", "functions", "system"]
 Values = Mapping[str, Any]
 _NO_VALUES: Values = {}
 
 
 def place_tools(
-    place: Place | None, messages: list[Message], functions: Sequence[Mapping[str, Any]]
+    place: ToolPlace | None, messages: list[Message], functions: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Message], Values]:
     """Return messages and values of a template that takes tools in this place.
 
@@ -69,9 +70,9 @@ class Manners:
         self._render = render
 
     @cached_property
-    def place_of_tools(self) -> Place | None:
+    def place_of_tools(self) -> ToolPlace | None:
         """Where the template takes the tools of a request, if it shows them."""
-        for place in get_args(Place):
+        for place in get_args(ToolPlace):
             if "qz_call" in self._with_tools([_ASKS], place):
                 return place  # type: ignore[no-any-return]
         return None
@@ -162,7 +163,7 @@ class Manners:
         except RequestError:
             return ""
 
-    def _with_tools(self, messages: list[Message], place: Place | None) -> str:
+    def _with_tools(self, messages: list[Message], place: ToolPlace | None) -> str:
         messages, values = place_tools(place, messages, [_FUNCTION])
         tools = [{"type": "function", "function": _FUNCTION}] if place == "tools" else None
         return self._prompt(messages, {"tools": tools, **values})
@@ -225,22 +226,21 @@ def _with_form(message: Message, null: bool, as_text: bool, wraps: bool = False)
 
 
 def _one_by_one(messages: Sequence[Message]) -> list[Message]:
-    """Give each call a message of its own, with its result after it."""
+    """Give each call a message of its own, with its result after it. Without ids they belong together in order."""
     split: list[Message] = []
     at = 0
     while at < len(messages):
         message, at = messages[at], at + 1
         calls = message.get("tool_calls", ())
-        results = list(takewhile(lambda later: later["role"] == "tool", messages[at:])) if len(calls) > 1 else []
-        at += len(results)
+        results: dict[str | None, deque[Message]] = defaultdict(deque)
+        while len(calls) > 1 and at < len(messages) and messages[at]["role"] == "tool":
+            results[messages[at].get("tool_call_id")].append(messages[at])
+            at += 1
         for i, call in enumerate(calls):
-            split.append(
-                {**message, "tool_calls": [call]} if i == 0 else {**_says("assistant", ""), "tool_calls": [call]}
-            )
-            own = [result for result in results if result.get("tool_call_id") == call["id"]]
-            split += own
-            results = [result for result in results if result not in own]
-        split += results if calls else [message]
+            split.append({**(message if i == 0 else _says("assistant", "")), "tool_calls": [call]})
+            own = results[call.get("id")]
+            split += [own.popleft() for _ in range(len(own) if call.get("id") else min(1, len(own)))]
+        split += chain.from_iterable(results.values()) if calls else [message]
     return split
 
 

@@ -17,7 +17,7 @@ from pypto_serving.api.chat.parsers.scanner import Thinking
 from pypto_serving.api.chat.tools import check_effort, parameter_types, read_calls, read_tools, refuse
 from pypto_serving.api.prompting import tools_in_words
 from pypto_serving.api.prompting.jinja import TooManyStepsError, compile_template, render, steps_limited
-from pypto_serving.api.prompting.manners import Manners, Message, Place, place_tools
+from pypto_serving.api.prompting.manners import Manners, Message, ToolPlace, place_tools
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.api.text.files import load_special_tokens, read_optional_json
 from pypto_serving.api.text.tokenizer import Tokenizer
@@ -54,7 +54,7 @@ class ChatTemplate:
 
     compiled: jinja2.Template
     manners: Manners
-    tools: Place | None
+    tools: ToolPlace | None
     knows_developers: bool
     family: str
     reason: str
@@ -77,7 +77,7 @@ class ChatTemplate:
         return cls(compiled, manners, tools, roles, family, reason, HABITS.get(habit))
 
 
-def _find_place(source: str, manners: Manners) -> Place | None:
+def _find_place(source: str, manners: Manners) -> ToolPlace | None:
     """Return where a template takes tools; None if it does not show them. One that runs for long is believed."""
     if re.search(r"\b(tools|functions)\b", source) is None:
         return None
@@ -180,7 +180,8 @@ def _in_words(template: ChatTemplate, given: list[Message], functions: Sequence[
     has_calls = any("tool_calls" in message or message["role"] == "tool" for message in given)
     if template.tools is not None:
         form = FAMILIES.get(template.family) if has_calls and not template.manners.shows_calls else None
-        return given if form is None else tools_in_words.calls_in_text(given, form)
+        writes = form is not None and form.arguments in ("json", "python")
+        return tools_in_words.calls_in_text(given, form) if form is not None and writes else given
     if functions and template.family != tools_in_words.FAMILY:
         described = f"describes no tools, and the server does so only in the form {tools_in_words.FAMILY}"
         refuse("tools", f"cannot be used: the chat template {described}, not for tool_call_parser {template.family}")

@@ -81,7 +81,7 @@ class GgufModel:
         if not isinstance(self.name, str) or self.name not in _ARCHITECTURES:
             known = ", ".join(_ARCHITECTURES)
             kinds = (kind for part, kind in _OTHER_KINDS.items() if part in str(self.name)[:99])
-            kind = next((f"{kind} ({self.name})" for kind in kinds), f"of the architecture {brief(self.name)}")
+            kind = next((f"{kind} ({brief(self.name)})" for kind in kinds), f"of the architecture {brief(self.name)}")
             raise ModelError(f"{gguf.path} is {kind}; GGUF files of {known} can be served")
         prefix = f"{self.name}."
         own = {key.removeprefix(prefix): value for key, value in gguf.metadata.items() if key.startswith(prefix)}

@@ -163,7 +163,7 @@ def logits_of(program: Any, tokens: np.ndarray) -> dict[int, np.ndarray]:
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_conversion(tmp_path: Path, kind: str) -> None:
     """A file becomes what a checkpoint with the values of its blocks becomes, in every format."""
-    model = random_model(kind, **SIZES.get(kind, {}), num_hidden_layers=1)
+    model = random_model(kind, **({"num_hidden_layers": 1} | SIZES.get(kind, {})))
     folder, plain = unpacked(write_model(tmp_path / "model.gguf", kind, model, Type.Q8_0)), tmp_path / "plain"
     values = TorchWeights(folder, "float32", lambda *_: None)
     plain.mkdir()
@@ -198,7 +198,10 @@ def test_a_folder_is_unpacked_once(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"general.architecture": ("clip", Value.STRING)}, "vision encoder"),
-        ({"general.architecture": ("nomic-bert", Value.STRING)}, r"is an encoder, which makes no text \(nomic-bert\)"),
+        (
+            {"general.architecture": ("nomic-bert", Value.STRING)},
+            r"is an encoder, which makes no text \('nomic-bert'\)",
+        ),
         ({"general.architecture": ("gemma-embedding", Value.STRING)}, "is an encoder, which makes no text"),
         ({"general.architecture": ("t5", Value.STRING)}, "is an encoder-decoder model"),
         ({"general.type": ("adapter", Value.STRING)}, r"is an adapter \(LoRA\) of a qwen3 model"),
