@@ -167,7 +167,6 @@ async def serve(app: Starlette, server: ServerConfig, on_bound: OnBound) -> None
         handlers[signal.SIGHUP] = running.reload
     for number, handler in handlers.items():
         loop.add_signal_handler(number, handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, handlers)  # what came during the start comes now
     try:
         await running.run(on_bound)
     finally:

@@ -44,20 +44,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pypto_serving.api")
 LAST_REPLIES_S = 5.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_hangups: list[int] = []
+"""SIGHUPs that came before the HTTP server, which then reads its files again."""
 
 
 @takes_options(*ALL_PANELS)
 def serve(options: Options) -> None:
     """Serve MODEL over an OpenAI-compatible API; without MODEL, the bundled one."""
     before = {number: signal.signal(number, _exit) for number in STOP_SIGNALS}
-    if options.api_key_file or options.ssl_certfile:  # then it waits for the HTTP server, which reads them again
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    if options.api_key_file or options.ssl_certfile:
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda number, _: _hangups.append(number))
     try:
         _run(options)
     except BaseException:
         for number, handler in before.items():
             signal.signal(number, handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
         raise
 
 
@@ -181,6 +182,7 @@ async def _serve_http(
 
     server = resolved.server
     bound: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    bound.add_done_callback(_hang_up_now)
     app = create_app(engine, serving, resolved.memory)
     http = asyncio.create_task(listen(app, server, bound.set_result))
     dead = asyncio.create_task(engine.wait_dead())
@@ -208,6 +210,11 @@ async def _serve_http(
         await asyncio.gather(http, dead, ready, watchdog, return_exceptions=True)
     if lost:
         raise lost[0]
+
+
+def _hang_up_now(bound: asyncio.Future[int]) -> None:
+    if _hangups:
+        signal.raise_signal(_hangups.pop())
 
 
 async def _finish_replies(http: asyncio.Task[None], bound: asyncio.Future[int]) -> None:
