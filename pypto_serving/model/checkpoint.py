@@ -434,7 +434,7 @@ class StoredTensors:
         return (stored.astype("<u4") << 16).view("<f4") if tensor.dtype == "BF16" else stored.astype("<f4")
 
     def read_bfloat16(self, tensor: StoredTensor, begin: int, end: int) -> NDArray[np.uint16]:
-        """Read elements [begin, end) of a flat `tensor` as the bits of bfloat16, without a copy if stored so."""
+        """Read elements [begin, end) of a flat `tensor` as bits of bfloat16, without a copy if stored so, in rows."""
         if tensor.dtype == "BF16":
             return self.view(tensor).reshape(-1)[begin:end]
         return bfloat16(self.read(tensor, begin, end))

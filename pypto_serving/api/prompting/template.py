@@ -180,8 +180,8 @@ def _in_words(template: ChatTemplate, given: list[Message], functions: Sequence[
     has_calls = any("tool_calls" in message or message["role"] == "tool" for message in given)
     if template.tools is not None:
         form = FAMILIES.get(template.family) if has_calls and not template.manners.shows_calls else None
-        writes = form is not None and form.arguments in ("json", "python")
-        return tools_in_words.calls_in_text(given, form) if form is not None and writes else given
+        in_line = form is not None and form.arguments in ("json", "python")
+        return tools_in_words.calls_in_text(given, form) if form is not None and in_line else given
     if functions and template.family != tools_in_words.FAMILY:
         described = f"describes no tools, and the server does so only in the form {tools_in_words.FAMILY}"
         refuse("tools", f"cannot be used: the chat template {described}, not for tool_call_parser {template.family}")

@@ -46,7 +46,7 @@ def _in_words(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def calls_in_text(messages: Sequence[Mapping[str, Any]], form: CallForm) -> list[dict[str, Any]]:
-    """Return messages whose calls stand in their texts as the model writes them, if its form has values in one line."""
+    """Return messages whose calls stand in their texts as the model writes them. The form has JSON or Python."""
     return [_with_text(message, form) if "tool_calls" in message else dict(message) for message in messages]
 
 
